@@ -1,11 +1,12 @@
 """What many hosts read and tokenise of one corpus in an S3 server on loopback, counted in bytes and documents.
 
-    python -m benchmarks.corpus_hosts [--megabytes 16] [--json FILE]
+    python -m benchmarks.corpus_hosts [--megabytes 16] [--conversations] [--json FILE]
 
 With 1, 2, 4 and 8 simulated hosts: first the hosts tokenise the corpus together, each its share in a worker of its own; then each
 reads one epoch of its rows, with a cache folder of its own. All requests go through a proxy that counts what the server sends.
 The bytes are those of whole answers: with rows of 512 tokens, the head of each answer alone is a third of the tokens. Then a
-store of a billion documents on disk: how long its start takes, and what the first batches need.
+store of a billion documents on disk: how long its start takes, and what the first batches need. With --conversations, the
+documents are conversations instead: a question, and its text as the answer.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ import tempfile
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from etils import epath
 from praxis import base_hyperparams, pax_fiddle
 
 from benchmarks import reporting
-from spmd_trainer.inputs import stdlib_text
+from spmd_trainer.inputs import Chat, HuggingFaceTokenizer, stdlib_text
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.corpus.documents import Documents
 from spmd_trainer.inputs.corpus.open_source import open_documents
@@ -42,8 +44,13 @@ from spmd_trainer.storage.local_copies import VARIABLE
 
 HOSTS = (1, 2, 4, 8)
 LENGTH, BATCH, FILES, DOCUMENT_BYTES = 2048, 4, 8, 3000
-SERVER = pathlib.Path(__file__).parents[1] / "tests" / "storage" / "s3_server.py"
+TESTS = pathlib.Path(__file__).parents[1] / "tests"
+SERVER = TESTS / "storage" / "s3_server.py"
+CHATS = TESTS / "inputs" / "data" / "chat"
+TEMPLATE = str(CHATS / "templates" / "chatml_marked.jinja")
 MOST_TOGETHER, MOST_FETCHED = 1.1, 1.3
+# A conversation takes two requests: its tokens, and which of them count.
+MOST_FETCHED_OF_CONVERSATIONS = 1.5
 TOKENISE_SECONDS = 120
 BILLION, PARTS = 10**9, 10_000
 START_SECONDS, START_BYTES = 2.0, 200e6
@@ -53,6 +60,7 @@ def main() -> int:
     """Measures and prints; returns the exit status."""
     parser = reporting.parser(__doc__, rounds=1)
     parser.add_argument("--megabytes", type=float, default=16, help="size of the corpus")
+    parser.add_argument("--conversations", action="store_true", help="count conversations instead of texts")
     parser.add_argument("--billion", help="measure the start of this store in this process, and print JSON")
     args = parser.parse_args()
     if args.billion:
@@ -60,10 +68,12 @@ def main() -> int:
         return 0
     report = reporting.Report("corpus_hosts", args.json)
     with tempfile.TemporaryDirectory() as folder, s3_server() as counter:
-        size, documents = write_corpus(int(args.megabytes * 2**20))
+        size, documents = write_corpus(int(args.megabytes * 2**20), as_conversation if args.conversations else as_text)
+        chat = Chat(chat_template=TEMPLATE, too_long="cut").bound(HuggingFaceTokenizer(CHATS / "byte_level"), LENGTH)
         for hosts in HOSTS:
-            measure(report, counter, pathlib.Path(folder), hosts, size, documents)
-        report_billion(report, pathlib.Path(folder))
+            measure(report, counter, pathlib.Path(folder), hosts, size, documents, chat if args.conversations else None)
+        if not args.conversations:
+            report_billion(report, pathlib.Path(folder))
     return report.finish()
 
 
@@ -118,7 +128,17 @@ def s3_server() -> Iterator[Counter]:
         process.kill()
 
 
-def write_corpus(size: int) -> tuple[int, int]:
+def as_text(text: str) -> dict[str, Any]:
+    """Returns a record of a text."""
+    return {"text": text}
+
+
+def as_conversation(text: str) -> dict[str, Any]:
+    """Returns a record of a conversation with a text as its answer."""
+    return {"messages": [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": f"{text}."}]}
+
+
+def write_corpus(size: int, record: Callable[[str], dict[str, Any]]) -> tuple[int, int]:
     """Writes parts of the standard library to the bucket; returns their bytes and how many they are."""
     texts = []
     for path in stdlib_text.stdlib_train_files():
@@ -128,19 +148,25 @@ def write_corpus(size: int) -> tuple[int, int]:
             break
     total = 0
     for number in range(FILES):
-        content = "".join(json.dumps({"text": text}) + "\n" for text in texts[number::FILES])
+        content = "".join(json.dumps(record(text)) + "\n" for text in texts[number::FILES])
         epath.Path(f"s3://bkt/corpus/{number}.jsonl").write_text(content)
         total += len(content.encode())
     return total, len(texts)
 
 
 def measure(
-    report: reporting.Report, counter: Counter, folder: pathlib.Path, hosts: int, size: int, documents: int
+    report: reporting.Report,
+    counter: Counter,
+    folder: pathlib.Path,
+    hosts: int,
+    size: int,
+    documents: int,
+    chat: Chat | None,
 ) -> None:
     """Lets hosts tokenise the corpus together and read it, and reports what they took."""
-    corpus = Documents("s3://bkt/corpus/*.jsonl")
+    corpus = Documents("s3://bkt/corpus/*.jsonl", processor=chat)
     store = f"s3://bkt/tokens-{hosts}"
-    task = Preparation(corpus, ByteTokenizer(), store)
+    task = Preparation(corpus, ByteTokenizer() if chat is None else chat.tokenizer, store)
     opened = open_documents(corpus)
     before = counter.received
     sources = [PreparedSource(opened, task, Helpers(host, hosts, 1, "mine")) for host in range(hosts)]
@@ -162,22 +188,24 @@ def measure(
     for host in range(hosts):
         os.environ[VARIABLE] = str(folder / f"cache-{hosts}-{host}")
         before = counter.received
-        tokens = read_epoch(store, host, hosts)
+        tokens = read_epoch(store, host, hosts, chat)
         shares.append((counter.received - before) / (2 * tokens))
     report.figure(f"{hosts} hosts: bytes fetched / bytes of own rows", shares)
     if made != documents or together > MOST_TOGETHER * size:
         report.fails(f"{hosts} hosts together take more than {MOST_TOGETHER} times the corpus")
-    if max(shares) > MOST_FETCHED:
-        report.fails(f"one of {hosts} hosts fetches more than {MOST_FETCHED} times its own rows")
+    most = MOST_FETCHED if chat is None else MOST_FETCHED_OF_CONVERSATIONS
+    if max(shares) > most:
+        report.fails(f"one of {hosts} hosts fetches more than {most} times its own rows")
 
 
-def make(store: str, host: int, hosts: int, *, is_training: bool) -> CorpusInput:
+def make(store: str, host: int, hosts: int, chat: Chat | None = None, *, is_training: bool) -> CorpusInput:
     """Builds a host's input over a store."""
     config = pax_fiddle.Config(
         CorpusInput,
         name="rows",
         is_training=is_training,
-        source=Documents(store, shuffle="global"),
+        source=Documents(store, shuffle="global", processor=chat),
+        tokenizer=None if chat is None else chat.tokenizer,
         seq_len=LENGTH,
         batch_size=BATCH,
         num_infeed_hosts=hosts,
@@ -188,12 +216,12 @@ def make(store: str, host: int, hosts: int, *, is_training: bool) -> CorpusInput
     return made
 
 
-def read_epoch(store: str, host: int, hosts: int) -> int:
+def read_epoch(store: str, host: int, hosts: int, chat: Chat | None) -> int:
     """Reads one epoch; returns the tokens of the host's own rows."""
-    source, tokens = make(store, host, hosts, is_training=False), 0
+    source, tokens = make(store, host, hosts, chat, is_training=False), 0
     while True:
         try:
-            tokens += int(source.get_next().weights.sum())
+            tokens += int(np.count_nonzero(source.get_next().segment_ids))
         except StopIteration:
             return tokens
 

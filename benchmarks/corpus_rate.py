@@ -31,7 +31,7 @@ import numpy as np
 from praxis import base_hyperparams, pax_fiddle
 
 from benchmarks import reporting
-from spmd_trainer.inputs import packed_text, stdlib_text
+from spmd_trainer.inputs import stdlib_text
 from spmd_trainer.inputs.corpus import row_plan
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.corpus.documents import Document, Documents, Record, Source
@@ -219,11 +219,12 @@ def _together(texts: Iterable[str]) -> Iterator[list[str]]:
 def _pack(window: list[np.ndarray]) -> int:
     """Makes the batches of a window of documents; returns the number of tokens."""
     plan = row_plan.pack([len(one) + 1 for one in window], LENGTH, row_plan.BEST_FIT)
-    frame = row_plan.Frame(start=None, end=EOS, first=EOS)
-    table = row_plan.make_rows(plan, np.arange(plan.num_rows), window, frame, LENGTH)
+    frame = row_plan.Frame((EOS,), (EOS,))
+    documents = [row_plan.FramedDocument(one, frame) for one in window]
+    table = row_plan.make_rows(plan, np.arange(plan.num_rows), documents, LENGTH)
     count, num_rows = 0, plan.num_rows
     for start in range(0, num_rows, BATCH):
-        batch = packed_text.batch_of_rows(table, np.arange(start, min(start + BATCH, num_rows)))
+        batch = table.batch(np.arange(start, min(start + BATCH, num_rows)))
         count += int(batch.weights.sum(dtype=np.int64))
     return count
 

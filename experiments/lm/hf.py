@@ -23,7 +23,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.cloud import rows_per_process
 from spmd_trainer.experiments.lm.own_text import OnDocuments
 from spmd_trainer.hf import folder as hf_folder
-from spmd_trainer.inputs import chat_prompts, text
+from spmd_trainer.inputs import chat_text, text
 from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.models.decoder_spec import DecoderSpec
 
@@ -94,7 +94,7 @@ class FromFolder(OnDocuments, experiment.DecoderExperiment):
                 f"PROMPTS={self.PROMPTS!r} has conversations (*.jsonl, *.parquet) and other files; give one kind"
             )
         if any(chats):
-            return [Config(chat_prompts.ChatPromptInput, **shared)]
+            return [Config(chat_text.ChatPromptInput, **shared)]
         return [Config(text.PromptInput, start=self.START, **shared)]
 
     def task(self) -> Config[tasks_lib.SingleTask]:

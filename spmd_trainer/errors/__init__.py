@@ -11,7 +11,15 @@ from typing import Any
 
 from spmd_trainer.sharding.messages import did_you_mean
 
-__all__ = ["MissingCompilerError", "UserError", "did_you_mean", "disk_is_full", "first_line", "first_paragraph"]
+__all__ = [
+    "MissingCompilerError",
+    "UserError",
+    "did_you_mean",
+    "disk_is_full",
+    "first_line",
+    "first_paragraph",
+    "require_one_of",
+]
 
 # Raised where a field is set, given to the config's constructor, and read.
 _SET = re.compile(r"No parameter named '(\w+)' exists for (.+?); valid parameter names: ([\w, ]+)")
@@ -112,3 +120,10 @@ def _parameters(called: Callable[..., Any] | None) -> list[str]:
     except (TypeError, ValueError):  # some classes written in C have no signature
         return []
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def require_one_of(field: str, value: object, allowed: Sequence[str]) -> None:
+    """Raises UserError if a setting has none of its values."""
+    if value not in allowed:
+        listed = " or ".join(filter(None, (", ".join(map(repr, allowed[:-1])), repr(allowed[-1]))))
+        raise UserError(f"{field}={value!r}; set it to {listed}{did_you_mean(str(value), allowed, otherwise='')}")

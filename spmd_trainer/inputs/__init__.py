@@ -3,10 +3,10 @@
 | name | module | purpose |
 |---|---|---|
 | `TextInput`, `PromptInput` | `text` | text files for training and evaluation; prompts from text files for decode |
-| `ChatPromptInput` | `chat_prompts` | conversations as prompts for decode, by a chat template |
-| `ChatInput` | `chat_text` | conversations for training: the loss counts what the assistant wrote |
+| `ChatPromptInput` | `chat_text` | conversations as prompts for decode, by a chat template |
+| `ChatInput`, `Chat` | `chat_text` | conversations for training, also among text: the loss counts what the assistant wrote |
 | `PreferenceInput` | `preferences` | pairs of answers, one preferred, for DPO |
-| `PackedTextInput` | `packed_text` | short documents packed into rows, each document a segment |
+| `PackedTextInput` | `text` | short documents packed into rows, each document a segment |
 | `CorpusInput`, `Documents`, `Mixture` | `corpus` | text in JSON lines, Parquet, Arrow, ArrayRecord, ...; mixtures of sources |
 | `ByteTokenizer`, `SentencePieceTokenizer` | `tokenizers` | tokenizers for the text inputs |
 | `HuggingFaceTokenizer` | `huggingface_tokenizer` | a Hugging Face tokenizer.json, or an object of that library |

@@ -3,8 +3,9 @@ from .batches import LmInputSpecsProvider as LmInputSpecsProvider
 from .batches import dataset_input_specs as dataset_input_specs
 from .batches import lm_input_specs as lm_input_specs
 from .batches import pad_batch as pad_batch
-from .chat_prompts import ChatPromptInput as ChatPromptInput
+from .chat_text import Chat as Chat
 from .chat_text import ChatInput as ChatInput
+from .chat_text import ChatPromptInput as ChatPromptInput
 from .corpus.corpus_input import CorpusInput as CorpusInput
 from .corpus.documents import Documents as Documents
 from .corpus.mixture import Mixture as Mixture
@@ -17,7 +18,6 @@ from .images.image_input import ImageInput as ImageInput
 from .images.images import Images as Images
 from .indexed import ExampleOrder as ExampleOrder
 from .indexed import IndexedInput as IndexedInput
-from .packed_text import PackedTextInput as PackedTextInput
 from .preferences import PreferenceInput as PreferenceInput
 from .prefetch import Prefetcher as Prefetcher
 from .stdlib_text import stdlib_heldout_files as stdlib_heldout_files
@@ -25,6 +25,7 @@ from .stdlib_text import stdlib_train_files as stdlib_train_files
 from .synthetic import SyntheticInput as SyntheticInput
 from .synthetic import SyntheticLmInput as SyntheticLmInput
 from .text import ByteTextInput as ByteTextInput
+from .text import PackedTextInput as PackedTextInput
 from .text import PromptInput as PromptInput
 from .text import TextInput as TextInput
 from .tfds_input import TfdsInput as TfdsInput

@@ -1,4 +1,4 @@
-"""Conversations for training: only the assistant's text counts in the loss.
+"""Conversations for training, where only the assistant's text counts in the loss, and as prompts for decode.
 
 The chat template renders a conversation with all special tokens, and the tokenizer encodes the whole text at once, so
 the tokens are those of transformers' `apply_chat_template`. A conversation of n tokens is one segment of n - 1
@@ -15,157 +15,125 @@ Example, T = 8, '<user>hi<assistant>yes<end>' with one token for each of the fiv
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from absl import logging
 
-from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs import assistant_masks, files, messages, packed_text
+from spmd_trainer.errors import UserError, did_you_mean, require_one_of
+from spmd_trainer.inputs import assistant_masks, messages, text
 from spmd_trainer.inputs.assistant_masks import ASSISTANT, TURNS
-from spmd_trainer.inputs.chat_template import Rendering, clock_of
+from spmd_trainer.inputs.chat_template import MAX_RENDER_SECONDS, MAX_RENDERED_CHARS, Rendering, clock_of
+from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Documents, LeftOut
+from spmd_trainer.inputs.corpus.encoding import encode_each
+from spmd_trainer.inputs.corpus.open_source import open_documents
+from spmd_trainer.inputs.corpus.tokens import CountedTokens, Tokens
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
-from spmd_trainer.inputs.messages import INSTEAD_OF_CONTENT, ROLES, Conversation, readable_messages, text_of_content
+from spmd_trainer.inputs.messages import (
+    CUT,
+    DROP,
+    ERROR,
+    INSTEAD_OF_CONTENT,
+    ROLES,
+    Conversation,
+    readable_messages,
+    text_of_content,
+)
 
 # Roles whose messages may be empty: tool results.
 _RETURNED = ("tool", "function", "ipython")
-_ERROR, _CUT, _DROP = "error", "cut", "drop"
-_TOO_LONG = (_ERROR, _CUT, _DROP)
-# Conversations encoded at a time, on all cores.
-_TOGETHER = 1024
+# Cut conversations that a process logs.
+_LOGGED = 10
 
 
-class Encoded(NamedTuple):
-    """An encoded conversation.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat(messages.MessageProcessor):
+    """Makes tokens of conversations, as `Documents.processor` and for `ChatInput`.
 
-    Attributes:
-      where: file and line or row.
-      tokens: all its tokens, unsigned [n].
-      counted: True for tokens that the assistant wrote, bool [n].
-    """
-
-    where: str
-    tokens: np.ndarray
-    counted: np.ndarray
-
-
-class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
-    """Language-model input over conversations, packed into rows (see the module docstring).
-
-    `messages.ConversationFiles` describes the files, and `packed_text.PackedRows` batches and epochs. An unusable
-    conversation is an error with its file and line: it has no message of the assistant, an unknown role, an empty
-    message, no label that counts, or the template fails. A tool's message may be empty, and an assistant's may have
-    reasoning or tool calls instead of content.
+    A record is {"messages": [{"role": ..., "content": ...}, ...]}, with `tools`, `documents`, `chat_template_kwargs` and
+    `turns` beside it if need be. An unusable conversation is a bad record: it has no message of the assistant, an unknown
+    role, an empty message, no label that counts, or the template fails. A tool's message may be empty, and an assistant's
+    may have reasoning or tool calls instead of content.
 
     Attributes:
-      files, tokenizer, eos_id, allow_binary: see `text_base.TokenizedFiles`. The tokenizer must be a Hugging Face
-        tokenizer.
-      start: must keep its default: the template writes the start token.
-      chat_template, template_variables: see `messages.ConversationFiles`.
-      seq_len, shuffle: see `packed_text.PackedRows`.
+      chat_template, template_variables, max_render_seconds, max_rendered_chars: see `messages.Templated`.
       turns: 'all' counts all messages of the assistant, 'last' only the last one. An entry `turns` of a conversation
         takes precedence.
-      too_long: for conversations of more than seq_len + 1 tokens. 'error': refuse. 'drop': leave out. 'cut': keep the
-        first seq_len + 1 tokens, and refuse if the assistant's text is cut off. 'drop' and 'cut' log the number.
-      other_roles: roles that the template knows besides `messages.ROLES`.
-      date: the template's current date, e.g. '2024-07-26'. Required if the template writes the date: today's date
-        would change the tokens of a run resumed tomorrow.
+      too_long: see `messages.MessageProcessor`; or 'cut': keep the first seq_len + 1 tokens, and log the first such
+        conversations. One whose assistant's text is cut off is a bad record.
+      other_roles, date: see `messages.MessageProcessor`.
     """
 
-    turns: str = assistant_masks.ALL
-    too_long: str = _ERROR
-    other_roles: Sequence[str] = ()
-    date: str | None = None
+    entries: ClassVar[tuple[str, ...]] = messages.ENTRIES
+    _too_long: ClassVar[tuple[str, ...]] = (ERROR, CUT, DROP)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field, values in (("turns", TURNS), ("too_long", _TOO_LONG)):
-            if getattr(self, field) not in values:
-                raise self.error(_choices(field, getattr(self, field), values))
-        if not isinstance(self.tokenizer, HuggingFaceTokenizer):
-            raise self.error(
-                f"a {type(self.tokenizer).__name__} does not map tokens to characters, which the loss on the "
+    turns: str = assistant_masks.ALL
+
+    def bound(self, tokenizer: Any, seq_len: int) -> Self:
+        require_one_of("turns", self.turns, TURNS)
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise UserError(
+                f"a {type(tokenizer).__name__} does not map tokens to characters, which the loss on the "
                 "assistant's text needs; give a Hugging Face tokenizer"
             )
         if "add_generation_prompt" in (self.template_variables or {}):
-            raise self.error("template_variables has add_generation_prompt, which is for prompts, not for training")
-        with self.naming():
-            self._clock = clock_of(self.date)
+            raise UserError("template_variables has add_generation_prompt, which is for prompts, not for training")
+        found = super().bound(tokenizer, seq_len)
+        found.check_tokenizer()
+        found.template(has_tools=False)
+        return found
 
-    def encoded(self) -> Iterator[Encoded]:
-        """Yields every conversation of the files as tokens, of any length.
-
-        Raises:
-          UserError: a conversation is unusable; names its file and line.
-        """
-        everything = self.conversations()
-        while some := list(itertools.islice(everything, _TOGETHER)):
-            found = [self._render(conversation) for conversation in some]
-            wheres = [conversation.where for conversation in some]
-            tokens = self.tokenizer.encode_with_offsets([one.text for one in found], wheres)
-            for where, (ids, offsets), one in zip(wheres, tokens, found, strict=True):
-                self.refuse_unknown_ids(ids, where)
-                counted = assistant_masks.count_tokens(offsets, one.generated)
-                self._check_counted(counted, where)
-                yield Encoded(where, ids.astype(self.token_dtype), counted)
-
-    @property
-    def _table(self) -> packed_text.RowTable:
-        return self._packed[0]
-
-    @functools.cached_property
-    def _packed(self) -> tuple[packed_text.RowTable, int]:
-        """Returns the rows, and a checksum of their conversations."""
-        kept = list(self._fitting(self.encoded()))
-        if not kept:
-            raise self.error(f"no conversation is left, the first file is {self.paths[0]}; give one, or raise seq_len")
-        checksum = 0
-        for one in kept:
-            checksum = zlib.crc32(np.append(one.tokens.astype(np.int64) * 2 + one.counted, -1).tobytes(), checksum)
-        table = packed_text.pack(
-            np.concatenate([one.tokens[1:] for one in kept]),
-            [len(one.tokens) - 1 for one in kept],
-            self.seq_len,
-            np.array([one.tokens[0] for one in kept]),
-            np.concatenate([one.counted[1:] for one in kept]),
+    def encode(self, documents: Sequence[Document]) -> list[Tokens | BadRecord]:
+        rendered = [self._render(document) for document in documents]
+        good = [
+            (document, one) for document, one in zip(documents, rendered, strict=True) if isinstance(one, Rendering)
+        ]
+        wheres = [document.where for document, _ in good]
+        encoded = encode_each(self.tokenizer.encode_with_offsets, [one.text for _, one in good], wheres)
+        made = (
+            found if isinstance(found, BadRecord) else self._counted(document.where, found, one)
+            for (document, one), found in zip(good, encoded, strict=True)
         )
-        return table, checksum
+        return [one if isinstance(one, BadRecord) else next(made) for one in rendered]
 
-    def _fingerprint(self) -> dict[str, Any]:
-        return {**super()._fingerprint(), "conversations": self._packed[1]}
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint(), "turns": self.turns}
 
-    def _render(self, found: Conversation) -> Rendering:
+    def _render(self, document: Document) -> Rendering | BadRecord:
         """Checks a conversation and renders it."""
-        with self.naming(f"{found.where}: "):
-            self._check(found)
-            turns = self.turns if found.turns is None else found.turns
-            template = self.template(has_tools=bool(found.tools))
-            variables = self.variables(found, strftime_now=self._clock)
-            if "add_generation_prompt" in variables:
-                raise UserError(
-                    "chat_template_kwargs has add_generation_prompt, which is for prompts, not for training"
-                )
-            messages = readable_messages(found.messages, template, add_generation_prompt=False, **variables)
+        try:
+            return self._rendering(messages.conversation_of(document))
+        except UserError as error:
+            return BadRecord.of(document.where, error)
 
-            def render(some: assistant_masks.Messages, prompt: bool) -> Rendering:
-                return template.render_marked(some, add_generation_prompt=prompt, **variables)
+    def _rendering(self, found: Conversation) -> Rendering:
+        self._check(found)
+        turns = self.turns if found.turns is None else found.turns
+        template = self.template(has_tools=bool(found.tools))
+        variables = self.variables(found, strftime_now=clock_of(self.date))
+        if "add_generation_prompt" in variables:
+            raise UserError("chat_template_kwargs has add_generation_prompt, which is for prompts, not for training")
+        readable = readable_messages(found.messages, template, add_generation_prompt=False, **variables)
 
-            text = assistant_masks.assistant_text(messages, render, has_marks=template.has_marks, turns=turns)
-            text.text.encode()
+        def render(some: assistant_masks.Messages, prompt: bool) -> Rendering:
+            return template.render_marked(some, add_generation_prompt=prompt, **variables)
+
+        text = assistant_masks.assistant_text(readable, render, has_marks=template.has_marks, turns=turns)
+        messages.refuse_surrogates(text.text)
         if not text.generated:
-            raise self.error(
-                f"{found.where}: no label would count: {template.name} writes nothing"
+            raise UserError(
+                f"no label would count: {template.name} writes nothing"
                 + (" between {% generation %} and {% endgeneration %}" if template.has_marks else " for the assistant")
             )
         return text
 
     def _check(self, found: Conversation) -> None:
-        if found.turns is not None and found.turns not in TURNS:
-            raise UserError(_choices("turns", found.turns, TURNS))
+        if found.turns is not None:
+            require_one_of("turns", found.turns, TURNS)
         known = (*ROLES, *self.other_roles)
         for number, message in enumerate(found.messages, 1):
             role = message.get("role")
@@ -187,46 +155,150 @@ class ChatInput(messages.ConversationFiles, packed_text.PackedRows):
         if not may_be_empty and not (content and content.strip()):
             raise UserError(f"{which} has no content; give it some, or leave the message out")
 
-    def _check_counted(self, counted: np.ndarray, where: str) -> None:
-        if len(counted) and counted[0]:
-            raise self.error(
-                f"{where}: the text begins with the assistant's, and a first token can't be predicted; use a template that "
-                "begins with a beginning-of-text token or with a role"
+    def _counted(
+        self, where: str, encoded: tuple[np.ndarray, np.ndarray], text: Rendering
+    ) -> CountedTokens | BadRecord:
+        """Returns the tokens with those that count, as many as fit. `encoded`: tokens and their characters."""
+        tokens, offsets = encoded
+        size, room = len(tokens), self.seq_len + 1
+        counted = assistant_masks.count_tokens(offsets, text.generated)
+        if size and counted[0]:
+            return BadRecord(
+                where,
+                ": the text begins with the assistant's, and a first token can't be predicted; use a template that begins with a "
+                "beginning-of-text token or with a role",
             )
         if not counted.any():
-            raise self.error(f"{where}: no label counts: no token covers the assistant's text")
-
-    def _fitting(self, encoded: Iterator[Encoded]) -> Iterator[Encoded]:
-        """Yields the conversations that fit in a row, and treats the others as `too_long` says."""
-        room, total, longer = self.seq_len + 1, 0, []
-        for one in encoded:
-            total += 1
-            size = len(one.tokens)
-            if size <= room:
-                yield one
-                continue
-            longer.append((one.where, size))
-            if self.too_long == _ERROR:
-                raise self.error(
-                    f"{one.where}: the conversation has {size} tokens, more than seq_len + 1 = {room}; raise seq_len, "
-                    "shorten it, or set too_long to 'drop' or 'cut'"
-                )
-            if self.too_long == _CUT:
-                if not one.counted[:room].any():
-                    raise self.error(
-                        f"{one.where}: the conversation has {size} tokens, and too_long='cut' keeps the first seq_len + 1 = "
-                        f"{room}, where the assistant has not written anything yet; raise seq_len, shorten it, or leave it out"
-                    )
-                yield Encoded(one.where, one.tokens[:room], one.counted[:room])
-        if longer:
-            did = "cut" if self.too_long == _CUT else "dropped"
-            logging.warning(
-                "%s %r: %s %d of %d conversations, which have more than seq_len + 1 = %d tokens (up to %d): %s",
-                *(type(self).__name__, self.name, did, len(longer), total, room),
-                *(max(size for _, size in longer), files.listed([where for where, _ in longer])),
+            return BadRecord(where, ": no label counts: no token covers the assistant's text")
+        if size <= room:
+            return CountedTokens(tokens, counted)
+        what = f": the conversation has {size} tokens, more than seq_len + 1 = {room}"
+        if self.too_long == ERROR:
+            return BadRecord(where, f"{what}; raise seq_len, shorten it, or set too_long to 'drop' or 'cut'")
+        if self.too_long == DROP:
+            return LeftOut(where, what, 0)
+        if not counted[:room].any():
+            return BadRecord(
+                where,
+                f"{what}, and in the first {room}, which too_long='cut' keeps, the assistant has not written anything yet; raise "
+                "seq_len, shorten it, or leave it out",
             )
+        logging.log_first_n(logging.WARNING, "%s%s; cut", _LOGGED, where, what)
+        return CountedTokens(tokens[:room], counted[:room])
 
 
-def _choices(field: str, value: object, values: Sequence[str]) -> str:
-    near = did_you_mean(value, values, otherwise="")
-    return f"{field}={value!r}; set it to {', '.join(map(repr, values[:-1]))} or {values[-1]!r}{near}"
+class ChatInput(messages.MessagesInput):
+    """Language-model input over conversations, packed into rows (see the module docstring, and `CorpusInput` for batches).
+
+    Attributes:
+      files, source, chat_template, ...: see `messages.MessagesInput` and `Chat`.
+      tokenizer, eos_id: see `text_base.TokenizedInput`. The tokenizer must be a Hugging Face tokenizer.
+      start: must keep its default: the template writes the start token.
+      turns, too_long: see `Chat`.
+      seq_len, packing, shuffle, window_rows, bad_records: see `CorpusInput`.
+    """
+
+    turns: str = assistant_masks.ALL
+
+    def __post_init__(self) -> None:
+        if self.start != "eos":
+            raise self.error(f"start={self.start!r}; leave it out: the chat template writes the beginning of a text")
+        super().__post_init__()
+
+    @property
+    def _processor(self) -> Chat:
+        return Chat.of(self)
+
+
+class ChatPromptInput(text.PromptRows):
+    """Conversations as prompts for `LanguageModel.decode`, rendered by a chat template.
+
+    `Chat` describes the records. The template writes all special tokens; the input adds none. Batches are those
+    of `text.PromptRows`; `prompt_index` counts the conversations of all files.
+
+    Attributes:
+      files: as of `ChatInput`.
+      tokenizer, eos_id: see `text_base.TokenizedInput`.
+      start: must keep its default: the template writes the start token.
+      chat_template, template_variables, max_render_seconds, max_rendered_chars: see `messages.Templated`.
+      add_generation_prompt: end the prompt with the beginning of the assistant's answer.
+      prefix_len: most tokens in a prompt, P. A longer conversation is an error.
+      num_prompts: use only the first this many conversations; None uses all.
+    """
+
+    chat_template: str | None = None
+    template_variables: Any = None
+    max_render_seconds: float = MAX_RENDER_SECONDS
+    max_rendered_chars: int = MAX_RENDERED_CHARS
+    add_generation_prompt: bool = True
+    _templated: Any = dataclasses.field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.start != "eos":
+            raise self.error(f"start={self.start!r}; leave it out: the chat template writes the beginning of a text")
+        with self.naming():
+            self._templated = messages.Templated.of(self)
+            self._templated.check_tokenizer()
+            self._templated.template(has_tools=False)
+
+    @property
+    def num_available(self) -> int:
+        return len(self._conversations)
+
+    def tokens_of_prompt(self, index: int) -> np.ndarray:
+        """Returns the tokens of a conversation. The first call renders all conversations.
+
+        Raises:
+          UserError: as `text_of_prompt`; or a conversation is longer than `prefix_len`, or has a token outside the
+            model's vocabulary.
+        """
+        return self._tokens[index]
+
+    def text_of_prompt(self, index: int) -> str:
+        """Renders a conversation.
+
+        Raises:
+          UserError: a line is not a conversation, or the template fails; names the file and the line.
+        """
+        found = self._conversations[index]
+        with self.naming(f"{found.where}: "):
+            variables = self._templated.variables(found, add_generation_prompt=self.add_generation_prompt)
+            text: str = self._templated.render(found.messages, variables)
+            return text
+
+    @functools.cached_property
+    def _conversations(self) -> list[messages.Conversation]:
+        found = []
+        with self.naming():
+            source = open_documents(Documents(self.found.paths, processor=Chat()))
+            for record in (one for chunk in range(source.num_chunks) for one in source.read_chunk(chunk, 0)):
+                if isinstance(record, BadRecord):
+                    raise UserError(record.text)
+                found.append(messages.conversation_of(record))
+        return found
+
+    @functools.cached_property
+    def _tokens(self) -> list[np.ndarray]:
+        return [self._encode(index) for index in range(self.order.num_examples or 0)]
+
+    def _encode(self, index: int) -> np.ndarray:
+        where = self._conversations[index].where
+        text = self.text_of_prompt(index).encode()
+        tokens = self.tokenizer.encode(text, where)
+        self.refuse_unknown_ids(tokens, where)
+        if not 1 <= len(tokens) <= self.prefix_len:
+            raise self.error(
+                f"{where}: the conversation has {len(tokens)} tokens, and prompts have 1 to prefix_len={self.prefix_len}; raise "
+                "prefix_len or shorten it"
+            )
+        return tokens
+
+    def _refuse_unless_text(self) -> None:
+        """Leaves it to the reading of conversations, which are in files of several kinds."""
+
+    def _fingerprint(self) -> dict[str, Any]:
+        checksum = 0
+        for tokens in self._tokens:
+            checksum = zlib.crc32(np.append(tokens, -1).astype(np.int32).tobytes(), checksum)
+        return {**super()._fingerprint(), "prompts": checksum}

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Collection, Iterator
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
-from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import files, text_base
+from spmd_trainer.errors import UserError, require_one_of
+from spmd_trainer.inputs import files
 from spmd_trainer.inputs.chat_template import (
     MAX_RENDER_SECONDS,
     MAX_RENDERED_CHARS,
     ChatTemplate,
     RenderLimitError,
+    clock_of,
     template_of,
 )
-from spmd_trainer.inputs.corpus import file_kinds
-from spmd_trainer.sharding.messages import shortened
+from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
+from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Documents
+from spmd_trainer.inputs.corpus.text_files import value_of
+from spmd_trainer.sharding.messages import short_hash, shortened
 from spmd_trainer.storage import json_values
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -106,72 +110,13 @@ def _is_text(content: list[Any]) -> bool:
     )
 
 
-PARQUET_BEGINNING = b"PAR1"
-PARQUET_SUFFIX = ".parquet"
-
-
-def rows(content: bytes, path: str, entries: Collection[str]) -> Iterator[tuple[Any, str]]:
-    """Yields the rows of a file with their places: 'pairs.jsonl:3' or 'pairs.parquet row 3', from 1.
-
-    Empty lines are skipped. Parquet gives every message the same entries, with nulls for missing ones; null entries
-    are left out.
-
-    Args:
-      content: content of the file: Parquet, or JSON lines, which may be compressed by gzip or Zstandard.
-      path: the file, for errors.
-      entries: columns to read of a Parquet file, if it has them.
-
-    Raises:
-      UserError: a line is not JSON, or the file can't be read; names the file and the line.
-    """
-    if content.startswith(PARQUET_BEGINNING):
-        return _parquet_rows(content, path, entries)
-    return _json_rows(file_kinds.uncompressed(content, path), path)
-
-
-def _json_rows(content: bytes, path: str) -> Iterator[tuple[Any, str]]:
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = json_values.parse(line, finite=False)
-        except ValueError as error:
-            raise UserError(f"{where} is not JSON: {error}") from error
-        yield row, where
-
-
-def _parquet_rows(content: bytes, path: str, entries: Collection[str]) -> Iterator[tuple[Any, str]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{path}: Parquet files need pyarrow: pip install 'spmd-trainer[parquet]'") from error
-    number = 0
-    try:
-        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content))
-        names = table.schema_arrow.names
-        columns = [name for name in names if name in entries] or names
-        for batch in table.iter_batches(columns=columns):
-            for row in batch.to_pylist():
-                number += 1
-                yield _without_nulls(row), f"{path} row {number}"
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} can't be read as Parquet after row {number}: {error}") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
 # Entries of a row that are passed to the template by name.
 _OWN_ENTRIES = {"messages", "tools", "documents"}
 
 
-class TemplatedFiles(text_base.TokenizedFiles):
-    """Base of inputs over JSON lines and Parquet files whose rows hold messages.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Templated:
+    """How messages are rendered.
 
     Attributes:
       chat_template: None takes the tokenizer's own (for conversations with tools the one named 'tool_use', if it
@@ -181,16 +126,24 @@ class TemplatedFiles(text_base.TokenizedFiles):
         precedence. Values, not functions: another process renders.
       max_render_seconds: most seconds of processor time for one rendering.
       max_rendered_chars: most characters of a rendered conversation. A rendering may use 1 GiB, and 32 bytes for each of them.
+      tokenizer: the input's tokenizer; set by the input, if it is not a setting of its own.
     """
-
-    _reads_json: ClassVar[bool] = True
 
     chat_template: str | None = None
     template_variables: Any = None
     max_render_seconds: float = MAX_RENDER_SECONDS
     max_rendered_chars: int = MAX_RENDERED_CHARS
-    # Keyed by `has_tools`.
-    _templates: dict[bool, ChatTemplate] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    tokenizer: Any = dataclasses.field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, fields: Any) -> Self:
+        """Takes the settings of an object that has fields of their names."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: getattr(fields, name) for name in names if hasattr(fields, name)})
+
+    @functools.cached_property
+    def _templates(self) -> dict[bool, ChatTemplate]:
+        return {}
 
     def template(self, *, has_tools: bool) -> ChatTemplate:
         """Returns the chat template for conversations with or without tools.
@@ -208,16 +161,27 @@ class TemplatedFiles(text_base.TokenizedFiles):
             )
         return self._templates[has_tools]
 
-    def variables_of(self, row: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-        """Merges `defaults`, `template_variables` and the row's variables; later ones win.
+    def variables(self, found: Conversation, **defaults: Any) -> dict[str, Any]:
+        """Returns the arguments of `ChatTemplate.render` for a conversation, except its messages.
+
+        Args:
+          found: the conversation.
+          **defaults: overridden by `template_variables`, and these by the conversation.
 
         Raises:
-          UserError: a variable has the name of an entry of a row.
+          UserError: a variable has the name of an entry of the conversation.
         """
-        variables = {**defaults, **(self.template_variables or {}), **row}
+        variables = {**defaults, **(self.template_variables or {}), **found.variables}
         if own := sorted(_OWN_ENTRIES & variables.keys()):
             raise UserError(f"{own[0]} is an entry of the line, not a variable of the template")
-        return variables
+        return {"tools": found.tools, "documents": found.documents, **variables}
+
+    def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Renders messages with the variables of their conversation. Raises UserError if the template fails."""
+        template = self.template(has_tools=bool(variables["tools"]))
+        text = template.render(readable_messages(messages, template, **variables), **variables)
+        refuse_surrogates(text)
+        return text
 
     def check_tokenizer(self) -> None:
         """Refuses a tokenizer that reads special tokens as plain text, by UserError."""
@@ -227,16 +191,90 @@ class TemplatedFiles(text_base.TokenizedFiles):
                 "plain text; use a tokenizer without it"
             )
 
-    def _refuse_unless_text(self, index: int) -> None:
-        path = self.paths[index]
-        is_parquet = self.found.read(index, limit=len(PARQUET_BEGINNING)) == PARQUET_BEGINNING
-        if path.endswith(PARQUET_SUFFIX) and not is_parquet:
-            raise UserError(f"{path} is not a Parquet file; write it again, or rename it if it holds JSON lines")
-        if not is_parquet and not file_kinds.is_compressed(path):
-            super()._refuse_unless_text(index)
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the settings that decide a text, as JSON values."""
+        try:
+            texts = [self.template(has_tools=has_tools).text for has_tools in (False, True)]
+        except UserError:  # pairs of texts need none, and messages will say what is wrong with it
+            texts = []
+        variables = json.dumps(self.template_variables or {}, sort_keys=True, default=str)
+        return {"chat_template": short_hash(json.dumps(texts)), "template_variables": variables}
 
 
-_ENTRIES = ("messages", "tools", "documents", "chat_template_kwargs", "turns")
+def refuse_surrogates(text: str) -> None:
+    """Refuses a text with half of a surrogate pair, by UserError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the text has half of a surrogate pair: {error}") from error
+
+
+ERROR, CUT, DROP = "error", "cut", "drop"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MessageProcessor(Templated):
+    """Base of the processors of records with messages.
+
+    Attributes:
+      too_long: for records of more than seq_len + 1 tokens. 'error': a bad record. 'drop': leave out, count it as `skipped`, and
+        log the first ones.
+      other_roles: roles that the template knows besides `ROLES`.
+      date: the template's current date, e.g. '2024-07-26'. Required if the template writes the date: today's date
+        would change the tokens of a run resumed tomorrow.
+      seq_len: tokens per row; set by the input, and a setting where there is none.
+    """
+
+    _too_long: ClassVar[tuple[str, ...]] = (ERROR, DROP)
+
+    too_long: str = ERROR
+    other_roles: Sequence[str] = ()
+    date: str | None = None
+    seq_len: int = 0
+
+    def bound(self, tokenizer: Any, seq_len: int) -> Self:
+        """Returns it for a tokenizer and rows of `seq_len` tokens. Raises UserError if a setting can't be used."""
+        require_one_of("too_long", self.too_long, self._too_long)
+        clock_of(self.date)
+        return dataclasses.replace(self, tokenizer=tokenizer, seq_len=seq_len)
+
+    def fingerprint(self) -> dict[str, Any]:
+        own = {"too_long": self.too_long, "most_tokens": self.seq_len + 1, "date": self.date}
+        return {**super().fingerprint(), **own, "other_roles": list(self.other_roles)}
+
+
+class MessagesInput(CorpusInput):
+    """Base of inputs over records with messages; a subclass implements `_processor`.
+
+    Attributes:
+      files: as of `Documents`: JSON lines (also .gz and .zst), Parquet, Arrow or ArrayRecord.
+      source: instead of `files`: `Documents`, or a `Mixture` of them. Those without a processor get this input's.
+      chat_template, template_variables, max_render_seconds, max_rendered_chars: see `Templated`.
+      too_long, other_roles, date: see `MessageProcessor`.
+      window_rows: see `CorpusInput`; None: 64, or fewer.
+    """
+
+    # Sets of them are small, and a first batch that waits for many renderings is late.
+    _most_rows: ClassVar[int] = 64
+
+    files: Any = None
+    chat_template: str | None = None
+    template_variables: Any = None
+    max_render_seconds: float = MAX_RENDER_SECONDS
+    max_rendered_chars: int = MAX_RENDERED_CHARS
+    too_long: str = ERROR
+    other_roles: Sequence[str] = ()
+    date: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.source is None:
+            self.source = Documents(self.files)
+        elif self.files is not None:
+            raise self.error("files and source are both set; set one of them")
+        super().__post_init__()
+
+
+ENTRIES = ("messages", "tools", "documents", "chat_template_kwargs", "turns")
 _EXAMPLE = '{"messages": [{"role": "user", "content": "..."}]}'
 
 
@@ -245,7 +283,7 @@ class Conversation:
     """A conversation of a file.
 
     Attributes:
-      where: file and line ('chats.jsonl:3') or row ('chats.parquet row 3'), from 1.
+      where: file and line ('chats.jsonl:3'), row or record.
       messages: at least one.
       tools: JSON schemas, or None.
       documents: documents for the template, or None.
@@ -255,65 +293,43 @@ class Conversation:
 
     where: str
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    documents: list[dict[str, Any]] | None
-    variables: dict[str, Any]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = dataclasses.field(default_factory=dict)
     turns: Any = None
 
 
-class ConversationFiles(TemplatedFiles):
-    """Base of inputs over files of conversations; the module docstring describes the files.
+def row_of(document: Document) -> Any:
+    """Returns the value of a record of JSON. Raises UserError if it is not JSON."""
+    assert isinstance(document.content, bytes)
+    value = value_of(document.content, document.where)
+    if isinstance(value, BadRecord):
+        raise UserError(value.text)
+    return value
 
-    Attributes:
-      chat_template, template_variables: see `TemplatedFiles`.
+
+def conversation_of(document: Document) -> Conversation:
+    """Returns the conversation of a record of JSON.
+
+    Raises:
+      UserError: it is none; names the record.
     """
+    row, where = row_of(document), document.where
+    if not isinstance(row, dict) or "messages" not in row:
+        has = f"; it has {files.listed([*row])}" if isinstance(row, dict) else ""
+        raise UserError(f"{where} is not a conversation; write {_EXAMPLE} in a line{has}")
+    messages = list_of_objects("messages", row["messages"], where)
+    tools, documents = parse_tools(row.get("tools"), where), row.get("documents")
+    if documents is not None:
+        documents = list_of_objects("documents", documents, where)
+    if not messages:
+        raise UserError(f"{where}: `messages` is []; give a list of objects")
+    return Conversation(where, messages, tools, documents, variables_in(row, where), row.get("turns"))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.start != "eos":
-            raise self.error(f"start={self.start!r}; leave it out: the chat template writes the beginning of a text")
-        with self.naming():
-            self.check_tokenizer()
-            self.template(has_tools=False)
 
-    def conversations(self) -> Iterator[Conversation]:
-        """Yields the conversations of all files.
-
-        Raises:
-          UserError: a line or a row is not a conversation; names it.
-        """
-        for index, path in enumerate(self.paths):
-            for row, where in self._rows(index, path):
-                yield self._conversation(row, where)
-
-    def variables(self, found: Conversation, **defaults: Any) -> dict[str, Any]:
-        """Returns the arguments of `ChatTemplate.render` for a conversation, except its messages.
-
-        Args:
-          found: the conversation.
-          **defaults: overridden by `template_variables` and the conversation.
-
-        Raises:
-          UserError: a variable has the name of an entry of the conversation.
-        """
-        return {"tools": found.tools, "documents": found.documents, **self.variables_of(found.variables, **defaults)}
-
-    def _rows(self, index: int, path: str) -> Iterator[tuple[Any, str]]:
-        with self.naming():
-            yield from rows(self.found.read(index), path, _ENTRIES)
-
-    def _conversation(self, row: Any, where: str) -> Conversation:
-        if not isinstance(row, dict) or "messages" not in row:
-            has = f"; it has {files.listed([*row])}" if isinstance(row, dict) else ""
-            raise self.error(f"{where} is not a conversation; write {_EXAMPLE} in a line{has}")
-        with self.naming():
-            messages = list_of_objects("messages", row["messages"], where)
-            tools, documents = parse_tools(row.get("tools"), where), row.get("documents")
-            if documents is not None:
-                documents = list_of_objects("documents", documents, where)
-        if not messages:
-            raise self.error(f"{where}: `messages` is []; give a list of objects")
-        variables = row.get("chat_template_kwargs") or {}
-        if not isinstance(variables, dict):
-            raise self.error(f"{where}: chat_template_kwargs is {variables!r}; give an object")
-        return Conversation(where, messages, tools, documents, variables, row.get("turns"))
+def variables_in(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the variables of the template in a row. Raises UserError if they are no object."""
+    variables = row.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise UserError(f"{where}: `chat_template_kwargs` is {shown(variables)}; give an object")
+    return variables

@@ -1,4 +1,4 @@
-"""Pairs of answers in JSON lines and Parquet files, in the forms that TRL reads.
+"""Pairs of answers in records, in the forms that TRL reads.
 
 A row has `prompt`, `chosen` and `rejected`, all texts or all lists of messages:
 
@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import files
-from spmd_trainer.inputs.messages import INSTEAD_OF_CONTENT, ROLES, parse_tools, rows, shown, text_of_content
+from spmd_trainer.inputs.messages import INSTEAD_OF_CONTENT, ROLES, parse_tools, shown, text_of_content, variables_in
 
 Messages: TypeAlias = list[dict[str, Any]]
 
 _SIDES = ("chosen", "rejected")
-_ENTRIES = ("prompt", *_SIDES, "tools", "chat_template_kwargs")
+ENTRIES = ("prompt", *_SIDES, "tools", "chat_template_kwargs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,22 +53,13 @@ class Pair:
         return isinstance(self.prompt, str)
 
 
-def read(content: bytes, path: str, other_roles: Sequence[str] = ()) -> Iterator[Pair]:
-    """Yields the pairs of a file.
+def parse(row: object, where: str, other_roles: Sequence[str] = ()) -> Pair:
+    """Makes a pair of a row of JSON values.
 
     Args:
-      content: content of the file: Parquet or JSON lines.
-      path: the file, for errors.
+      row: the values.
+      where: names it in errors.
       other_roles: roles that messages may have besides `messages.ROLES`.
-
-    Raises:
-      UserError: the file can't be read, or a row is not a usable pair; names the file and the line.
-    """
-    return (parse(row, where, other_roles) for row, where in rows(content, path, _ENTRIES))
-
-
-def parse(row: object, where: str, other_roles: Sequence[str] = ()) -> Pair:
-    """Makes a pair of a row of JSON values. `where` names it in errors; `other_roles` is as in `read`.
 
     Raises:
       UserError: the row is not a pair with a prompt and two different answers.
@@ -92,10 +83,8 @@ def parse(row: object, where: str, other_roles: Sequence[str] = ()) -> Pair:
         raise UserError(f"{where}: the prompt is empty; give one, or take the pair out")
     if not isinstance(prompt, str):
         _check_turns(prompt, {"chosen": chosen, "rejected": rejected}, where)
-    tools, variables = parse_tools(row.get("tools"), where) or None, row.get("chat_template_kwargs") or {}
-    if not isinstance(variables, dict):
-        raise UserError(f"{where}: `chat_template_kwargs` is {shown(variables)}; give an object")
-    return Pair(where, prompt, chosen, rejected, tools, variables)
+    tools = parse_tools(row.get("tools"), where) or None
+    return Pair(where, prompt, chosen, rejected, tools, variables_in(row, where))
 
 
 def _one_kind(row: dict[str, Any], where: str, roles: Sequence[str]) -> tuple[Any, Any, Any]:

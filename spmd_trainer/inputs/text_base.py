@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import file_formats, indexed, record_files, tokenizer_field, tokenizers
+from spmd_trainer.inputs import file_formats, indexed, tokenizer_field, tokenizers
 from spmd_trainer.inputs import files as text_files
 from spmd_trainer.inputs.corpus import file_kinds
+from spmd_trainer.inputs.corpus import text_files as corpus_texts
+
+HEAD_BYTES = file_formats.HEAD_BYTES
 
 
 class TokenizedInput(indexed.IndexedInput):
@@ -77,9 +80,6 @@ class TokenizedFiles(TokenizedInput):
         with NUL bytes.
     """
 
-    # A subclass whose rows are JSON objects sets it.
-    _reads_json: ClassVar[bool] = False
-
     files: Any = None
     allow_binary: bool = False
     found: Any = dataclasses.field(default=None, init=False, repr=False)
@@ -90,8 +90,7 @@ class TokenizedFiles(TokenizedInput):
             self.make_tokenizer()
             self.found: text_files.TextFiles = text_files.find_files(self.files)
             if not self.allow_binary:
-                for index in range(len(self.found.paths)):
-                    self._refuse_unless_text(index)
+                self._refuse_unless_text()
         self.settle_reset_for_eval()
 
     @property
@@ -107,11 +106,7 @@ class TokenizedFiles(TokenizedInput):
         """
         limit = self._model_vocab_size
         if limit is not None and len(tokens) and tokens.max() >= limit:
-            raise self.error(
-                f"{path} gives token {tokens.max()}, and the model's vocabulary is 0 to {limit - 1}. The text spells a "
-                "special token: take it out, make the model's vocabulary larger, or read special tokens like other text "
-                "with tokenizer=HuggingFaceTokenizer(path, encode_special_tokens=True)"
-            )
+            raise self.error(f"{path} {tokenizers.unknown_token(tokens.max(), limit)}")
 
     @property
     def token_dtype(self) -> Any:
@@ -136,34 +131,9 @@ class TokenizedFiles(TokenizedInput):
         around = [np.array(ids, self.token_dtype) for ids in (first, [self.tokenizer.eos_id])]
         return np.concatenate([around[0], tokens.astype(self.token_dtype), around[1]])
 
-    def _refuse_unless_text(self, index: int) -> None:
-        path = self.found.paths[index]
-        head = self.found.read(index, limit=file_formats.HEAD_BYTES)
-        kind = self._other_format(path, head)
-        if kind is not None:
-            raise UserError(
-                f"{path} is {kind.name}, not text. {kind.instead}. allow_binary=True reads its bytes as they are"
-            )
-        if not isinstance(self.tokenizer, tokenizer_field.UTF8_TOKENIZERS):
-            return
-        if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise UserError(
-                f"{path} is UTF-16, and the tokenizer reads UTF-8; convert it with `iconv -f utf-16 -t utf-8`"
-            )
-        if b"\0" in head:
-            raise UserError(
-                f"{path} is not text: byte {head.index(0)} is NUL. Leave it out of `files`, or read it by byte; "
-                "allow_binary=True takes NUL for a character"
-            )
-        tokenizers.decode_utf8(head, path, cut=len(head) == file_formats.HEAD_BYTES)
-
-    def _other_format(self, path: str, head: bytes) -> file_formats.FileFormat | None:
-        """Returns the format of a file that isn't text, by its name and first bytes; None for a text."""
-        found = file_formats.TFRECORD if record_files.begins_with_record(head) else file_formats.identify(head)
-        if found is not None or self._reads_json:
-            return found
-        is_json = file_kinds.kind_of_name(path) == "jsonl" or file_formats.begins_as_json(head)
-        return file_formats.JSON if is_json else None
+    def _refuse_unless_text(self) -> None:
+        for index, path in enumerate(self.found.paths):
+            refuse_unless_text(path, self.found.read(index, limit=HEAD_BYTES), self.tokenizer)
 
     def _fingerprint(self) -> dict[str, Any]:
         # Positions saved before `start` existed stay valid.
@@ -172,3 +142,19 @@ class TokenizedFiles(TokenizedInput):
 
     def _sizes_behind_checksums(self) -> dict[str, str]:
         return {**super()._sizes_behind_checksums(), "files": self.found.size_text}
+
+
+def refuse_unless_text(path: str, head: bytes, tokenizer: tokenizers.Tokenizer) -> None:
+    """Refuses a file that isn't text, by its name, its first `HEAD_BYTES`, and what the tokenizer reads.
+
+    Raises:
+      UserError: it is of another format.
+    """
+    is_utf8 = isinstance(tokenizer, tokenizer_field.UTF8_TOKENIZERS)
+    corpus_texts.refuse_unless_text(head, path, is_utf8=is_utf8)
+    if file_kinds.kind_of_name(path) == "jsonl" or file_formats.begins_as_json(head):
+        raise UserError(
+            f"{path} is JSON, not text. {file_formats.JSON.instead}. allow_binary=True reads its bytes as they are"
+        )
+    if is_utf8:
+        tokenizers.decode_utf8(head, path, cut=len(head) == HEAD_BYTES)

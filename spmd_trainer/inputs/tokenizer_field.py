@@ -9,7 +9,7 @@ from typing import Any
 import fiddle as fdl
 from praxis import pax_fiddle
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.inputs import files, tokenizers
 from spmd_trainer.inputs.huggingface_files import TOKENIZER_FILE, is_huggingface
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
@@ -67,9 +67,7 @@ def start_token(tokenizer: tokenizers.Tokenizer, start: str) -> int | None:
     Raises:
       UserError: `start` is invalid, or the tokenizer lacks beginning-of-text.
     """
-    if start not in _STARTS:
-        near = did_you_mean(str(start), _STARTS)
-        raise UserError(f"start={start!r}; set it to {', '.join(map(repr, _STARTS[:-1]))} or {_STARTS[-1]!r}{near}")
+    require_one_of("start", start, _STARTS)
     if start == "eos":
         return tokenizer.eos_id
     if start == "tokenizer":

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -247,30 +247,15 @@ def decode_bytes(ids: Any, lengths: Any, eos_id: int = BYTE_VALUES) -> list[str]
     return [row.astype(np.uint8).tobytes().decode("utf-8", errors="replace") for row in kept]
 
 
+def unknown_token(token: int, limit: int) -> str:
+    """Returns what is wrong with a text that gives a token outside a vocabulary of `limit` tokens, as a clause."""
+    return (
+        f"gives token {token}, and the model's vocabulary is 0 to {limit - 1}. The text spells a special token: take it out, "
+        "make the model's vocabulary larger, or read special tokens like other text with "
+        "tokenizer=HuggingFaceTokenizer(path, encode_special_tokens=True)"
+    )
+
+
 def token_dtype(vocab_size: int) -> Any:
     """Smallest unsigned dtype that holds every token; inputs store tokens in it."""
     return np.uint16 if vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32
-
-
-def encode_documents(content: bytes, path: str, tokenizer: Tokenizer, separator: bytes | None) -> Iterator[np.ndarray]:
-    """Yields the tokens of each document in a file, without end-of-text. Skips documents without tokens.
-
-    Args:
-      content: content of the file.
-      path: the file, for errors.
-      tokenizer: the tokenizer.
-      separator: bytes between documents; None makes the file one document.
-
-    Raises:
-      UserError: the tokenizer can't encode a document; the message counts bytes from the beginning of the file.
-    """
-    for document in [content] if separator is None else content.split(separator):
-        try:
-            tokens = tokenizer.encode(document, path)
-        except UserError:
-            tokenizer.encode(
-                content, path
-            )  # raises the same error with the byte counted from the beginning of the file
-            raise
-        if len(tokens):
-            yield tokens

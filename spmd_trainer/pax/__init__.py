@@ -7,6 +7,7 @@ import_table.py  modules under Pax's import names without code of their own, and
 absent_names.py  what such a name raises when it is used
 published.py    modules of an installed paxml, such as `spmd_trainer.tasks.lm.params.c4`
 task_fields.py  fields of Pax's tasks that are not supported
+seqio_*.py      Pax's inputs over SeqIO tasks; bert_records.py: its packed records of BERT
 port*.py        what an experiment file written for paxml needs here (--mode=port)
 
 Checkpoints are opened, and never written to:

@@ -3,9 +3,9 @@
 `reference_logps` computes them when a run begins. `attach` gives them to each input that is built later, in this start of the run
 or another.
 
-In the job_log_dir, `reference_logps/NAME_CHECKSUM/part_N.json` holds the values of the pairs from N on. CHECKSUM is that of the
-dataset's tokens, so that other pairs have other files. Each part names the model that it was computed with. A start of the run
-that was killed continues after the last whole part.
+In the job_log_dir, `reference_logps/NAME_CHECKSUM/part_N.json` holds the values of the pairs from N on, NaN for one that the
+input leaves out. CHECKSUM is that of the files and of what makes their tokens, so that other pairs have other files. Each part
+names the model that it was computed with. A start of the run that was killed continues after the last whole part.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from etils import epath
 
 from spmd_trainer import multihost
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.preferences import PreferenceInput
 from spmd_trainer.storage import json_values
@@ -66,24 +67,29 @@ class ReferenceFiles:
     """
 
     def __init__(self, job_log_dir: epath.Path, data: PreferenceInput, model: str | None = None):
-        """Touches no file.
+        """Called by every process; process 0 reads the pairs' files.
 
         Args:
           job_log_dir: the run's directory.
           data: the dataset.
           model: identifies the model; None takes the values of any.
         """
-        self.directory = job_log_dir / DIRECTORY / f"{data.name}_{data.pairs_checksum[:16]}"
+        checksum = decided_by_process_0(lambda: data.pairs_checksum)
+        self.directory = job_log_dir / DIRECTORY / f"{data.name}_{checksum[:16]}"
         self._num_pairs, self._model = data.num_pairs, model
 
     def values(self) -> np.ndarray | None:
         """Returns float32 [num_pairs, 2]; None if some are missing."""
-        found = np.concatenate([np.zeros((0, 2), np.float32), *self._in_order()])
+        found = self._done()
         return found if len(found) == self._num_pairs else None
 
-    def num_done(self) -> int:
-        """Returns how many pairs have values, from the first on."""
-        return sum(map(len, self._in_order()))
+    def num_done(self) -> tuple[int, int]:
+        """Returns how many pairs are done, from the first on, and how many of them are not left out."""
+        found = self._done()
+        return len(found), int(np.count_nonzero(~np.isnan(found[:, 0])))
+
+    def _done(self) -> np.ndarray:
+        return np.concatenate([np.zeros((0, 2), np.float32), *self._in_order()])
 
     def remove_of_other_models(self) -> int:
         """Removes files that were computed with another model; returns how many."""

@@ -82,22 +82,24 @@ class _Dataset(FiniteDataset):
             logging.warning(
                 "%s held the values of another model (%s): they are computed again", where, count_text(outdated, "file")
             )
-        done = decided_by_process_0(self._files.num_done)
+        done, given = decided_by_process_0(self._files.num_done)
         if done == self._num_pairs:
             logging.info("the reference log-probabilities of %s are in %s", self.name, where)
             return
-        key, batches_done, written = jax.random.key(0), done // self.num_rows, time.monotonic()
+        key, batches_done, written = jax.random.key(0), given // self.num_rows, time.monotonic()
         ready: list[np.ndarray] = []
         for _, batch in self.each_batch(f"reference log-probabilities of {self.name}", no_op, done=batches_done):
             _, output = self._step(state, key, self.put(batch))
             found = _in_order(*map(np.asarray, output), first=done)
             ready.append(found)
             done += len(found)
-            if time.monotonic() - written > _SECONDS_BETWEEN_PARTS or done == self._num_pairs:
+            if time.monotonic() - written > _SECONDS_BETWEEN_PARTS:
                 self._files.write(np.concatenate(ready), end=done)
                 ready, written = [], time.monotonic()
+        ready.append(np.full((self._num_pairs - done, 2), np.nan, np.float32))  # left out at the end
+        self._files.write(np.concatenate(ready), end=self._num_pairs)
         multihost.barrier(f"the reference log-probabilities of {self.name} are written")
-        logging.info("wrote the reference log-probabilities of %s to %s", count_text(done, "pair"), where)
+        logging.info("wrote the reference log-probabilities of %s to %s", count_text(self._num_pairs, "pair"), where)
 
 
 def _logps_step(
@@ -115,7 +117,7 @@ def _logps_step(
 
 
 def _in_order(pairs: np.ndarray, logps: np.ndarray, *, first: int) -> np.ndarray:
-    """Returns the log-probabilities of the pairs of a batch from pair `first` on, in the order of the pairs.
+    """Returns the log-probabilities from pair `first` to the last one of a batch; NaN for those that the input leaves out.
 
     With several processes, the rows of a batch are in the order of the mesh's devices, and those of a process need not be
     adjacent.
@@ -125,8 +127,10 @@ def _in_order(pairs: np.ndarray, logps: np.ndarray, *, first: int) -> np.ndarray
       logps: their log-probabilities [B, 2].
       first: the first pair that is wanted.
     """
-    order = np.argsort(pairs)
-    return logps[order[pairs[order] >= first]]
+    wanted = pairs >= first
+    found = np.full((max(0, int(pairs.max()) + 1 - first), 2), np.nan, np.float32)
+    found[pairs[wanted] - first] = logps[wanted]
+    return found
 
 
 def _model_text(job: Job, state: TrainState) -> str:

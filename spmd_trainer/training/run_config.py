@@ -170,7 +170,7 @@ class TrainConfig(StepConfig):
     )
     data_cache_dir: str | None = _training(
         None,
-        "Tokenise text corpora (CorpusInput) once, all processes together, into DIR, which all can read; later runs find them.",
+        "Tokenise text, conversations and pairs once, all processes together, into DIR, which all can read; later runs find it.",
         value="DIR",
         compared=False,
     )

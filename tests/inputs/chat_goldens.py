@@ -8,7 +8,9 @@ from typing import Any
 
 from praxis import base_hyperparams, pax_fiddle
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import ChatInput
+from spmd_trainer.inputs.corpus.documents import BadRecord
 
 DATA = pathlib.Path(__file__).parent / "data" / "chat"
 TEMPLATES = tuple(sorted(path.stem for path in (DATA / "templates").glob("*.jinja")))
@@ -41,6 +43,17 @@ def make(path: pathlib.Path | str, **fields: Any) -> ChatInput:
     return base_hyperparams.instantiate(pax_fiddle.Config(ChatInput, name="chats", files=str(path), **settings))
 
 
+def encoded_of(source: ChatInput) -> list[Any]:
+    """Tokens of all conversations of an input, and which of them count."""
+    (one,) = source.sources
+    records = [record for chunk in range(one.source.num_chunks) for record in one.source.read_chunk(chunk, 0)]
+    found = one.documents.processor.encode(records)
+    for bad in found:
+        if isinstance(bad, BadRecord):
+            raise UserError(bad.text)
+    return found
+
+
 def encoded(template: str, conversation: dict[str, Any], scratch: pathlib.Path, directory: pathlib.Path = DATA):
     """Tokens and mask of one conversation, as an input over a file with it has them."""
     path = scratch / "one.jsonl"
@@ -49,6 +62,7 @@ def encoded(template: str, conversation: dict[str, Any], scratch: pathlib.Path, 
         path,
         tokenizer=tokenizer_of(template, directory),
         chat_template=str(directory / "templates" / f"{template}.jinja"),
+        seq_len=4096,
     )
-    (found,) = source.encoded()
+    (found,) = encoded_of(source)
     return found.tokens.tolist(), found.counted.astype(int).tolist()

@@ -152,7 +152,7 @@ def test_a_position_belongs_to_the_prompts_as_they_were_rendered(talk, folder):
         ('{"messages": []}', ["`messages` is []", "list of objects"]),
         ('{"messages": ["Hi"]}', ['`messages` is ["Hi"]', "list of objects"]),
         ('{"messages": [{}], "tools": 3}', ["`tools` is 3"]),
-        ('{"messages": [{}], "chat_template_kwargs": [3]}', ["chat_template_kwargs is [3]"]),
+        ('{"messages": [{}], "chat_template_kwargs": [3]}', ["`chat_template_kwargs` is [3]"]),
         ('{"messages": [{"role": "user"}]}', ["chat template 'default'", "can't render"]),
         (
             '{"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"messages": []}}',

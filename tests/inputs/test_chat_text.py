@@ -7,13 +7,12 @@ import gzip
 import json
 import logging
 import pickle
-import re
 import sys
 
 import numpy as np
 import pytest
-from chat_goldens import DATA, make, tokenizer_of
-from facts import raises_naming
+from chat_goldens import DATA, encoded_of, make, tokenizer_of
+from facts import assert_names, raises_naming
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from input_helpers import assert_same, drain, stack_processes, take
@@ -110,8 +109,12 @@ def test_a_saved_position_continues_with_the_same_batches(chats):
     expected = take(source, 9)
     assert_same(take(resumed, 9), expected)
     assert_same(stack_processes(*(take(share, 9) for share in shares)), expected)
-    for changed in ({"turns": "last"}, {"chat_template": CHATML}):
-        with pytest.raises(ValueError, match=r"conversations was \d+ and is \d+"):
+    for changed, named in (
+        ({"turns": "last"}, "turns was all and is last"),
+        ({"chat_template": CHATML}, r"chat_template was \w+ and is \w+"),
+        ({"too_long": "drop"}, "too_long was error and is drop"),
+    ):
+        with pytest.raises(ValueError, match=named):
             make(chats, seq_len=160, is_training=True, input_random_seed=3, **changed).set_state(source.get_state())
 
 
@@ -124,9 +127,9 @@ def test_turns_says_which_messages_count(tmp_path):
     )
     for template, end in ((None, "<|im_end|>"), (CHATML, "<|im_end|>\n")):
         fields = {} if template is None else {"chat_template": template}
-        found = counted_texts(drain(make(path, turns="last", seq_len=128, **fields)))
+        found = counted_texts(drain(make(path, turns="last", seq_len=128, packing="pad", **fields)))
         assert found == [f"two{end}", f"one{end}two{end}", f"two{end}"]
-        found = counted_texts(drain(make(path, seq_len=128, **fields)))
+        found = counted_texts(drain(make(path, seq_len=128, packing="pad", **fields)))
         assert found == [f"one{end}two{end}", f"one{end}two{end}", f"two{end}"]
 
 
@@ -233,7 +236,7 @@ def test_tools_may_be_json_text(tmp_path):
     tools = [{"type": "function", "function": {"name": "add"}}]
     row = talk(user("a"), own("b"))
     path = write(tmp_path / "a.jsonl", {**row, "tools": tools}, {**row, "tools": json.dumps(tools)})
-    first, second = make(path, chat_template=str(DATA / "templates" / "llama_3.jinja")).encoded()
+    first, second = encoded_of(make(path, chat_template=str(DATA / "templates" / "llama_3.jinja"), seq_len=512))
     assert first.tokens.tolist() == second.tokens.tolist()
     assert '"name": "add"' in TOKENIZER.spell(first.tokens)
 
@@ -246,7 +249,7 @@ def test_compressed_lines_are_those_rows(chats, tmp_path):
     assert sum(batch.weights.sum() for batch in whole) > 23
     path.write_bytes(path.read_bytes()[:-9])
     with raises_naming(UserError, path, "is damaged"):
-        drain(make(path, batch_size=2))
+        drain(make(path, seq_len=256))
 
 
 def test_parquet_files_are_those_rows(tmp_path):
@@ -263,16 +266,16 @@ def test_parquet_files_are_those_rows(tmp_path):
     fields = {"chat_template": str(DATA / "templates" / "llama_3_marked.jinja"), "seq_len": 128}
     assert_same(drain(make(path, **fields)), drain(make(lines, **fields)))
     parquet.write_table(pyarrow.Table.from_pylist([rows[1], talk(user("?"))]), path)
-    with raises_naming(UserError, "a.parquet row 2:", "no message", "assistant's"):
+    with raises_naming(UserError, "a.parquet row group 1, row 2:", "no message", "assistant's"):
         drain(make(path, **fields))
     parquet.write_table(pyarrow.Table.from_pylist([{"text": "a"}]), path)
-    with raises_naming(UserError, "a.parquet row 1", "not a conversation", "it has text"):
+    with raises_naming(UserError, "a.parquet row group 1, row 1", "not a conversation", "it has text"):
         drain(make(path, **fields))
     path.write_bytes(b"PAR1 and nothing else")
-    with raises_naming(UserError, path, "can't be read", "as Parquet", "row 0"):
+    with raises_naming(UserError, path, "can't be read", "as Parquet"):
         drain(make(path, **fields))
     path.write_bytes(lines.read_bytes())
-    with raises_naming(UserError, f"{path} is", "not a Parquet", "JSON lines"):
+    with raises_naming(UserError, path, "can't be read", "as Parquet"):
         make(path, **fields)
 
 
@@ -280,7 +283,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1....PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with raises_naming(UserError, f"{path}:", "pyarrow", "pip install 'spmd-trainer[parquet]'"):
+    with raises_naming(UserError, f"{path}:", "pyarrow", "pip install 'spmd-trainer[data]'"):
         drain(make(path))
 
 
@@ -365,18 +368,19 @@ def test_too_long_conversations_are_dropped_or_cut_and_counted(tmp_path, caplog)
     rows = [talk(user("a"), own("b")), talk(user("a"), own("yes " * 40)), talk(user("a"), own("c"))]
     path = write(tmp_path / "a.jsonl", *rows)
     fields = {"chat_template": SHORT, "seq_len": 30}
+    source = make(path, too_long="drop", **fields)
     with caplog.at_level(logging.WARNING):
-        dropped = drain(make(path, too_long="drop", **fields))
+        dropped = drain(source)
         cut = drain(make(path, too_long="cut", **fields))
-    size = r"which have more than seq_len \+ 1 = 31 tokens \(up to \d+\): .*a\.jsonl:2"
-    first, second = (record.getMessage() for record in caplog.records if "ChatInput" in record.getMessage())
-    assert re.search(rf"ChatInput 'chats': dropped 1 of 3 conversations, {size}", first)
-    assert re.search(rf"ChatInput 'chats': cut 1 of 3 conversations, {size}", second)
+    first, second = (record.getMessage() for record in caplog.records if "a.jsonl:2" in record.getMessage())
+    assert_names(first, "tokens", "more than seq_len + 1 = 31", "left out")
+    assert_names(second, "tokens", "more than seq_len + 1 = 31", "cut")
+    assert source.skipped == {"documents": 1}
     assert sorted(counted_texts(dropped)) == ["b<|eot_id|>", "c<|eot_id|>"]
     found = sorted(counted_texts(cut))
     assert [found[0], found[1]] == ["b<|eot_id|>", "c<|eot_id|>"]
     assert ("yes " * 40).startswith(found[2])
-    whole = list(make(path, too_long="cut", **fields).encoded())[1]
+    whole = encoded_of(make(path, chat_template=SHORT, seq_len=512))[1]
     assert sum(batch.weights.sum() for batch in cut) == 4 + whole.counted[:31].sum()
 
 
@@ -384,7 +388,7 @@ def test_what_is_left_of_a_conversation_must_have_an_answer(tmp_path):
     path = write(tmp_path / "a.jsonl", talk(user("a" * 50), own("b")))
     with raises_naming(UserError, "a.jsonl:1:", "too_long='cut'", "seq_len + 1 = 31", "assistant"):
         drain(make(path, chat_template=SHORT, seq_len=30, too_long="cut"))
-    with raises_naming(UserError, "no conversation", path, "seq_len"):
+    with raises_naming(UserError, "no document", "1 record", "left out"):
         drain(make(path, chat_template=SHORT, seq_len=30, too_long="drop"))
 
 
@@ -405,10 +409,11 @@ def test_every_label_of_the_assistant_counts_once_and_no_other(talks, batch_size
     rows = [talk(*({"role": role, "content": text} for role, text in messages)) for messages in talks]
     path = write(tmp_path / "a.jsonl", *rows)
     source = make(path, chat_template=template, seq_len=seq_len, batch_size=batch_size, turns=turns, too_long="drop")
-    if not any(len(one.tokens) <= seq_len + 1 for one in source.encoded()):
+    whole = encoded_of(make(path, chat_template=template, seq_len=4096, turns=turns))
+    if not any(len(one) <= seq_len + 1 for one in whole):
         return
     expected_counted, expected_all = [], []
-    for messages, one in zip(talks, source.encoded(), strict=True):
+    for messages, one in zip(talks, whole, strict=True):
         if len(one.tokens) > seq_len + 1:
             continue
         own_texts = [text + "<|eot_id|>" for role, text in messages if role == "assistant"]
@@ -423,7 +428,7 @@ def test_every_label_of_the_assistant_counts_once_and_no_other(talks, batch_size
         for number in range(1, numbers.max() + 1)
     ]
     assert sorted(found_all) == sorted(expected_all)
-    assert sum(batch.weights.sum() for batch in batches) == source.num_counted
+    assert source.skipped == {"documents": sum(len(one) > seq_len + 1 for one in whole)}
 
 
 def test_a_copied_tokenizer_encodes_alike():

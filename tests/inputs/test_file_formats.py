@@ -14,7 +14,7 @@ from input_helpers import drain, write_files
 from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import file_formats, grain_input, packed_text, record_files, text, tokenizer_field, tokenizers
+from spmd_trainer.inputs import file_formats, grain_input, record_files, text, tokenizer_field, tokenizers
 
 TEXT = b"some text, and more of it\n" * 40
 
@@ -159,7 +159,7 @@ def test_a_file_of_another_format_is_refused_by_name(kind, tmp_path):
         make(path)
 
 
-@pytest.mark.parametrize("kind", [text.ByteTextInput, text.PromptInput, packed_text.PackedTextInput])
+@pytest.mark.parametrize("kind", [text.ByteTextInput, text.PromptInput, text.PackedTextInput])
 def test_every_text_input_refuses_it_and_reads_it_when_told_to(kind, tmp_path):
     write_files(tmp_path, TEXT)
     path = tmp_path / "b.txt"
@@ -172,7 +172,7 @@ def test_every_text_input_refuses_it_and_reads_it_when_told_to(kind, tmp_path):
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 
 
-@pytest.mark.parametrize("kind", [text.ByteTextInput, text.TextInput, text.PromptInput, packed_text.PackedTextInput])
+@pytest.mark.parametrize("kind", [text.ByteTextInput, text.TextInput, text.PromptInput, text.PackedTextInput])
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -196,7 +196,7 @@ def test_json_is_refused_where_text_is_expected(kind, name, content, tmp_path):
 def test_json_is_read_as_it_is_when_told_to(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINES)
-    batches = drain(make(path, packed_text.PackedTextInput, allow_binary=True))
+    batches = drain(make(path, text.PackedTextInput, allow_binary=True))
     assert sum(batch.weights.sum() for batch in batches) == len(LINES) + 1
 
 

@@ -10,7 +10,7 @@ from input_helpers import drain
 from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import files, packed_text, record_files, text, tfrecord
+from spmd_trainer.inputs import files, record_files, text, tfrecord
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_every_input_over_files_takes_a_pattern(corpus):
     pattern = str(corpus / "a*.txt")
     for kind, length in (
         (text.TextInput, "seq_len"),
-        (packed_text.PackedTextInput, "seq_len"),
+        (text.PackedTextInput, "seq_len"),
         (text.PromptInput, "prefix_len"),
     ):
         source = base_hyperparams.instantiate(pax_fiddle.Config(kind, files=pattern, batch_size=1, **{length: 4}))

@@ -2,8 +2,6 @@
 
 import json
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from facts import raises_naming
 
@@ -44,32 +42,6 @@ def test_tools_and_variables_of_the_template():
     found = parse(prompt=USER, chosen=BLUE, rejected=GREEN, tools=json.dumps(tools), chat_template_kwargs={"a": 1})
     assert (found.tools, found.variables) == (tools, {"a": 1})
     assert parse(prompt=USER, chosen=BLUE, rejected=GREEN, tools=[]).tools is None
-
-
-def test_the_rows_of_a_parquet_file(tmp_path):
-    path = tmp_path / "pairs.parquet"
-    rows = [
-        {"prompt": USER, "chosen": BLUE, "rejected": GREEN, "score": 1},
-        {"prompt": [{**USER[0], "name": "Ann"}], "chosen": GREEN, "rejected": BLUE, "score": 2},
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    found = list(preference_pairs.read(path.read_bytes(), str(path)))
-    assert [pair.where for pair in found] == [f"{path} row 1", f"{path} row 2"]
-    assert [pair.chosen for pair in found] == [BLUE, GREEN]
-    assert "name" not in found[0].prompt[0]  # null there, because another message has a name
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), path)
-    with pytest.raises(UserError, match=r"pairs.parquet row 1: .*there is no `chosen`; it has text"):
-        list(preference_pairs.read(path.read_bytes(), str(path)))
-    with raises_naming(UserError, path, "can't be read", "as Parquet", "row 0"):
-        list(preference_pairs.read(path.read_bytes()[:-9], str(path)))
-
-
-def test_lines_are_counted_with_empty_ones():
-    content = b'{"prompt": "p", "chosen": "a", "rejected": "b"}\n\n{"prompt"\n'
-    found = preference_pairs.read(content, "pairs.jsonl")
-    assert next(found).where == "pairs.jsonl:1"
-    with pytest.raises(UserError, match=r"^pairs.jsonl:3 is not JSON"):
-        next(found)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from praxis import base_hyperparams, pax_fiddle
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import packed_text, text
+from spmd_trainer.inputs import text
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 
 BOS, EOS = 26, 27
@@ -89,7 +89,7 @@ def test_the_stream_of_a_text_input_has_it_before_each_text(start, first, files)
 
 @pytest.mark.parametrize(("start", "first"), [("eos", EOS), ("bos", BOS), ("none", EOS)])
 def test_a_packed_document_is_predicted_from_it(start, first, files):
-    source = make(packed_text.PackedTextInput, files, letters(), start=start, seq_len=8)
+    source = make(text.PackedTextInput, files, letters(), start=start, seq_len=8)
     rows = [(batch.ids[i], batch.segment_ids[i], batch.labels[i]) for batch in drain(source) for i in range(2)]
     found = sorted(
         (ids[segments == number].tolist(), targets[segments == number].tolist())
@@ -118,7 +118,7 @@ def test_what_the_tokenizer_does_itself(stated, adds_by_itself, expected, files,
 
 def test_a_beginning_of_text_that_is_the_end_of_text_is_not_written_twice(files):
     given = HuggingFaceTokenizer(letters(), eos="</s>", bos="</s>")
-    for kind in (text.TextInput, packed_text.PackedTextInput, text.PromptInput):
+    for kind in (text.TextInput, text.PackedTextInput, text.PromptInput):
         assert_same(drain(make(kind, files, given, start="bos")), drain(make(kind, files, letters())))
 
 

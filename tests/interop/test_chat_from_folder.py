@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
+from facts import assert_names
 from hf_models import DATA
 from praxis import base_hyperparams, base_layer
 
@@ -117,12 +119,11 @@ def test_evaluation_gives_each_conversation_once(chats):
     (source,) = map(base_hyperparams.instantiate, resolved.config.eval_datasets)
     assert (source.is_training, source.turns) == (False, "last")
     found = []
-    for position in range(source.num_batches):
-        batch = source.batch_at(position)
-        for labels, weights, segments in zip(batch.labels, batch.weights, batch.segment_ids, strict=True):
-            found += [
-                source.tokenizer.spell(labels[(segments == n) & (weights > 0)]) for n in range(1, segments.max() + 1)
-            ]
+    with contextlib.suppress(StopIteration):
+        while batch := source.get_next():
+            for labels, weights, segments in zip(batch.labels, batch.weights, batch.segment_ids, strict=True):
+                counted = [labels[(segments == n) & (weights > 0)] for n in range(1, segments.max() + 1)]
+                found += map(source.tokenizer.spell, counted)
     assert sorted(found) == sorted(f"{row[-1][1]}<|end|>" for row in ROWS)
 
 
@@ -150,8 +151,8 @@ def test_mode_data_shows_what_counts(chats, tmp_path, monkeypatch):
     lines = show(overrides(chats, f"EVAL_FILES={chats}"), tmp_path, monkeypatch).splitlines()
     assert lines[0] == "train: ChatInput"
     start = lines.index("heldout: ChatInput")
-    assert lines[start + 1] == "an epoch: 2 rows of 48; 25 of 64 labels (39.1%) count; 33.3% padding"
-    assert lines[start + 2].split() == ["row", "labels", "count", "share", "padding", "segments", "lengths"]
+    assert_names(lines[start + 1], "64 tokens", "66.7% of the positions", "4 segments", "39.1% of the labels count")
+    assert lines[start + 4].split() == ["row", "labels", "count", "share", "padding", "segments", "lengths"]
     text = "\n".join([*lines[start:], ""])
     for row in ROWS:
         shown = "".join(
@@ -164,7 +165,8 @@ def test_mode_data_shows_what_counts(chats, tmp_path, monkeypatch):
 def test_mode_data_colours_on_a_terminal(chats, tmp_path, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     text = show(overrides(chats), tmp_path, monkeypatch, stdout=Terminal())
-    assert "\x1b[30;42md<|end|>\x1b[0m" in text
+    written = [content for row in ROWS for role, content in row if role == "assistant"]
+    assert any(f"\x1b[30;42m{content}<|end|>\x1b[0m" in text for content in written)
     assert "\u27e6" not in text
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in show(overrides(chats), tmp_path, monkeypatch, stdout=Terminal())

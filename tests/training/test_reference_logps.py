@@ -104,7 +104,7 @@ def test_a_run_computes_its_reference_and_later_starts_read_it(tmp_path, pairs):
 
     # Other pairs have another reference, which the run no longer can compute.
     pairs.write_text(pairs.read_text().replace("9 is", "nine is"))
-    with raises_naming(UserError, "saved position", "pairs was", "task.train.enable_input_checkpointing=False"):
+    with raises_naming(UserError, "saved position", "pairs.jsonl had", "task.train.enable_input_checkpointing=False"):
         train.train(make_job(tmp_path / "whole", pairs, "task.train.num_train_steps=6"))
 
 
@@ -138,6 +138,30 @@ def test_a_start_that_was_killed_continues_after_its_last_part(tmp_path, pairs, 
     np.testing.assert_allclose(
         reference_files.ReferenceFiles(other.config.job_log_dir, data).values(), whole, rtol=1e-6
     )
+
+
+@pytest.mark.full
+def test_pairs_that_are_left_out_have_no_values_and_the_others_keep_theirs(tmp_path, pairs, monkeypatch):
+    monkeypatch.setattr(reference_logps, "_SECONDS_BETWEEN_PARTS", -1.0)
+    computed(make_job(tmp_path / "whole", pairs))
+    whole, _ = values(tmp_path / "whole")
+    longer = [
+        {**pair, "chosen": pair["chosen"] * 9} if number in (1, 4, 9) else pair for number, pair in enumerate(PAIRS)
+    ]
+    pairs.write_text("\n".join(map(json.dumps, longer)) + "\n")
+    drops = [f"{name}_datasets[0].too_long='drop'" for name in ("train", "eval")] + ["train_datasets[0].shuffle=False"]
+    computed(make_job(tmp_path / "run", pairs, *drops))
+    for path in values(tmp_path / "run")[1][1:]:
+        path.unlink()
+    job = make_job(tmp_path / "run", pairs, *drops)
+    computed(job)  # continues behind pairs that are left out
+    found, _ = values(tmp_path / "run")
+    assert np.isnan(found).all(axis=1).nonzero()[0].tolist() == [1, 4, 9]
+    kept = [0, 2, 3, 5, 6, 7, 8]
+    np.testing.assert_allclose(found[kept], whole[kept], rtol=1e-5)
+    batch = job.build_train_input().get_next()
+    assert batch.pair_index.tolist() == kept[:3]
+    np.testing.assert_array_equal(batch.chosen.reference_logps.view(np.float32), found[kept[:3], 0].astype(np.float32))
 
 
 @pytest.mark.full

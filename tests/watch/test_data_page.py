@@ -17,6 +17,7 @@ SUMMARY = CorpusSummary(
     ),
     seconds=2.0,
     tokens=10_000,
+    counted=10_000,
     positions=10_240,
     segments=150,
     lengths={16: 40, 64: 110},
@@ -53,5 +54,5 @@ def test_names_of_sources_and_datasets_are_texts():
 
 
 def test_a_corpus_without_rows_has_a_page_too():
-    empty = CorpusSummary((), 0.0, 0, 0, 0, {}, {})
+    empty = CorpusSummary((), 0.0, 0, 0, 0, 0, {}, {})
     assert "0 tokens" in corpus_summary.data_page("lm.Mine", {"train": empty})

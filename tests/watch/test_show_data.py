@@ -47,7 +47,6 @@ def tokenizer():
 def test_a_conversation_is_shown_with_what_counts(tmp_path, tokenizer):
     assert chat_lines(tmp_path, tokenizer, "é 🙂\n", "b") == [
         "mine: ChatInput",
-        "an epoch: 1 row of 64; 9 of 13 labels (69.2%) count; 79.7% padding",
         "row  labels  count  share  padding  segments  lengths",
         "  0      13      9  69.2%    79.7%         2  10 3",
         "",
@@ -66,8 +65,8 @@ def test_control_characters_don_t_reach_the_terminal(tmp_path, tokenizer):
 
 def test_the_text_of_a_row_has_a_limit_that_is_told(tmp_path, tokenizer):
     lines = chat_lines(tmp_path, tokenizer, "x" * 9000, "y" * 3000, seq_len=13000)
-    assert lines[7] == "<a>⟦" + "x" * 7997 + "⟧... (1,003 more characters)"
-    assert lines[8:] == ["(1 more segment)"]
+    assert lines[6] == "<a>⟦" + "x" * 7997 + "⟧... (1,003 more characters)"
+    assert lines[7:] == ["(1 more segment)"]
 
 
 def test_text_files_are_shown_too(tmp_path):

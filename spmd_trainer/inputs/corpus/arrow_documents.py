@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus.documents import BadRecord, Record
-from spmd_trainer.inputs.corpus.file_source import NumberedFiles, damage, documents_of, no_column
+from spmd_trainer.inputs.corpus.documents import BadRecord, Column, Record
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles, columns_of, damage, documents_of
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.local_copies import local_copy
@@ -58,7 +58,7 @@ class ArrowDocuments(NumberedFiles):
 
     kind: ClassVar[str] = "arrow"
 
-    def __init__(self, paths: Sequence[str], column: str = "text"):
+    def __init__(self, paths: Sequence[str], column: Column = "text"):
         """Opens each file once. `column` is as in `Documents`.
 
         Raises:
@@ -126,15 +126,12 @@ class ArrowDocuments(NumberedFiles):
             options = pyarrow.ipc.IpcReadOptions(use_threads=False)
             opened = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
             reader = opened(mapped, options=options)
-            names = list(reader.schema.names)
-            column = self._column if self._column in names else self._column.partition(".")[0]
-            if column not in names:
-                raise no_column(path, self._column, names)
+            columns = columns_of(path, self._column, list(reader.schema.names))
             if not is_file:
-                batches = [batch.select([column]) for batch in reader]
+                batches = [batch.select(columns) for batch in reader]
                 return _Batches(len(batches), batches.__getitem__)
             # One at a time, because compressed ones are not mapped.
-            last = functools.lru_cache(maxsize=1)(lambda number: reader.get_batch(number).select([column]))
+            last = functools.lru_cache(maxsize=1)(lambda number: reader.get_batch(number).select(columns))
             return _Batches(reader.num_record_batches, last)
         except damage() as error:
             raise _unreadable(path, error) from error

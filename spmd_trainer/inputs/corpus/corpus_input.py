@@ -17,23 +17,25 @@ import json
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from praxis import base_input
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
-from spmd_trainer.inputs import batches, packed_text, text_base
+from spmd_trainer.errors import UserError, first_paragraph, require_one_of
+from spmd_trainer.inputs import batches, text_base
 from spmd_trainer.inputs.corpus import cursors, encoding, mixture, prepared_source, row_plan, windows
+from spmd_trainer.inputs.corpus.documents import Documents, Processor, Source
 from spmd_trainer.inputs.corpus.file_kinds import TOKENS
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.prepare import Preparation
 from spmd_trainer.inputs.corpus.prepared_source import Helpers, PreparedSource, store_name
+from spmd_trainer.inputs.corpus.row_plan import PairTable, RowTable
 
-# Default of `window_rows`: _MOST_ROWS, or fewer if they would hold more than _MOST_TOKENS, but at least _LEAST_ROWS.
-_MOST_ROWS, _MOST_TOKENS, _LEAST_ROWS = 256, 2**22, 32
+# Default of `window_rows`: `_most_rows`, or fewer if they would hold more than _MOST_TOKENS, but at least _LEAST_ROWS.
+_MOST_TOKENS, _LEAST_ROWS = 2**22, 32
 # A saved position is valid only for the same values of these settings.
 _SAVED_SETTINGS = (
     "start_id", "seq_len", "packing", "window_rows", "shuffle", "seed", "bad_records", "weigh_by", "stopping_strategy"
@@ -61,6 +63,9 @@ class CorpusInput(text_base.TokenizedInput):
         leaves the record out, counts it in `skipped` and logs it.
     """
 
+    _packings: ClassVar[tuple[str, ...]] = row_plan.PACKINGS
+    _most_rows: ClassVar[int] = 256
+
     source: Any = None
     seq_len: int = 0
     packing: str = row_plan.BEST_FIT
@@ -68,6 +73,8 @@ class CorpusInput(text_base.TokenizedInput):
     window_rows: int | None = None
     bad_records: str = encoding.RAISE
     sources: Any = dataclasses.field(default=None, init=False, repr=False)
+    # The sources as they were opened.
+    _opened: Any = dataclasses.field(default=(), init=False, repr=False)
     _at: Any = dataclasses.field(default=None, init=False, repr=False)
     _window: Any = dataclasses.field(default=None, init=False, repr=False)
     _maker: Any = dataclasses.field(default=None, init=False, repr=False)
@@ -90,22 +97,21 @@ class CorpusInput(text_base.TokenizedInput):
             raise self.error(
                 f"shuffle={self.shuffle!r}; set it to True, False or None. Windows are set in Documents(shuffle=...)"
             )
-        for field, allowed in (("packing", row_plan.PACKINGS), ("bad_records", (encoding.RAISE, encoding.SKIP))):
-            value = getattr(self, field)
-            if value not in allowed:
-                near = did_you_mean(str(value), allowed)
-                raise self.error(f"{field}={value!r}; set it to one of {', '.join(map(repr, allowed))}{near}")
+        with self.naming():
+            require_one_of("packing", self.packing, self._packings)
+            require_one_of("bad_records", self.bad_records, encoding.BAD_RECORDS)
         try:
             self.make_tokenizer()
             self._mixture = mixture.as_mixture(self.source, is_training=self.is_training)
             self.sources: list[mixture.OpenSource] = mixture.open_mixture(
-                self._mixture, is_training=self.is_training, shuffle=self._shuffles
+                self._mixture, is_training=self.is_training, shuffle=self._shuffles, bound=self._bound
             )
             for one in self.sources:
-                if hasattr(one.source, "check_tokenizer"):  # a prepared corpus
-                    one.source.check_tokenizer(self.tokenizer.fingerprint())
+                if hasattr(one.source, "check_made_by"):  # a prepared corpus
+                    one.source.check_made_by(self.tokenizer.fingerprint(), one.documents.processor)
         except ValueError as error:
             raise self.error(first_paragraph(error)) from error
+        self._opened: list[Source] = [one.source for one in self.sources]
         self._at: cursors.InputPosition = cursors.beginning(len(self.sources))
         if self.endless or not self.is_training:
             self.settle_reset_for_eval()
@@ -113,6 +119,11 @@ class CorpusInput(text_base.TokenizedInput):
     @property
     def endless(self) -> bool:
         return any(one.epochs is None for one in self.sources)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files of all sources."""
+        return tuple(path for source in self._opened if isinstance(source, FileSource) for path in source.paths)
 
     @property
     def num_batches(self) -> int | None:
@@ -186,8 +197,8 @@ class CorpusInput(text_base.TokenizedInput):
             count = min(self.global_batch_size - given, window.num_rows - at.row)
             # This process' rows among the next `count` rows of the window.
             own = np.arange(max(first, given), min(first + self.batch_size, given + count)) - given + at.row
-            parts.append(packed_text.batch_of_rows(window.table, window.places[own]))
-            filler = packed_text.batch_of_rows(window.table, np.array([-1]))
+            parts.append(self._batch(window.table, window.places[own]))
+            filler = self._batch(window.table, np.array([-1]))
             given += count
             at = at._replace(row=at.row + count)
             if at.row == window.num_rows:
@@ -195,13 +206,33 @@ class CorpusInput(text_base.TokenizedInput):
         if not given:
             raise StopIteration
         self._at, self._window = at, window
-        missing = self.batch_size - sum(len(part.ids) for part in parts)
+        missing = self.batch_size - sum(len(part.eval_sample_weights) for part in parts)
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts, *[filler] * missing)
 
     def reset(self) -> None:
         """Goes back to the first batch."""
         base_input.BaseInput.reset(self)
         self._go_to(cursors.beginning(len(self.sources)))
+
+    def _batch(self, table: RowTable | PairTable, rows: np.ndarray) -> NestedMap:
+        """Returns a batch of rows of a window's table, integers [B]; -1: an empty row."""
+        return table.batch(rows)
+
+    @property
+    def _processor(self) -> Processor | None:
+        """Processor of sources that have none."""
+        return None
+
+    def _bound(self, documents: Documents) -> Documents:
+        """Returns a source with its processor, made ready for this input."""
+        processor = documents.processor or self._processor
+        if processor is None:
+            return documents
+        if self.packing == row_plan.SPLIT:
+            raise UserError(
+                "packing='split' cuts through texts, and conversations are not cut; use 'best_fit' or 'pad'"
+            )
+        return dataclasses.replace(documents, processor=processor.bound(self.tokenizer, self.seq_len))
 
     @property
     def _shuffles(self) -> bool:
@@ -211,12 +242,13 @@ class CorpusInput(text_base.TokenizedInput):
     def _settings(self) -> windows.WindowSettings:
         limits = (self.vocab_size, self._model_vocab_size or self.vocab_size)
         return windows.WindowSettings(
-            encoder=encoding.Encoder(self.tokenizer, min(limits)),
+            tokenizer=self.tokenizer,
+            limit=min(limits),
             eos_id=self.tokenizer.eos_id,
             start_id=self.start_id,
             seq_len=self.seq_len,
             packing=self.packing,
-            window_rows=self.window_rows or max(_LEAST_ROWS, min(_MOST_ROWS, _MOST_TOKENS // self.seq_len)),
+            window_rows=self.window_rows or max(_LEAST_ROWS, min(self._most_rows, _MOST_TOKENS // self.seq_len)),
             shuffle=self._shuffles,
             seed=self.seed,
             bad_records=self.bad_records,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from spmd_trainer.inputs.corpus.token_store import StoredTokens
+    from spmd_trainer.inputs.corpus.tokens import StoredTokens, Tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class Document:
     """One document.
 
     Attributes:
-      content: its text, UTF-8 (not validated yet); or where its tokens are, for a corpus tokenised ahead.
+      content: its text, UTF-8 (not validated yet), or for a `Processor` the record as JSON; or where its tokens are, for a
+        corpus tokenised ahead.
       where: file and record, for messages: 'a.jsonl:3', 'x.parquet row group 2, row 17', 'a.arrayrecord record 5'.
         Lines and rows count from 1, records from 0.
     """
@@ -33,14 +34,34 @@ class BadRecord:
 
     Attributes:
       where: file and record, as in `Document`.
-      problem: a clause, e.g. 'is not JSON: ...' or 'has no column "text"'.
+      problem: a clause, e.g. 'is not JSON: ...' or 'has no column "text"'; or a sentence after a colon.
     """
 
     where: str
     problem: str
 
+    @classmethod
+    def of(cls, where: str, error: Exception) -> BadRecord:
+        """Makes one of an error, whose message may begin with `where`."""
+        text = str(error)
+        return BadRecord(where, text.removeprefix(where).strip() if text.startswith(where) else f": {text}")
+
+    @property
+    def text(self) -> str:
+        """The file, the record and the problem."""
+        return f"{self.where}{'' if self.problem.startswith(':') else ' '}{self.problem}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeftOut(BadRecord):
+    """A record that a processor or a store leaves out. `size`: bytes that it counts for in the order of a store."""
+
+    size: int
+
 
 Record = Document | BadRecord
+# Key of the text; or entries of a record, which as a whole is the document, as JSON.
+Column = str | tuple[str, ...]
 # Default of `Documents.max_record_bytes`.
 MAX_RECORD_BYTES = 2**25
 
@@ -51,6 +72,29 @@ def too_long(where: str, longest: int, size: int | None = None) -> BadRecord:
     return BadRecord(
         where, f"has {has} than max_record_bytes={longest:,}; raise it in Documents if the record is right"
     )
+
+
+class Processor(Protocol):
+    """Makes tokens of records that aren't texts: conversations, pairs of answers.
+
+    Attributes:
+      entries: entries of a record that it reads.
+      seq_len: tokens per row; set by the input, and a setting where there is none.
+    """
+
+    entries: ClassVar[tuple[str, ...]]
+
+    @property
+    def seq_len(self) -> int: ...
+
+    def bound(self, tokenizer: Any, seq_len: int) -> Processor:
+        """Returns it for a tokenizer and rows of `seq_len` tokens. Raises UserError if they can't be used."""
+
+    def encode(self, documents: Sequence[Document]) -> list[Tokens | BadRecord]:
+        """Returns the tokens of each record of JSON, with the labels that count; or why there are none."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns everything besides the tokenizer that decides the tokens, as JSON values."""
 
 
 class Source(abc.ABC):
@@ -128,8 +172,10 @@ class Documents:
         otherwise.
       epochs: passes over the documents; None: endless in training, one otherwise.
       separator: text between the documents of a text file; None makes each file one document.
+      processor: makes tokens of records that aren't texts, e.g. `inputs.Chat()` of conversations. `column` then says nothing.
       max_record_bytes: most bytes of a record before it is parsed: a line with its end, a tar member, a document of a text file,
         an Example. A longer one counts as a bad record and is not read whole.
+      allow_binary: True reads files of any bytes as text, for the kind 'text'.
     """
 
     files: Any
@@ -138,4 +184,6 @@ class Documents:
     shuffle: str | int | None = "auto"
     epochs: int | None = None
     separator: str | None = None
+    processor: Processor | None = None
     max_record_bytes: int = MAX_RECORD_BYTES
+    allow_binary: bool = False

@@ -5,45 +5,78 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from absl import logging
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tokenizers
-from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
+from spmd_trainer.inputs.corpus.documents import BadRecord, Document, LeftOut, Processor, Record
 from spmd_trainer.inputs.corpus.order import DocumentStream, Position, Taken, size_of
-from spmd_trainer.inputs.corpus.row_plan import Tokens
-from spmd_trainer.inputs.corpus.token_store import StoredTokens, fetch
+from spmd_trainer.inputs.corpus.tokens import CountedTokens, StoredTokens, Tokens, fetch, is_text
 
-RAISE, SKIP = "raise", "skip"
+BAD_RECORDS = RAISE, SKIP = "raise", "skip"
 # Most documents read and encoded at a time.
 MOST_AHEAD = 64
+_KEPT_BYTES = 2**24
 # Skipped records per source that are logged individually.
 _LOGGED = 10
 
 
-@dataclasses.dataclass(frozen=True)
+_Encoded = TypeVar("_Encoded")
+
+
+def encode_each(
+    encode: Callable[[Sequence[Any], Sequence[str]], Sequence[_Encoded]], texts: Sequence[Any], wheres: Sequence[str]
+) -> list[_Encoded | BadRecord]:
+    """Encodes texts together; one by one, to find out which are bad, if that fails. `wheres` names them."""
+    if not texts:
+        return []
+    try:
+        return list(encode(texts, wheres))
+    except UserError as error:
+        if len(texts) == 1:
+            return [BadRecord.of(wheres[0], error)]
+    return [encode_each(encode, [text], [where])[0] for text, where in zip(texts, wheres, strict=True)]
+
+
+def encode_texts(
+    tokenizer: tokenizers.Tokenizer, texts: Sequence[Any], wheres: Sequence[str]
+) -> list[np.ndarray | BadRecord]:
+    """Returns the tokens of each text, UTF-8, or why there are none. `wheres` name them."""
+
+    def one_by_one(texts: Sequence[Any], wheres: Sequence[str]) -> list[np.ndarray]:
+        return [tokenizer.encode(text, where) for text, where in zip(texts, wheres, strict=True)]
+
+    return encode_each(getattr(tokenizer, "encode_batch", one_by_one), texts, wheres)
+
+
+@dataclasses.dataclass
 class Encoder:
     """Encodes documents.
 
     Attributes:
       tokenizer: the tokenizer.
       limit: every token must be below this: the vocabulary size of the tokenizer, or of the model if smaller.
+      processor: makes tokens of records that aren't texts.
     """
 
     tokenizer: tokenizers.Tokenizer
     limit: int
+    processor: Processor | None = None
+    _kept: dict[Any, Tokens] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    # Bytes of records of which tokens may still be kept.
+    _room: int = dataclasses.field(default=_KEPT_BYTES, init=False, repr=False)
 
     def encode(self, records: Sequence[Record]) -> list[Tokens | BadRecord]:
-        """Returns each record's tokens without end-of-text, `tokenizers.token_dtype` [n], or a BadRecord.
+        """Returns each record's tokens without end-of-text, of `tokenizers.token_dtype`, or a BadRecord.
 
         Stored tokens are returned as they are, or fetched if one of their store may be above the limit.
         """
         dtype = np.dtype(tokenizers.token_dtype(self.tokenizer.vocab_size))
         texts = [one for one in records if isinstance(one, Document) and isinstance(one.content, bytes)]
-        encoded = iter(self._encode_texts(texts))
+        encoded = iter(self._encode(texts))
         found: list[Tokens | BadRecord] = []
         for record in records:
             if isinstance(record, BadRecord):
@@ -53,33 +86,38 @@ class Encoder:
             if isinstance(content, StoredTokens) and content.store.largest < self.limit:
                 found.append(content)
                 continue
-            one = next(encoded) if isinstance(content, bytes) else fetch([(content, 0, len(content))])[0]
+            one = next(encoded) if isinstance(content, bytes) else _fetched(content)
             found.append(one if isinstance(one, BadRecord) else self._checked(one, record.where, dtype))
         return found
 
-    def _encode_texts(self, documents: Sequence[Document]) -> Sequence[np.ndarray | BadRecord]:
-        encode_batch = getattr(self.tokenizer, "encode_batch", None)
-        if encode_batch is None or not documents:
-            return [self._encode_text(document) for document in documents]
-        try:
-            tokens: list[np.ndarray] = encode_batch(
-                [one.content for one in documents], [one.where for one in documents]
-            )
-        except UserError:  # one by one, to find out which of them are bad
-            return [self._encode_text(document) for document in documents]
-        return tokens
+    def _encode(self, documents: Sequence[Document]) -> Sequence[Tokens | BadRecord]:
+        """Makes tokens. Those of records are kept if there are few: a window of rows needs those of a small corpus many times."""
+        if self.processor is None:
+            wheres = [one.where for one in documents]
+            return encode_texts(self.tokenizer, [one.content for one in documents], wheres)
+        new = [one for one in documents if one.content not in self._kept]
+        made = dict(zip(map(id, new), self.processor.encode(new), strict=True))
+        found = [made[id(one)] if id(one) in made else self._kept[one.content] for one in documents]
+        for one in new:
+            tokens = made[id(one)]
+            if self._room > 0 and not isinstance(tokens, BadRecord):
+                self._kept[one.content] = tokens
+                self._room -= size_of(one)
+        return found
 
-    def _encode_text(self, document: Document) -> np.ndarray | BadRecord:
-        assert isinstance(document.content, bytes)
-        try:
-            return self.tokenizer.encode(document.content, document.where)
-        except UserError as error:
-            return BadRecord(document.where, str(error).removeprefix(document.where).lstrip(": "))
-
-    def _checked(self, tokens: np.ndarray, where: str, dtype: np.dtype) -> np.ndarray | BadRecord:
+    def _checked(self, found: Tokens, where: str, dtype: np.dtype) -> Tokens | BadRecord:
+        assert not isinstance(found, StoredTokens)
+        tokens = found if isinstance(found, np.ndarray) else found.tokens
         if len(tokens) and (highest := tokens.max()) >= self.limit:
-            return BadRecord(where, f"gives token {highest}, and the vocabulary is 0 to {self.limit - 1}")
-        return tokens.astype(dtype, copy=False)
+            return BadRecord(where, tokenizers.unknown_token(highest, self.limit))
+        tokens = tokens.astype(dtype, copy=False)
+        return tokens if isinstance(found, np.ndarray) else CountedTokens(tokens, found.counted)
+
+
+def _fetched(tokens: StoredTokens) -> np.ndarray | CountedTokens:
+    whole = [(tokens, 0, len(tokens))]
+    (values,) = fetch(whole)
+    return values if is_text(tokens) else CountedTokens(values, fetch(whole, counted=True)[0])
 
 
 class Encoded(NamedTuple):
@@ -87,13 +125,13 @@ class Encoded(NamedTuple):
 
     Attributes:
       tokens: without end-of-text, at least one; None at the end of the stream.
-      where: the file and the record.
+      place: see `order.Taken`.
       after: the stream's position after it.
       skipped: bad records that the stream has left out since the document before it.
     """
 
     tokens: Tokens | None
-    where: str
+    place: tuple[int, int]
     after: Position
     skipped: int
 
@@ -142,18 +180,18 @@ class EncodedStream:
         """
         skipped = 0
         while self._ahead or self._read():
-            (record, self._after), tokens = self._ahead.popleft()
+            (record, self._after, place), tokens = self._ahead.popleft()
             if isinstance(tokens, BadRecord):
                 self._refuse_or_log(tokens)
                 skipped += 1
             elif len(tokens):
                 self._last_good_epoch = self._after.epoch
-                return Encoded(tokens, record.where, self._after, skipped)
+                return Encoded(tokens, place, self._after, skipped)
             if self._after.epoch > self._last_good_epoch + 1:  # the whole epoch in between
                 raise self._error(
                     f"{self._prefix}no record has a document with text, the last is {record.where}; give at least one"
                 )
-        return Encoded(None, "", self._after, skipped)
+        return Encoded(None, (0, 0), self._after, skipped)
 
     def _read(self) -> bool:
         taken = self._stream.take(self._count)
@@ -166,12 +204,10 @@ class EncodedStream:
         return True
 
     def _refuse_or_log(self, bad: BadRecord) -> None:
-        if not self._skips:
-            raise self._error(
-                f"{self._prefix}{bad.where} {bad.problem}. Fix it, or skip bad records with bad_records='skip'"
-            )
+        if not self._skips and not isinstance(bad, LeftOut):
+            raise self._error(f"{self._prefix}{bad.text}. Fix it, or skip bad records with bad_records='skip'")
         self._logged += 1
         if self._logged <= _LOGGED:
-            logging.warning("%s%s %s; left out", self._prefix, bad.where, bad.problem)
+            logging.warning("%s%s; left out", self._prefix, bad.text)
         if self._logged == _LOGGED:
             logging.warning("%sfurther records that are left out are only counted", self._prefix)

@@ -85,16 +85,6 @@ def is_compressed(path: str) -> bool:
     return _is_compressed(read_head(path))
 
 
-def uncompressed(content: bytes, path: str) -> bytes:
-    """Returns the content of a file that may be compressed. Raises UserError if it is damaged; names `path`."""
-    if not _is_compressed(content):
-        return content
-    try:
-        return decompressed(io.BytesIO(content), path).read()
-    except DAMAGE as error:
-        raise _damaged(path, error) from error
-
-
 def _damaged(path: str, error: Exception) -> UserError:
     return UserError(f"{path} is damaged: {error}. Write the file again, or leave it out")
 

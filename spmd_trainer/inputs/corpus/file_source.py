@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import collections
 import functools
+import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,15 @@ import numpy as np
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs import files
-from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, BadRecord, Document, Record, Source, too_long
+from spmd_trainer.inputs.corpus.documents import (
+    MAX_RECORD_BYTES,
+    BadRecord,
+    Column,
+    Document,
+    Record,
+    Source,
+    too_long,
+)
 from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import is_remote, reading
@@ -254,14 +263,17 @@ class IndexedFiles(NumberedFiles):
             start = stop
 
 
-def document_of(record: Any, column: str, where: str) -> Record:
+def document_of(record: Any, column: Column, where: str) -> Record:
     """Makes a document of a record.
 
     Args:
       record: a mapping; any other value gives a BadRecord.
-      column: key of the text; 'a.b' is key b of the object in a. Keys that contain dots are tried first.
+      column: key of the text; 'a.b' is key b of the object in a. Keys that contain dots are tried first. Or the entries
+        of the record, without its nulls: a column of messages gives every message the same entries.
       where: file and record, for messages.
     """
+    if isinstance(column, tuple):
+        return Document(json.dumps(_without_nulls(record), default=str).encode(), where)
     if isinstance(record, dict | Mapping) and column in record:
         return text_document(record[column], column, where)
     if not isinstance(record, Mapping):
@@ -273,6 +285,12 @@ def document_of(record: Any, column: str, where: str) -> Record:
             return BadRecord(where, f"has no key {column!r}{did_you_mean(name, keys)}; {_ASKED}")
         value = value[name]
     return text_document(value, column, where)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def text_document(value: Any, column: str, where: str) -> Record:
@@ -297,7 +315,7 @@ def _kind_of(value: Any) -> str:
     return f"{value!r}" if isinstance(value, bool | int | float) else type(value).__name__
 
 
-def documents_of(batch: Any, column: str, wheres: Sequence[str]) -> Iterator[Record]:
+def documents_of(batch: Any, column: Column, wheres: Sequence[str]) -> Iterator[Record]:
     """Yields the documents of a pyarrow.RecordBatch.
 
     Args:
@@ -316,6 +334,16 @@ def documents_of(batch: Any, column: str, wheres: Sequence[str]) -> Iterator[Rec
         return
     for row, where in zip(rows, wheres, strict=True):
         yield document_of(row, column, where)
+
+
+def columns_of(path: str, column: Column, names: Sequence[str]) -> list[str]:
+    """Returns those of a file's columns that are read. Raises UserError if there is no `column`."""
+    if isinstance(column, tuple):
+        return [name for name in names if name in column] or list(names)
+    for one in (column, column.partition(".")[0]):
+        if one in names:
+            return [one]
+    raise no_column(path, column, names)
 
 
 def no_column(path: str, column: str, names: Sequence[str]) -> UserError:

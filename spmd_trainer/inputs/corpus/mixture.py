@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.inputs.corpus import order
 from spmd_trainer.inputs.corpus.documents import Documents, Source
 from spmd_trainer.inputs.corpus.open_source import open_documents
@@ -56,11 +56,8 @@ class Mixture:
     stopping_strategy: str = REPEAT
 
     def __post_init__(self) -> None:
-        for field, allowed in (("weigh_by", (TOKENS, DOCUMENTS)), ("stopping_strategy", (REPEAT, DROP, STOP))):
-            value = getattr(self, field)
-            if value not in allowed:
-                near = did_you_mean(str(value), allowed)
-                raise UserError(f"Mixture has {field}={value!r}; set it to {' or '.join(map(repr, allowed))}{near}")
+        require_one_of("Mixture has weigh_by", self.weigh_by, (TOKENS, DOCUMENTS))
+        require_one_of("Mixture has stopping_strategy", self.stopping_strategy, (REPEAT, DROP, STOP))
         if not _is_positive(self.temperature):
             raise UserError(f"Mixture has temperature={self.temperature!r}; set it to a number above 0, e.g. 1.0")
         if not isinstance(self.sources, Mapping) or not self.sources:
@@ -130,7 +127,8 @@ class OpenSource:
         share: Any = self.share
         if isinstance(share, ChangingShare):
             share = [list(phase) for phase in zip(share.begins, share.shares, strict=True)]
-        return {**named, "share": share, "shuffle": self.shuffle, "epochs": self.epochs}
+        made = {} if self.documents.processor is None else self.documents.processor.fingerprint()
+        return {**named, **made, "share": share, "shuffle": self.shuffle, "epochs": self.epochs}
 
 
 def as_mixture(given: Any, *, is_training: bool) -> Mixture:
@@ -155,6 +153,7 @@ def open_mixture(
     is_training: bool,
     shuffle: bool,
     open_one: Callable[[Documents], Source] = open_documents,
+    bound: Callable[[Documents], Documents] = lambda documents: documents,
 ) -> list[OpenSource]:
     """Opens all sources of a mixture.
 
@@ -163,12 +162,14 @@ def open_mixture(
       is_training: False gives every source an end.
       shuffle: False keeps the documents of every source in order.
       open_one: opens a source.
+      bound: returns a source with what the input knows about its processor.
 
     Raises:
       UserError: a source (named) can't be opened, lacks a weight while others have one, can't be shuffled as
         requested, or sets `epochs` without effect; or no source has a weight for a time.
     """
-    entries = {name: _entry(name, given) for name, given in mixture.sources.items()}
+    given = {name: _entry(name, one) for name, one in mixture.sources.items()}
+    entries = {name: (_named(name, mixture, bound, one), weight) for name, (one, weight) in given.items()}
     opened = {name: _named(name, mixture, open_one, documents) for name, (documents, _) in entries.items()}
     weights = _weights(mixture, {name: weight for name, (_, weight) in entries.items()}, opened)
     shares = _shares_of_phases(dict(zip(entries, weights, strict=True)), mixture.temperature)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import collections
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from etils import epath
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.inputs.corpus.arrow_documents import STATE_FILE, ArrowDocuments, files_of_folder
-from spmd_trainer.inputs.corpus.documents import Documents, Source
+from spmd_trainer.inputs.corpus.documents import Column, Documents, Source
 from spmd_trainer.inputs.corpus.file_kinds import KINDS, TOKENS
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.parquet_files import ParquetDocuments
@@ -26,6 +26,8 @@ from spmd_trainer.storage.files import files_below
 
 # Marker file of a folder of several data sets.
 _DATASET_DICT = "dataset_dict.json"
+# Kinds whose records a processor reads.
+_OF_RECORDS = ("jsonl", "parquet", "arrow", "arrayrecord")
 # Files of a prepared corpus.
 _PREPARED_PART = re.compile(r"tokens-\d{5}-of-\d{5}\.(arrow|json)")
 
@@ -40,9 +42,8 @@ def open_documents(documents: Documents) -> Source:
         return documents.files
     if not (isinstance(documents.max_record_bytes, int) and documents.max_record_bytes > 0):
         raise UserError(f"max_record_bytes={documents.max_record_bytes!r}; give a number of bytes above 0")
-    if documents.kind is not None and documents.kind not in KINDS:
-        near = did_you_mean(str(documents.kind), KINDS)
-        raise UserError(f"kind={documents.kind!r}; set it to one of {', '.join(map(repr, KINDS))}{near}")
+    if documents.kind is not None:
+        require_one_of("kind", documents.kind, KINDS)
     if not (isinstance(documents.column, str) and documents.column):
         raise UserError(f"column={documents.column!r}; set it to the name of the column with the text, e.g. 'text'")
     entries = input_files.entries_of(documents.files)
@@ -57,6 +58,10 @@ def open_documents(documents: Documents) -> Source:
     if documents.kind in (None, "arrow"):
         _refuse_prepared_parts(paths)
     kind = documents.kind or file_kinds.kind_of_all(paths)
+    if documents.processor is not None:
+        kind = "jsonl" if documents.kind is None and kind == "text" else kind
+        if kind not in _OF_RECORDS:
+            raise UserError(f"files of the kind {kind!r} hold no messages; give {', '.join(map(repr, _OF_RECORDS))}")
     if documents.separator is not None and kind != "text":
         raise UserError(f"separator={documents.separator!r} is for text files; these are of the kind {kind!r}")
     source = _source(kind, paths, documents)
@@ -74,21 +79,21 @@ def paths_of(files: object) -> list[str]:
 
 
 def _source(kind: str, paths: Sequence[str], documents: Documents) -> FileSource:
+    column: Column = documents.column if documents.processor is None else documents.processor.entries
     if kind == "jsonl":
-        return _open_json_lines(paths, documents)
+        return _open_json_lines(paths, column, documents.max_record_bytes)
     if kind == "arrayrecord":
         return ArrayRecordDocuments(paths)
     if kind == "text":
         # A name such as a.txt says less than a kind that the user has set.
-        return TextDocuments(paths, documents.separator, json_too=documents.kind is not None)
-    with_column: dict[str, Callable[[Sequence[str], str], FileSource]] = {
-        "parquet": ParquetDocuments, "arrow": ArrowDocuments, "tfrecord": TfRecordDocuments, "tar": TarDocuments
-    }  # fmt: skip
-    return with_column[kind](paths, documents.column)
+        any_bytes = documents.allow_binary
+        return TextDocuments(paths, documents.separator, json_too=documents.kind is not None, any_bytes=any_bytes)
+    if kind in ("parquet", "arrow"):
+        return (ParquetDocuments if kind == "parquet" else ArrowDocuments)(paths, column)
+    return (TarDocuments if kind == "tar" else TfRecordDocuments)(paths, documents.column)
 
 
-def _open_json_lines(paths: Sequence[str], documents: Documents) -> FileSource:
-    column = documents.column
+def _open_json_lines(paths: Sequence[str], column: Column, max_record_bytes: int) -> FileSource:
     if any(map(is_remote, paths)):
         return StreamedJsonLines(paths, column)
     compressed = [path for path in paths if file_kinds.is_compressed(path)]
@@ -106,7 +111,7 @@ def _open_json_lines(paths: Sequence[str], documents: Documents) -> FileSource:
                 f"{path} holds one JSON value of many lines, and JSON lines have a whole object in each; convert it, e.g. with "
                 "`jq -c '.[]'`"
             )
-    return JsonLines(paths, column, documents.max_record_bytes)
+    return JsonLines(paths, column, max_record_bytes)
 
 
 def _prepared_folder(entries: Sequence[str]) -> str | None:

@@ -14,8 +14,7 @@ import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import permutations
-from spmd_trainer.inputs.corpus.documents import BadRecord, Record, Source
-from spmd_trainer.inputs.corpus.token_store import LeftOut
+from spmd_trainer.inputs.corpus.documents import BadRecord, LeftOut, Record, Source
 
 GLOBAL, AUTO = "global", "auto"
 # The window of `shuffle='auto'` for a source that can only be read in order: this many documents, or fewer if they have this many
@@ -42,10 +41,17 @@ class Position(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A record, and the stream's position after it."""
+    """A record of a stream.
+
+    Attributes:
+      record: the record.
+      after: the stream's position after it.
+      place: its chunk, and its number in the chunk; (0, its number in the source) if it was read by number.
+    """
 
     record: Record
     after: Position
+    place: tuple[int, int]
 
 
 def resolve_shuffle(source: Source, shuffle: str | int | None) -> str | int | None:
@@ -153,20 +159,21 @@ class DocumentStream:
         first = position.taken
         while first < size:
             numbers = order(np.arange(first, min(first + self._wanted, size), dtype=np.int64))
-            for record in self._source.read(numbers):
+            for number, record in zip(numbers.tolist(), self._source.read(numbers), strict=True):
                 first += 1
-                yield Taken(record, position._replace(taken=first))
+                yield Taken(record, position._replace(taken=first), (0, number))
 
     def _in_order(self, chunk: int, begin: Position) -> Iterator[Taken]:
         for taken, record in enumerate(self._source.read_chunk(chunk, begin.taken), begin.taken + 1):
-            yield Taken(record, begin._replace(taken=taken))
+            yield Taken(record, begin._replace(taken=taken), (chunk, taken - 1))
 
     def _in_windows(self, chunk: int, begin: Position) -> Iterator[Taken]:
         records = self._source.read_chunk(chunk, begin.block)
         while window := self._read_window(records):
             order = permutation(len(window), self._seed, begin.epoch, chunk, begin.block)(np.arange(len(window)))
             for taken in range(begin.taken, len(window)):
-                yield Taken(window[order[taken]], begin._replace(taken=taken + 1))
+                place = (chunk, begin.block + int(order[taken]))
+                yield Taken(window[order[taken]], begin._replace(taken=taken + 1), place)
             begin = begin._replace(block=begin.block + len(window), taken=0)
 
     def _read_window(self, records: Iterator[Record]) -> list[Record]:
@@ -197,6 +204,8 @@ def permutation(size: int, *seeds: int) -> Callable[[np.ndarray], np.ndarray]:
       size: 1 or more. Above 65,536, entries are computed on demand and nothing is stored.
       *seeds: 0 or more; other seeds give other permutations.
     """
+    if size == 1:  # each document of such a source is an epoch
+        return np.zeros_like
     # numpy guarantees that SeedSequence, MT19937 and RandomState never change.
     seed = np.random.SeedSequence(seeds)
     if size > _STORED_SIZE:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus.documents import Record
+from spmd_trainer.inputs.corpus.documents import Column, Record
 from spmd_trainer.inputs.corpus.file_kinds import open_bytes
-from spmd_trainer.inputs.corpus.file_source import FileSource, damage, documents_of, no_column
+from spmd_trainer.inputs.corpus.file_source import FileSource, columns_of, damage, documents_of, no_column
 from spmd_trainer.inputs.shards import ShardIndex
 
 
@@ -111,9 +111,9 @@ _ROWS = 256
 class ParquetDocuments(ParquetFiles):
     """Rows of Parquet files, read in order: a row group is decoded from its beginning. A chunk is a row group."""
 
-    def __init__(self, paths: Sequence[str], column: str = "text"):
+    def __init__(self, paths: Sequence[str], column: Column = "text"):
         """`column` is as in `Documents`. Raises as `ParquetFiles`."""
-        super().__init__(paths, [column])
+        super().__init__(paths, [column] if isinstance(column, str) else [])
         self._column = column
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
@@ -122,14 +122,16 @@ class ParquetDocuments(ParquetFiles):
         where = f"{path} row group {group + 1}, row "
         try:
             with self.opened(index) as file:
-                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[self._column], use_threads=False):
+                given = self._column
+                columns = [given] if isinstance(given, str) else columns_of(path, given, file.schema_arrow.names)
+                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns, use_threads=False):
                     if number + len(batch) <= start:
                         number += len(batch)
                         continue
                     wanted = batch.slice(max(0, start - number))
                     first, number = number + len(batch) - len(wanted), number + len(batch)
                     wheres = [f"{where}{row}" for row in range(first + 1, number + 1)]
-                    yield from documents_of(wanted, self._column, wheres)
+                    yield from documents_of(wanted, given, wheres)
         except damage() as error:
             raise UserError(
                 f"{where}{number + 1} can't be read: {first_line(error)}. Write the file again, or leave it out"

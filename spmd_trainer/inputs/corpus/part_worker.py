@@ -28,12 +28,12 @@ from etils import epath
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tokenizers
-from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Record, Source
+from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, LeftOut, Record, Source
 from spmd_trainer.inputs.corpus.encoding import RAISE, Encoder
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.order import size_of
-from spmd_trainer.inputs.corpus.row_plan import Tokens
 from spmd_trainer.inputs.corpus.token_store import Batch
+from spmd_trainer.inputs.corpus.tokens import CountedTokens, StoredTokens, Tokens, fetch
 from spmd_trainer.storage import files, is_remote
 from spmd_trainer.storage.paths import directory
 
@@ -175,7 +175,7 @@ def make_part(task: Task, number: int) -> dict[str, Any]:
       OSError: the part can't be written.
     """
     part, folder = task.parts[number], directory("the store of tokens", task.folder)
-    encoder = Encoder(task.tokenizer, task.tokenizer.vocab_size)
+    encoder = Encoder(task.tokenizer, task.tokenizer.vocab_size, task.documents.processor)
     names = ("documents", "tokens", "bytes", "empty", "skipped", "largest")
     record: dict[str, Any] = {"key": task.key, **dict.fromkeys(names, 0), "named": []}
     lengths = np.zeros(_BUCKETS, np.int64)
@@ -183,7 +183,7 @@ def make_part(task: Task, number: int) -> dict[str, Any]:
     records = itertools.islice(task.source.read_chunk(part.chunk, part.start), count)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=None if is_remote(folder) else os.fspath(folder)) as scratch:
         path = os.path.join(scratch, "part")
-        writer = Writer(path, task.dtype)
+        writer = Writer(path, task.dtype, counts=task.documents.processor is not None)
         while block := list(itertools.islice(records, _BLOCK)):
             for one, tokens in zip(block, encoder.encode(block), strict=True):
                 writer.add(_counted(record, lengths, one, tokens, task.bad_records), size_of(one))
@@ -205,23 +205,22 @@ def make_part(task: Task, number: int) -> dict[str, Any]:
 
 def _counted(
     record: dict[str, Any], lengths: np.ndarray, one: Record, tokens: Tokens | BadRecord, bad_records: str
-) -> np.ndarray | None:
+) -> np.ndarray | CountedTokens | None:
     """Adds a document to a part's statistics and returns its tokens; None if it is bad and bad records are skipped."""
     record["documents"] += 1
     if isinstance(tokens, BadRecord):
-        if bad_records == RAISE:
-            raise UserError(
-                f"{tokens.where} {tokens.problem}. Fix it, or skip bad records (bad_records='skip', or --bad_records=skip)"
-            )
+        if bad_records == RAISE and not isinstance(tokens, LeftOut):
+            raise UserError(f"{tokens.text}. Fix it, or skip bad records (bad_records='skip', or --bad_records=skip)")
         record["skipped"] += 1
         if len(record["named"]) < _NAMED:
-            record["named"].append(f"{tokens.where} {tokens.problem}")
+            record["named"].append(tokens.text)
         return None
-    assert isinstance(tokens, np.ndarray)  # a store is not prepared again
+    assert not isinstance(tokens, StoredTokens)  # a store is not prepared again
     record["tokens"] += len(tokens)
     record["bytes"] += 0 if isinstance(one, BadRecord) else len(one.content)
     if len(tokens):
-        record["largest"] = max(record["largest"], int(tokens.max()))
+        values = tokens.tokens if isinstance(tokens, CountedTokens) else tokens
+        record["largest"] = max(record["largest"], int(values.max()))
         lengths[min(len(tokens).bit_length() - 1, _BUCKETS - 1)] += 1
     else:
         record["empty"] += 1
@@ -231,22 +230,23 @@ def _counted(
 class Writer:
     """Writes a part of a store to a local file."""
 
-    def __init__(self, path: str, dtype: np.dtype):
-        """Begins the file. Raises UserError if pyarrow isn't installed."""
-        self._arrow = arrow_library()
+    def __init__(self, path: str, dtype: np.dtype, *, counts: bool = False):
+        """Begins the file; `counts`: it says which tokens count. Raises UserError if pyarrow isn't installed."""
+        self._arrow = arrow = arrow_library()
         self._path, self._dtype = path, dtype
-        self._type = self._arrow.list_(self._arrow.from_numpy_dtype(dtype))
-        schema = self._arrow.schema([("tokens", self._type), ("bytes", self._arrow.int32())])
-        self._writer = self._arrow.ipc.new_file(path, schema)
-        self._documents: list[np.ndarray] = []
+        columns = [("tokens", arrow.list_(arrow.from_numpy_dtype(dtype))), ("bytes", arrow.int32())]
+        columns += [("counted", arrow.list_(arrow.bool_()))] if counts else []
+        self._schema = arrow.schema(columns)
+        self._writer = arrow.ipc.new_file(path, self._schema)
+        self._documents: list[np.ndarray | CountedTokens] = []
         self._sizes: list[int] = []
         self._tokens = 0
 
-    def add(self, tokens: np.ndarray | None, size: int) -> None:
-        """Adds a document, unsigned [n], of `size` bytes of text. None: a record that is left out."""
+    def add(self, tokens: np.ndarray | CountedTokens | None, size: int) -> None:
+        """Adds a document's tokens, of `size` bytes of text. None: a record that is left out."""
         self._sizes.append(-1 - size if tokens is None else size)
         tokens = np.zeros(0, self._dtype) if tokens is None else tokens
-        self._documents.append(tokens.astype(self._dtype, copy=False))
+        self._documents.append(tokens)
         self._tokens += len(tokens)
         if self._tokens >= _BATCH_TOKENS or len(self._documents) >= _BATCH_DOCUMENTS:
             self._write()
@@ -264,20 +264,25 @@ class Writer:
     def _write(self) -> None:
         ends = np.cumsum([0, *map(len, self._documents)])
         offsets = self._arrow.array(ends.astype(np.int32))
-        values = self._arrow.array(np.concatenate(self._documents))
-        columns = [
-            self._arrow.ListArray.from_arrays(offsets, values),
-            self._arrow.array(self._sizes, self._arrow.int32()),
-        ]
-        self._writer.write_batch(self._arrow.record_batch(columns, names=["tokens", "bytes"]))
+        whole = [(one, 0, len(one)) for one in self._documents]
+
+        def lists(values: list[np.ndarray], dtype: Any) -> Any:
+            joined = np.concatenate(values).astype(dtype, copy=False)
+            return self._arrow.ListArray.from_arrays(offsets, self._arrow.array(joined))
+
+        columns = [lists(fetch(whole), self._dtype), self._arrow.array(self._sizes, self._arrow.int32())]
+        if len(self._schema) > len(columns):
+            columns.append(lists(fetch(whole, counted=True), bool))
+        self._writer.write_batch(self._arrow.record_batch(columns, schema=self._schema))
         self._documents, self._sizes, self._tokens = [], [], 0
 
     def _located(self, batch: Any, base: int) -> Batch:
-        tokens, sizes = batch.columns
+        tokens, sizes, *masks = batch.columns
         _, offsets, _, values = tokens.buffers()
         count = len(tokens.values)
         tokens_at = values.address - base if count else 0
-        return Batch(len(tokens), count, offsets.address - base, tokens_at, sizes.buffers()[1].address - base)
+        at = [one.buffers()[3].address - base if count else 0 for one in masks]
+        return Batch(len(tokens), count, offsets.address - base, tokens_at, sizes.buffers()[1].address - base, *at)
 
 
 def arrow_library() -> Any:

@@ -20,10 +20,10 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.inputs import tokenizer_field
 from spmd_trainer.inputs.corpus.documents import Documents, Source
-from spmd_trainer.inputs.corpus.encoding import RAISE, SKIP
+from spmd_trainer.inputs.corpus.encoding import BAD_RECORDS, RAISE
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.part_worker import Part, Task, Worker, arrow_library, make_part
 from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, FORMAT, Batch, Description
@@ -57,9 +57,7 @@ class Preparation:
     documents_per_part: int = DOCUMENTS_PER_PART
 
     def __post_init__(self) -> None:
-        if self.bad_records not in (RAISE, SKIP):
-            near = did_you_mean(str(self.bad_records), (RAISE, SKIP))
-            raise UserError(f"bad_records={self.bad_records!r}; set it to {RAISE!r} or {SKIP!r}{near}")
+        require_one_of("bad_records", self.bad_records, BAD_RECORDS)
         if self.documents_per_part < 1:
             raise UserError(f"documents_per_part={self.documents_per_part}; set it to 1 or more")
 
@@ -88,9 +86,12 @@ class Preparing:
         given = preparation.documents.files
         given = given() if callable(given) else given
         paths = (given,) if isinstance(given, str | os.PathLike) else tuple(given or ())
-        documents = dataclasses.replace(preparation.documents, files=paths)
-        self.source = open_documents(documents)
         tokenizer = tokenizer_field.make_tokenizer(preparation.tokenizer, None)
+        documents = dataclasses.replace(preparation.documents, files=paths)
+        if documents.processor is not None:
+            bound = documents.processor.bound(tokenizer, documents.processor.seq_len)
+            documents = dataclasses.replace(documents, processor=bound)
+        self.source = open_documents(documents)
         parts = tuple(parts_of(self.source, preparation.documents_per_part))
         if not parts:
             raise UserError(f"{self.source.size_text} hold no document; give at least one")
@@ -175,7 +176,9 @@ class Preparing:
         lengths = np.sum([record["lengths"] for record in records], axis=0)
         statistics["lengths"] = {str(2**n): int(count) for n, count in enumerate(lengths) if count}
         parts = {task.part_name(n): [Batch(*batch) for batch in record["batches"]] for n, record in enumerate(records)}
-        found = Description(task.tokenizer.fingerprint(), task.dtype.name, chunks, parts, statistics)
+        processor = task.documents.processor
+        made_by = None if processor is None else processor.fingerprint()
+        found = Description(task.tokenizer.fingerprint(), task.dtype.name, chunks, parts, statistics, made_by)
         files.write_atomically(self.folder / DESCRIPTION_FILE, found.lines())
         return found
 
@@ -232,7 +235,15 @@ def _output_folder(preparation: Preparation) -> epath.Path:
 
 def deciding(documents: Documents, source: Source, tokenizer: Any, bad_records: str) -> list[Any]:
     """Returns what decides the tokens of a store, as JSON values."""
-    settings = [documents.column, documents.kind, documents.separator, documents.max_record_bytes, bad_records]
+    settings: list[Any] = [
+        documents.column,
+        documents.kind,
+        documents.separator,
+        documents.max_record_bytes,
+        bad_records,
+    ]
+    if documents.processor is not None:
+        settings.append(documents.processor.fingerprint())
     return [FORMAT, source.fingerprint(), tokenizer.fingerprint(), settings]
 
 

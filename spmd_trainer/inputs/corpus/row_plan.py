@@ -6,41 +6,113 @@ So a process needs the tokens of no other rows than its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
+from praxis.py_utils import NestedMap
 
-from spmd_trainer.inputs import packed_text
-from spmd_trainer.inputs.corpus.token_store import StoredTokens, fetch
-from spmd_trainer.inputs.packed_text import Fit, RowTable
+from spmd_trainer.inputs import tokenizers
+from spmd_trainer.inputs.corpus.tokens import Tokens, fetch, is_text
 
 BEST_FIT, PAD, SPLIT = "best_fit", "pad", "split"
 PACKINGS = (BEST_FIT, PAD, SPLIT)
-# A document's tokens, unsigned [n], or where they are stored.
-Tokens: TypeAlias = np.ndarray | StoredTokens
+# Not for texts: each document is a pair of answers, and a row of two sequences.
+PAIR = "pair"
+
+
+class RowTable(NamedTuple):
+    """All rows of an input, arrays [rows + 1, T], 0 in empty positions. The last row is empty.
+
+    Attributes:
+      ids: the token before each label, unsigned integers, like the next three.
+      labels: the tokens.
+      segment_ids: from 1 in each row.
+      segment_pos: from 0 in each segment.
+      counted: True for labels that count in the loss, bool; None: all do.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    segment_ids: np.ndarray
+    segment_pos: np.ndarray
+    counted: np.ndarray | None = None
+
+    def batch(self, rows: np.ndarray) -> NestedMap:
+        """Makes a language-model batch (see `batches.lm_input_specs`) of the given rows, integers [B]."""
+        segment_ids = self.segment_ids[rows].astype(np.int32)
+        inside = segment_ids > 0
+        return NestedMap(
+            ids=self.ids[rows].astype(np.int32),
+            labels=self.labels[rows].astype(np.int32),
+            paddings=1.0 - inside.astype(np.float32),
+            weights=(inside if self.counted is None else self.counted[rows]).astype(np.float32),
+            segment_ids=segment_ids,
+            segment_pos=self.segment_pos[rows].astype(np.int32),
+            eval_sample_weights=inside[:, 0].astype(np.float32),
+        )
+
+
+class PairTable(NamedTuple):
+    """Pairs of answers, each a row of two sequences; the last one is empty.
+
+    Attributes:
+      sequences: the chosen and the rejected answer of each pair, after its prompt.
+      places: source of each pair, and its place in the source (see `order.Taken`), int64 [pairs + 1, 3]; -1 for the last.
+    """
+
+    sequences: RowTable
+    places: np.ndarray
+
+    def batch(self, rows: np.ndarray) -> NestedMap:
+        """Makes a batch of the given pairs, integers [B]: `chosen`, `rejected` and `eval_sample_weights`."""
+        first = 2 * (rows % len(self.places))
+        sides = [self.sequences.batch(np.minimum(first + side, len(self.sequences.ids) - 1)) for side in (0, 1)]
+        weights = [side.pop("eval_sample_weights") for side in sides]
+        return NestedMap(chosen=sides[0], rejected=sides[1], eval_sample_weights=weights[0])
+
+
+class Fit(NamedTuple):
+    """Row of each piece of a document.
+
+    Attributes:
+      rows: row of each piece, int64 [pieces].
+      columns: its first column, int64 [pieces].
+      segments: its number in the row, from 1, int64 [pieces].
+      num_rows: number of rows.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    segments: np.ndarray
+    num_rows: int
 
 
 class Frame(NamedTuple):
-    """What stands around each document.
+    """What stands around a document's tokens. The first token of the whole is an id, and no label.
 
     Attributes:
-      start: the token before it; None: none.
-      end: the token after it.
-      first: the id before the first token of a segment that begins with a document.
+      before: the tokens before them.
+      after: the tokens after them.
     """
 
-    start: int | None
-    end: int
-    first: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
-        """Tokens that it adds to a document."""
-        return 1 if self.start is None else 2
+        """Labels that a document has more than tokens."""
+        return len(self.before) + len(self.after) - 1
+
+
+class FramedDocument(NamedTuple):
+    """A document's tokens, and what stands around them."""
+
+    tokens: Tokens
+    frame: Frame
 
 
 class RowPlan(NamedTuple):
-    """Rows as pieces of documents, int64 [pieces] each. Tokens of a document are counted with its frame.
+    """Rows as pieces of documents, int64 [pieces] each. Tokens are labels, of a document with its frame.
 
     Attributes:
       documents: the document of each piece.
@@ -72,7 +144,7 @@ def pack(lengths: Sequence[int], seq_len: int, packing: str) -> RowPlan:
     """Plans rows in which each piece of at most `seq_len` tokens of a document is a segment.
 
     Args:
-      lengths: tokens of each document with its frame; at least one document.
+      lengths: labels of each document with its frame; at least one document.
       seq_len: tokens per row, T.
       packing: 'best_fit': several pieces in a row. 'pad': one.
     """
@@ -89,7 +161,7 @@ def cut(lengths: Sequence[int], seq_len: int, offset: int, used: int) -> RowPlan
     """Plans rows that cut the documents, one after the other, every `seq_len` tokens. Each row is one segment.
 
     Args:
-      lengths: tokens of each document with its frame.
+      lengths: labels of each document with its frame.
       seq_len: tokens per row, T. The last row may hold fewer.
       offset: tokens of the first document that are left out.
       used: tokens that are cut into rows, 1 or more.
@@ -111,14 +183,13 @@ def cut(lengths: Sequence[int], seq_len: int, offset: int, used: int) -> RowPlan
     )
 
 
-def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[Tokens], frame: Frame, seq_len: int) -> RowTable:
+def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocument], seq_len: int) -> RowTable:
     """Makes some rows of a plan; fetches no other tokens than theirs.
 
     Args:
       plan: the plan.
       rows: numbers of rows, int64 [n], in any order.
-      documents: the plan's documents, without their frames.
-      frame: what stands around each.
+      documents: the plan's documents.
       seq_len: tokens per row, T.
 
     Returns:
@@ -130,38 +201,140 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[Tokens], fram
     place = np.full(plan.num_rows, -1)
     place[rows] = np.arange(len(rows))
     own = np.flatnonzero(place[plan.rows] >= 0)
-    dtype = documents[0].dtype
-    labels, before = _tokens(plan, own, documents, frame, dtype)
     sizes = plan.sizes[own]
-    ids = np.roll(labels, 1)
-    ids[np.cumsum(sizes) - sizes] = before
-    fit = Fit(place[plan.rows[own]], plan.columns[own], plan.segments[own], len(rows))
-    return packed_text.lay_out(ids, labels, sizes, fit, seq_len, positions=plan.positions[own])
-
-
-def _tokens(
-    plan: RowPlan, own: np.ndarray, documents: Sequence[Tokens], frame: Frame, dtype: np.dtype
-) -> tuple[np.ndarray, list[int]]:
-    """Returns the tokens of some pieces, [sum of sizes], and the token before each piece."""
-    lead = frame.size - 1  # tokens before a document
-    pieces = list(zip(plan.documents[own].tolist(), plan.starts[own].tolist(), plan.sizes[own].tolist(), strict=True))
-    # From the token before the piece on, if it has one, counted without the frame.
-    ranges = [
-        (documents[document], max(start - 1 - lead, 0), min(start + size - lead, len(documents[document])))
-        for document, start, size in pieces
+    pieces = [
+        _Piece(documents[number], start, start + size + 1)
+        for number, start, size in zip(
+            plan.documents[own].tolist(), plan.starts[own].tolist(), sizes.tolist(), strict=True
+        )
     ]
-    ends = np.array([frame.end], dtype)
-    starts = np.array([] if frame.start is None else [frame.start], dtype)
-    found, before = [], []
-    for content, (document, start, size) in zip(fetch(ranges), pieces, strict=True):
-        parts = [starts] if start <= lead else []
-        parts.append(content)
-        if start + size == len(documents[document]) + frame.size:
-            parts.append(ends)
-        whole = np.concatenate(parts) if len(parts) > 1 else content
-        found.append(whole[len(whole) - size :])
-        before.append(int(whole[-size - 1]) if start else frame.first)
-    return np.concatenate(found) if found else np.zeros(0, dtype), before
+    # Each piece, and the token before it.
+    tokens = _values(pieces)
+    ends = np.cumsum(sizes + 1)
+    is_label, is_id = np.ones(len(tokens), bool), np.ones(len(tokens), bool)
+    is_label[ends - sizes - 1], is_id[ends - 1] = False, False
+    all_count = all(is_text(one.document.tokens) for one in pieces)
+    return lay_out(
+        tokens[is_id],
+        tokens[is_label],
+        sizes,
+        Fit(place[plan.rows[own]], plan.columns[own], plan.segments[own], len(rows)),
+        seq_len,
+        positions=plan.positions[own],
+        counted=None if all_count else _values(pieces, counted=True)[is_label],
+    )
+
+
+class _Piece(NamedTuple):
+    """Tokens `start` to `stop` of a document with its frame."""
+
+    document: FramedDocument
+    start: int
+    stop: int
+
+
+def _values(pieces: Sequence[_Piece], *, counted: bool = False) -> np.ndarray:
+    """Returns the tokens of all pieces, one after the other; or which of them count, bool: those of a frame do."""
+    ranges = []
+    for (tokens, frame), start, stop in pieces:
+        lead = len(frame.before)
+        ranges.append((tokens, max(start - lead, 0), max(0, min(stop - lead, len(tokens)))))
+    found = [np.zeros(0, bool if counted else np.uint16)]
+    for ((tokens, frame), start, stop), content in zip(pieces, fetch(ranges, counted=counted), strict=True):
+        before = frame.before[start:stop]
+        after = frame.after[: max(0, stop - len(frame.before) - len(tokens))]
+        found += [np.array(before, content.dtype), content] if before else [content]
+        if after:
+            found.append(np.array(after, content.dtype))
+    return np.concatenate(found)
+
+
+def make_pairs(documents: Sequence[Tokens], places: Sequence[tuple[int, int, int]], seq_len: int) -> PairTable:
+    """Makes rows of pairs, fetching the tokens of no others.
+
+    Args:
+      documents: the tokens of both sequences of each pair, one after the other; those of the answers count.
+      places: see `PairTable`.
+      seq_len: tokens per sequence, T.
+    """
+    whole = [(one, 0, len(one)) for one in documents]
+    tokens = np.concatenate([np.zeros(0, np.uint16), *fetch(whole)])
+    counted = np.concatenate([np.zeros(0, bool), *fetch(whole, counted=True)])
+    # A sequence ends with its answer, and begins with a prompt.
+    ends = np.flatnonzero(counted & ~np.append(counted[1:], False)) + 1
+    is_id, is_label = np.ones(len(tokens), bool), np.ones(len(tokens), bool)
+    is_id[ends - 1] = False
+    is_label[np.append(0, ends[:-1])[: len(ends)]] = False
+    sizes = np.diff(ends, prepend=0) - 1
+    sequences = lay_out(tokens[is_id], tokens[is_label], sizes, one_each(sizes), seq_len, counted=counted[is_label])
+    return PairTable(sequences, np.array([*places, (-1, -1, -1)], np.int64))
+
+
+def lay_out(
+    ids: np.ndarray,
+    labels: np.ndarray,
+    sizes: np.ndarray,
+    fit: Fit,
+    seq_len: int,
+    *,
+    positions: int | np.ndarray = 0,
+    counted: np.ndarray | None = None,
+) -> RowTable:
+    """Puts pieces into their rows.
+
+    Args:
+      ids, labels: tokens of all pieces, one after the other, unsigned [sum of sizes].
+      sizes: size of each piece, int64 [pieces].
+      fit: where each piece stands.
+      seq_len: tokens per row.
+      positions: position of each piece's first token in its segment, one for all or int64 [pieces].
+      counted: True for labels that count in the loss, bool [sum of sizes]; None: all do.
+    """
+    within = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    targets = np.repeat(fit.rows * seq_len + fit.columns, sizes) + within
+
+    def spread(values: np.ndarray, dtype: Any) -> np.ndarray:
+        table = np.zeros((fit.num_rows + 1) * seq_len, dtype)
+        table[targets] = values
+        return table.reshape(-1, seq_len)
+
+    small = tokenizers.token_dtype(seq_len + 1)
+    return RowTable(
+        ids=spread(ids, ids.dtype),
+        labels=spread(labels, labels.dtype),
+        segment_ids=spread(np.repeat(fit.segments, sizes), small),
+        segment_pos=spread(np.repeat(np.broadcast_to(positions, len(sizes)), sizes) + within, small),
+        counted=None if counted is None else spread(counted, np.bool_),
+    )
+
+
+def best_fit(sizes: list[int], room: int) -> Fit:
+    """Packs pieces in order, each into the fullest row with room, or else into a new row.
+
+    Args:
+      sizes: size of each piece, 1 to `room`.
+      room: size of a row.
+    """
+    rows_with: list[list[int]] = [[] for _ in range(room + 1)]
+    some = 0  # bit r is set if a row has exactly r tokens free: the best fit is the lowest set bit from `size` on
+    in_row: list[int] = []
+    placed = np.empty((3, len(sizes)), np.int64)
+    for i, size in enumerate(sizes):
+        fitting = some >> size
+        if fitting:
+            left = size + (fitting & -fitting).bit_length() - 1
+            row = rows_with[left].pop()
+            if not rows_with[left]:
+                some &= ~(1 << left)
+        else:
+            left, row = room, len(in_row)
+            in_row.append(0)
+        in_row[row] += 1
+        placed[:, i] = row, room - left, in_row[row]
+        if left > size:
+            rows_with[left - size].append(row)
+            some |= 1 << (left - size)
+    return Fit(placed[0], placed[1], placed[2], len(in_row))
 
 
 def best_fit_decreasing(sizes: np.ndarray, room: int) -> Fit:
@@ -176,7 +349,7 @@ def best_fit_decreasing(sizes: np.ndarray, room: int) -> Fit:
     lengths = np.asarray(sizes, np.int64)
     decreasing = np.argsort(-lengths, kind="stable")
     rows = np.empty(len(sizes), np.int64)
-    rows[decreasing] = packed_text.best_fit(lengths[decreasing].tolist(), room).rows
+    rows[decreasing] = best_fit(lengths[decreasing].tolist(), room).rows
     _, first, rows = np.unique(rows, return_index=True, return_inverse=True)
     rows = np.argsort(np.argsort(first))[rows]
     by_row = np.argsort(rows, kind="stable")

@@ -12,13 +12,13 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO, ClassVar, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, files, record_files
-from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, BadRecord, Document, Record, too_long
+from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, BadRecord, Column, Document, Record, too_long
 from spmd_trainer.inputs.corpus.file_kinds import decompressed, open_bytes
 from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, changed, document_of
 from spmd_trainer.storage import is_remote, json_values, reading
@@ -108,7 +108,7 @@ class JsonLines(IndexedFiles):
 
     kind: ClassVar[str] = "jsonl"
 
-    def __init__(self, paths: Sequence[str], column: str = "text", max_record_bytes: int = MAX_RECORD_BYTES):
+    def __init__(self, paths: Sequence[str], column: Column = "text", max_record_bytes: int = MAX_RECORD_BYTES):
         """Indexes the lines. `column` and `max_record_bytes` are as in `Documents`.
 
         Raises:
@@ -140,7 +140,7 @@ class StreamedJsonLines(FileSource):
 
     kind: ClassVar[str] = "jsonl"
 
-    def __init__(self, paths: Sequence[str], column: str = "text"):
+    def __init__(self, paths: Sequence[str], column: Column = "text"):
         """`column` is as in `Documents`. Files are opened when they are read."""
         super().__init__(paths)
         self._column = column
@@ -199,11 +199,18 @@ def _refuse_endless(path: str, number: int, size: int, longest: int) -> None:
         )
 
 
-def record_of(line: bytes, column: str, where: str) -> Record:
+def record_of(line: bytes, column: Column, where: str) -> Record:
+    line = line.removeprefix(_BYTE_ORDER_MARK).rstrip()
+    if isinstance(column, tuple):
+        return Document(line, where)
+    value = value_of(line, where)
+    return value if isinstance(value, BadRecord) else document_of(value, column, where)
+
+
+def value_of(line: bytes, where: str) -> Any:
+    """Returns the value of a line of JSON, or a BadRecord."""
     try:
-        return document_of(
-            json_values.parse(line.removeprefix(_BYTE_ORDER_MARK).rstrip().decode(), finite=False), column, where
-        )
+        return json_values.parse(line.decode(), finite=False)
     except UnicodeDecodeError as error:
         return BadRecord(where, f"is not UTF-8 (byte {error.start} of the line)")
     except json.JSONDecodeError as error:
@@ -217,13 +224,16 @@ class TextDocuments(IndexedFiles):
 
     kind: ClassVar[str] = "text"
 
-    def __init__(self, paths: Sequence[str], separator: str | None = None, *, json_too: bool = False):
+    def __init__(
+        self, paths: Sequence[str], separator: str | None = None, *, json_too: bool = False, any_bytes: bool = False
+    ):
         """Finds the documents.
 
         Args:
           paths: the files.
           separator: text between the documents of a file, not part of them; None: each file is one document.
           json_too: take a file of JSON for text, with its braces and quotes.
+          any_bytes: take files of any bytes for text.
 
         Raises:
           UserError: a file can't be read or is not text by its first bytes, or `separator` is empty or in none of the
@@ -234,7 +244,7 @@ class TextDocuments(IndexedFiles):
                 f"separator={separator!r}; set it to the text between two documents, or to None: a file is one document"
             )
         self._separator = None if separator is None else separator.encode()
-        self._json_too = json_too
+        self._json_too, self._any_bytes = json_too, any_bytes
         super().__init__(paths)
         # An empty file counts as one document too.
         if separator is not None and self.num_bytes and np.all(self.shards.counts == 1):
@@ -248,7 +258,8 @@ class TextDocuments(IndexedFiles):
     def find_records(self, index: int) -> np.ndarray:
         size = self.sizes[index]
         head = self._files.read(index, 0, min(size, file_formats.HEAD_BYTES))
-        _refuse_unless_text(head, self.paths[index])
+        if not self._any_bytes:
+            refuse_unless_text(head, self.paths[index])
         if not self._json_too and file_formats.begins_as_json(head):
             raise UserError(
                 f"{self.paths[index]} begins as JSON: kind='jsonl' reads the text under a key of each line, kind='text' reads "
@@ -286,11 +297,26 @@ class TextDocuments(IndexedFiles):
         return np.frombuffer(starts, np.int64)
 
 
-def _refuse_unless_text(head: bytes, path: str) -> None:
+def refuse_unless_text(head: bytes, path: str, *, is_utf8: bool = True) -> None:
+    """Refuses a file that isn't text.
+
+    Args:
+      head: its first `file_formats.HEAD_BYTES`.
+      path: the file.
+      is_utf8: also refuse UTF-16 and NUL.
+
+    Raises:
+      UserError: its first bytes show another format.
+    """
     kind = file_formats.TFRECORD if record_files.begins_with_record(head) else file_formats.identify(head)
     if kind is not None:
-        raise UserError(f"{path} is {kind.name}, not text. {kind.instead}")
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UserError(
+            f"{path} is {kind.name}, not text. {kind.instead}. allow_binary=True reads its bytes as they are"
+        )
+    if is_utf8 and head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(f"{path} is UTF-16; convert it with `iconv -f utf-16 -t utf-8`")
-    if b"\0" in head:
-        raise UserError(f"{path} is not text: byte {head.index(0)} is NUL. Leave it out of `files`")
+    if is_utf8 and b"\0" in head:
+        raise UserError(
+            f"{path} is not text: byte {head.index(0)} is NUL. Leave it out of `files`, or read it by byte; "
+            "allow_binary=True takes NUL for a character"
+        )

@@ -2,6 +2,7 @@
 
 A store is a folder: its parts, Arrow IPC files with the columns `tokens`, a list of uint16 or uint32, and `bytes`, the size of
 the text, int32; and `corpus.json`, which says how many documents and tokens each record batch has and where they are in the file.
+Of conversations and pairs, a third column `counted`, lists of booleans, marks the tokens that count in the loss.
 An Arrow file keeps the tokens of a batch in one piece, so any part of a document is a range of bytes, in object stores too, and
 any Arrow library reads the files as they are.
 
@@ -11,7 +12,6 @@ record that was left out, whose `bytes` are -1 less its size.
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -23,8 +23,9 @@ import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files as input_files
-from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
+from spmd_trainer.inputs.corpus.documents import Document, LeftOut, Processor, Record
 from spmd_trainer.inputs.corpus.file_source import NumberedFiles, OpenFiles
+from spmd_trainer.inputs.corpus.tokens import StoredTokens
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.local_copies import cached_index
@@ -49,6 +50,7 @@ class Batch(NamedTuple):
       offsets_at: byte of the file where their ends begin: little-endian int32 [documents + 1], the first one 0.
       tokens_at: byte of the file where their tokens begin.
       sizes_at: byte of the file where the sizes of their texts begin: little-endian int32 [documents].
+      counted_at: byte of the file where the bits of their tokens begin, the lowest of a byte first; None: all count.
     """
 
     documents: int
@@ -56,6 +58,7 @@ class Batch(NamedTuple):
     offsets_at: int
     tokens_at: int
     sizes_at: int
+    counted_at: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Description:
       chunks: documents per chunk of the original source.
       parts: {name of the file: its batches}, in order.
       statistics: counts of documents, tokens, bytes and skipped records; documents by length; the largest token.
+      processor: fingerprint of the processor; None: of text.
     """
 
     tokenizer: dict[str, Any]
@@ -75,10 +79,13 @@ class Description:
     chunks: list[int]
     parts: dict[str, list[Batch]]
     statistics: dict[str, Any]
+    processor: dict[str, Any] | None = None
 
     def lines(self) -> list[str]:
-        """Lines of the file."""
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).splitlines()
+        """Lines of the file. What text doesn't have is left out."""
+        parts = {name: [[n for n in one if n is not None] for one in batches] for name, batches in self.parts.items()}
+        content = {"format": FORMAT, **dataclasses.asdict(self), "parts": parts}
+        return json.dumps({name: value for name, value in content.items() if value is not None}).splitlines()
 
     @classmethod
     def read(cls, folder: str) -> Description:
@@ -104,47 +111,13 @@ class Description:
             if np.dtype(found["dtype"]).name not in ("uint16", "uint32") or found["statistics"]["largest"] < 0:
                 raise ValueError(f"dtype {found['dtype']}, largest {found['statistics']['largest']}")
             chunks = [int(count) for count in found["chunks"]]
-            return cls(found["tokenizer"], found["dtype"], chunks, parts, found["statistics"])
+            return cls(found["tokenizer"], found["dtype"], chunks, parts, found["statistics"], found.get("processor"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the corpus again") from error
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LeftOut(BadRecord):
-    """A bad record of the source that the store has left out. `size`: bytes that it counts for in the order of documents."""
-
-    size: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StoredTokens:
-    """Where the tokens of a document are.
-
-    Attributes:
-      store: their store.
-      batch: number of the record batch in the store.
-      start: number of the first one in the batch.
-      size: how many they are.
-      nbytes: bytes of the document's text if they are known, else of the tokens.
-    """
-
-    store: TokenStore
-    batch: int
-    start: int
-    size: int
-    nbytes: int
-
-    def __len__(self) -> int:
-        return self.size
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Their dtype."""
-        return self.store.dtype
-
-
 class TokenStore(NumberedFiles):
-    """The documents of a store. Reading them reads their lengths; `fetch` reads tokens.
+    """The documents of a store. Reading them reads their lengths; `tokens.fetch` reads tokens.
 
     Attributes:
       description: the store's `corpus.json`.
@@ -202,19 +175,19 @@ class TokenStore(NumberedFiles):
         """The largest token."""
         return int(self.description.statistics["largest"])
 
-    def check_tokenizer(self, fingerprint: Mapping[str, Any]) -> None:
-        """Compares the input's tokenizer with that of the store.
+    def check_made_by(self, tokenizer: Mapping[str, Any], processor: Processor | None) -> None:
+        """Compares the fingerprint of the input's tokenizer, and its processor, with those of the store.
 
         Raises:
           UserError: they differ; says how.
         """
-        made = self.description.tokenizer
-        different = [key for key in sorted({*made, *fingerprint}) if made.get(key) != fingerprint.get(key)]
-        if different:
-            what = ", ".join(f"{key} was {made.get(key)} and is {fingerprint.get(key)}" for key in different)
-            raise UserError(
-                f"{self._folder} was tokenised by another tokenizer: {what}. Use the same tokenizer, or prepare the corpus again"
-            )
+        made, now = self.description.processor or {}, {} if processor is None else processor.fingerprint()
+        for what, before, after in (("tokenizer", self.description.tokenizer, tokenizer), ("processor", made, now)):
+            if different := [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]:
+                how = ", ".join(f"{key} was {before.get(key)} and is {after.get(key)}" for key in different)
+                raise UserError(
+                    f"{self._folder} was tokenised by another {what}: {how}. Use the same {what}, or prepare the corpus again"
+                )
 
     def read(self, numbers: np.ndarray) -> list[Record]:
         found: dict[int, Record] = {}
@@ -288,13 +261,30 @@ class TokenStore(NumberedFiles):
         with input_files.readable(self.paths[part]):
             return cached_index(self.paths[part], "token-ends", read)
 
-    def _fetch(self, ranges: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+    def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
         """Returns tokens `start` to `stop` of batch `number` for each (number, start, stop)."""
-        width = self.dtype.itemsize
+        width, dtype = self.dtype.itemsize, self.dtype.newbyteorder("<")
         spans = []
         for number, start, stop in ranges:
             part, batch = self._batches[number]
             spans.append((part, batch.tokens_at + width * start, batch.tokens_at + width * stop))
+        return [np.frombuffer(content, dtype) for content in self._contents(spans)]
+
+    def fetch_counted(self, ranges: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+        """Returns which of the tokens that `fetch` gives count, bool [n] each."""
+        spans = []
+        for number, start, stop in ranges:
+            part, batch = self._batches[number]
+            at = batch.counted_at
+            spans.append((part, 0, 0) if at is None else (part, at + start // 8, at + -(-stop // 8)))
+        found = []
+        for content, (_, start, stop) in zip(self._contents(spans), ranges, strict=True):
+            bits = np.unpackbits(np.frombuffer(content, np.uint8), bitorder="little")[start % 8 :][: stop - start]
+            found.append(bits.astype(bool) if content else np.ones(stop - start, bool))
+        return found
+
+    def _contents(self, spans: Sequence[tuple[int, int, int]]) -> list[memoryview]:
+        """Returns the bytes of each (part, start, stop)."""
         requests = _together(spans, _NEAR_BYTES if is_remote(self._folder) else 0)
 
         def read(places: list[int]) -> tuple[int, bytes]:
@@ -306,13 +296,11 @@ class TokenStore(NumberedFiles):
                 contents = list(pool.map(read, requests))
         else:
             contents = list(map(read, requests))
-        found: dict[int, np.ndarray] = {}
+        found: dict[int, memoryview] = {}
         for places, (first, content) in zip(requests, contents, strict=True):
             for place in places:
                 _, start, stop = spans[place]
-                found[place] = np.frombuffer(
-                    content, self.dtype.newbyteorder("<"), (stop - start) // width, start - first
-                )
+                found[place] = memoryview(content)[start - first : stop - first]
         return [found[place] for place in range(len(spans))]
 
 
@@ -332,26 +320,3 @@ def _together(spans: Sequence[tuple[int, int, int]], near: int) -> list[list[int
             found.append([place])
             file, end, wanted = part, stop, stop - start
     return found
-
-
-def fetch(ranges: Sequence[tuple[np.ndarray | StoredTokens, int, int]]) -> list[np.ndarray]:
-    """Returns the tokens `start` to `stop` of each document.
-
-    Args:
-      ranges: (document, start, stop) of each.
-
-    Raises:
-      UserError: a file of a store can't be read or has changed; names it.
-    """
-    found: dict[int, np.ndarray] = {}
-    stored: dict[TokenStore, list[tuple[int, tuple[int, int, int]]]] = collections.defaultdict(list)
-    for place, (document, start, stop) in enumerate(ranges):
-        if isinstance(document, StoredTokens):
-            asked = (document.batch, document.start + start, document.start + stop)
-            stored[document.store].append((place, asked))
-        else:
-            found[place] = document[start:stop]
-    for store, wanted in stored.items():
-        tokens = store._fetch([asked for _, asked in wanted])
-        found |= {place: one for (place, _), one in zip(wanted, tokens, strict=True)}
-    return [found[place] for place in range(len(ranges))]

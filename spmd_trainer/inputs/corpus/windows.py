@@ -16,11 +16,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus import encoding, order, row_plan
 from spmd_trainer.inputs.corpus.cursors import Cursor, SourceCursor
 from spmd_trainer.inputs.corpus.mixture import STOP, TOKENS, OpenSource, Schedule
-from spmd_trainer.inputs.corpus.row_plan import PAD, SPLIT, Frame, RowPlan, Tokens
-from spmd_trainer.inputs.packed_text import RowTable
+from spmd_trainer.inputs.corpus.row_plan import PAD, PAIR, SPLIT, Frame, FramedDocument, PairTable, RowPlan, RowTable
+from spmd_trainer.sharding.messages import count_text
 
 # Bytes of text that all sources together keep in memory, each an equal part: to shuffle documents ('auto'), and to encode
 # them ahead.
@@ -29,23 +30,10 @@ _AUTO_WINDOW_BYTES, _BYTES_AHEAD = order.AUTO_WINDOW_BYTES, 2**25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowSettings:
-    """How windows are made.
+    """How windows are made: settings of `corpus_input.CorpusInput` and its mixture, and those of `encoding.Encoder`."""
 
-    Attributes:
-      encoder: encodes documents.
-      eos_id: end-of-text, after each document.
-      start_id: token before each document; None: no start token, and the id before a document's first label is
-        `eos_id`.
-      seq_len: tokens per row, T.
-      packing: 'best_fit', 'pad' or 'split'.
-      window_rows: a window ends with the document that fills this many rows.
-      shuffle: True shuffles the rows of a window.
-      seed: seed of all shuffles.
-      bad_records: 'raise' or 'skip'.
-      weigh_by, stopping_strategy: see `mixture.Mixture`.
-    """
-
-    encoder: encoding.Encoder
+    tokenizer: tokenizers.Tokenizer
+    limit: int
     eos_id: int
     start_id: int | None
     seq_len: int
@@ -94,7 +82,7 @@ class Window(NamedTuple):
 
     begin: Cursor
     end: Cursor
-    table: RowTable
+    table: RowTable | PairTable
     places: np.ndarray
     num_tokens: int
 
@@ -126,12 +114,14 @@ class _PendingDocument(NamedTuple):
     """A document of the current window.
 
     Attributes:
-      tokens: its tokens, without end-of-text and start token.
-      size: how many they are with both.
+      framed: its tokens, and the tokens around them.
+      size: labels that they give.
+      place: its source, and its place there, see `order.Taken`.
       before: positions of the sources before it was read.
     """
 
-    tokens: Tokens
+    framed: FramedDocument
+    place: tuple[int, int, int]
     size: int
     before: tuple[SourceCursor, ...]
 
@@ -149,9 +139,7 @@ class WindowMaker:
         self._cursors = list(begin.sources)
         self._carried: list[_PendingDocument] = []
         self._cancelled = threading.Event()
-        starts = settings.packing == SPLIT and settings.start_id not in (None, settings.eos_id)
-        before = settings.eos_id if settings.packing == SPLIT or settings.start_id is None else settings.start_id
-        self._frame = Frame(start=settings.start_id if starts else None, end=settings.eos_id, first=before)
+        self._frames = [_frame(one, settings) for one in sources]
         by_tokens = settings.weigh_by == TOKENS
         self._weighed = (lambda cursor: cursor.tokens) if by_tokens else (lambda cursor: cursor.documents)
         self._schedule = Schedule([one.share for one in sources], [self._weighed(one) for one in self._cursors])
@@ -171,7 +159,7 @@ class WindowMaker:
         )
         return encoding.EncodedStream(
             stream,
-            settings.encoder,
+            encoding.Encoder(settings.tokenizer, settings.limit, one.documents.processor),
             one.name if num_sources > 1 else "",
             bad_records=settings.bad_records,
             bytes_ahead=_BYTES_AHEAD // num_sources,
@@ -192,16 +180,23 @@ class WindowMaker:
         pending, ended = self._next_documents()
         if not pending:
             if self._begin.window == 0:
-                raise self._error("the sources have no document with text; give at least one")
+                left_out = sum(one.skipped for one in self._cursors)
+                those = f"; {count_text(left_out, 'record')} were left out, see the log" if left_out else ""
+                raise self._error(f"the sources have no document with text{those}; give at least one")
             return Ended(self._begin._replace(sources=tuple(self._cursors)))
         settings = self._settings
         plan, end = self._split(pending, ended) if settings.packing == SPLIT else self._pack(pending)
         in_order = np.arange(plan.num_rows)
-        if settings.shuffle:
+        if settings.shuffle and settings.packing != PAIR:  # pairs are as their documents were shuffled
             in_order = order.permutation(plan.num_rows, settings.seed, self._begin.window)(in_order)
         own = share.of(plan.num_rows)
-        documents = [one.tokens for one in pending]
-        table = row_plan.make_rows(plan, in_order[own], documents, self._frame, settings.seq_len)
+        table: RowTable | PairTable
+        if settings.packing == PAIR:
+            pairs = [pending[row] for row in own.tolist()]
+            tokens, places_of = [one.framed.tokens for one in pairs], [one.place for one in pairs]
+            table = row_plan.make_pairs(tokens, places_of, settings.seq_len)
+        else:
+            table = row_plan.make_rows(plan, in_order[own], [one.framed for one in pending], settings.seq_len)
         places = np.full(plan.num_rows, -1)
         places[own] = np.arange(len(own))
         window = Window(self._begin, end, table, places, plan.num_tokens)
@@ -228,8 +223,10 @@ class WindowMaker:
 
     def _size(self, one: _PendingDocument) -> int:
         """Returns the positions of rows that a document fills."""
-        seq_len = self._settings.seq_len
-        return -(-one.size // seq_len) * seq_len if self._settings.packing == PAD else one.size
+        seq_len, packing = self._settings.seq_len, self._settings.packing
+        if packing == PAIR:
+            return seq_len
+        return -(-one.size // seq_len) * seq_len if packing == PAD else one.size
 
     def _next_document(self) -> _PendingDocument | None:
         while (index := self._schedule.source) is not None:
@@ -241,17 +238,21 @@ class WindowMaker:
                     return None
                 self._schedule.drop()
                 continue
-            size = len(encoded.tokens) + self._frame.size
+            framed = FramedDocument(encoded.tokens, self._frames[index])
+            size = len(framed.tokens) + framed.frame.size
             self._cursors[index] = SourceCursor(
                 encoded.after, cursor.documents + 1, cursor.tokens + size, cursor.skipped + encoded.skipped
             )
             self._schedule.advance(self._weighed(self._cursors[index]))
-            return _PendingDocument(encoded.tokens, size, before)
+            return _PendingDocument(framed, (index, *encoded.place), size, before)
         return None
 
     def _pack(self, pending: list[_PendingDocument]) -> tuple[RowPlan, Cursor]:
         settings = self._settings
-        plan = row_plan.pack([one.size for one in pending], settings.seq_len, settings.packing)
+        if settings.packing == PAIR:
+            plan = row_plan.pack([1] * len(pending), 1, PAD)
+        else:
+            plan = row_plan.pack([one.size for one in pending], settings.seq_len, settings.packing)
         return plan, Cursor(self._begin.window + 1, 0, tuple(self._cursors))
 
     def _split(self, pending: list[_PendingDocument], ended: bool) -> tuple[RowPlan, Cursor]:
@@ -267,6 +268,16 @@ class WindowMaker:
         last = int(np.searchsorted(starts, used, "right")) - 1
         self._carried = pending[last:]
         return plan, Cursor(number, used - int(starts[last]), pending[last].before)
+
+
+def _frame(source: OpenSource, settings: WindowSettings) -> Frame:
+    """Returns what stands around the documents of a source: around texts, end-of-text and the start token."""
+    if source.documents.processor is not None:
+        return Frame()
+    end, start = settings.eos_id, settings.start_id
+    if settings.packing == SPLIT:
+        return Frame((end,) if start in (None, end) else (end, start), (end,))
+    return Frame((end if start is None else start,), (end,))
 
 
 def make_ahead(maker: WindowMaker, share: Share, name: str, reading: threading.Lock) -> Ahead:

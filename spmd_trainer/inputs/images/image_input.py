@@ -21,7 +21,7 @@ import numpy as np
 from absl import logging
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, did_you_mean, require_one_of
 from spmd_trainer.inputs import examples
 from spmd_trainer.inputs.corpus import file_kinds, mixture, open_source
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
@@ -56,8 +56,8 @@ def open_images(images: Documents) -> ImageSource:
             raise UserError(f"{field}={value!r}; set it to the name of a column, to an extension, or to None")
     if images.separator is not None:
         raise UserError(f"separator={images.separator!r} is for text files; images have none")
-    if images.kind is not None and images.kind not in _KINDS:
-        raise UserError(f"kind={images.kind!r}; set it to 'parquet' or 'tar'{did_you_mean(str(images.kind), _KINDS)}")
+    if images.kind is not None:
+        require_one_of("kind", images.kind, _KINDS)
     paths = open_source.paths_of(images.files)
     kind = images.kind or file_kinds.kind_of_all(paths)
     source: ImageSource
@@ -263,11 +263,9 @@ class ImageInput(examples.ExamplesInput):
         if not is_shape or not all(isinstance(size, int) and size > 0 for size in shape) or shape[2] not in (1, 3, 4):
             raise self.error(f"shape={shape!r}; give (height, width, channels), with 1, 3 or 4 channels: (224, 224, 3)")
         self.shape = (shape[0], shape[1], shape[2])
-        for field, allowed in (("resize", RESIZES), ("bad_records", (RAISE, SKIP))):
-            value = getattr(self, field)
-            if value not in allowed:
-                near = did_you_mean(str(value), allowed)
-                raise self.error(f"{field}={value!r}; set it to one of {', '.join(map(repr, allowed))}{near}")
+        with self.naming():
+            require_one_of("resize", self.resize, RESIZES)
+            require_one_of("bad_records", self.bad_records, (RAISE, SKIP))
         if isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 0:
             raise self.error(f"threads={self.threads!r}; set it to 0 or more")
         if self.classes is not None and (isinstance(self.classes, str) or len(set(self.classes)) < len(self.classes)):

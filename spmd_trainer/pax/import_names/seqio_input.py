@@ -1,4 +1,4 @@
-"""Pax's `seqio_input`: SeqIO tasks and mixtures as inputs. Most code is in `inputs/seqio_*.py`."""
+"""Pax's `seqio_input`: SeqIO tasks and mixtures as inputs. Most code is in `pax/seqio_*.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from absl import logging
 from praxis import pax_fiddle
 
-from spmd_trainer.inputs.seqio_input import (
+from spmd_trainer.pax.seqio_input import (
     MetricType,
     SeqIOInput,
     configure_deterministic_input,

@@ -1,6 +1,6 @@
 """What `--mode=data` says about a `CorpusInput`: rate, fill, and the shares of its sources, from its first windows.
 
-As text, and for all corpora of an experiment as a self-contained page, `data.html`.
+Conversations and pairs are such inputs too. As text, and for all corpora of an experiment as a self-contained page, `data.html`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class CorpusSummary:
       sources: the sources, in order.
       seconds: how long reading took.
       tokens: tokens in the rows that were given.
+      counted: those of them that count in the loss.
       positions: positions of these rows.
       segments: segments of these rows.
       lengths: {2^n: segments of 2^n to 2^(n+1) - 1 tokens}.
@@ -63,6 +64,7 @@ class CorpusSummary:
     sources: tuple[SourceSummary, ...]
     seconds: float
     tokens: int
+    counted: int
     positions: int
     segments: int
     lengths: dict[int, int]
@@ -87,15 +89,18 @@ def measure(source: CorpusInput) -> CorpusSummary:
     """
     source.reset()
     lengths, fills = np.zeros(_BUCKETS, np.int64), np.zeros(101, np.int64)
-    tokens = positions = segments = 0
+    tokens = counted = positions = segments = 0
     began = time.monotonic()
     for _ in range(_BATCHES):
         try:
             batch = source.get_next()
         except StopIteration:
             break
-        ids = np.asarray(batch.segment_ids)
-        ids = ids[ids.any(axis=1)]
+        parts = [batch.chosen, batch.rejected] if "chosen" in batch else [batch]
+        ids, weights = (
+            np.concatenate([np.asarray(part[name]) for part in parts]) for name in ("segment_ids", "weights")
+        )
+        ids, counted = ids[ids.any(axis=1)], counted + int(np.count_nonzero(weights))
         filled = np.count_nonzero(ids, axis=1)
         tokens, positions = tokens + int(filled.sum()), positions + ids.size
         np.add.at(fills, 100 * filled // max(1, ids.shape[1]), 1)
@@ -116,6 +121,7 @@ def measure(source: CorpusInput) -> CorpusSummary:
         ),
         seconds=seconds,
         tokens=tokens,
+        counted=counted,
         positions=positions,
         segments=segments,
         lengths={2**n: int(count) for n, count in enumerate(lengths) if count},
@@ -133,6 +139,7 @@ def lines(found: CorpusSummary) -> Iterator[str]:
         f"read for {found.seconds:.1f} s: {found.tokens:,} tokens ({found.rate:,.0f} per second), "
         f"{found.tokens / found.positions:.1%} of the positions filled, {count_text(found.segments, 'segment')} of "
         f"{found.mean_length:.0f} tokens on average"
+        + (f"; {found.counted / found.tokens:.1%} of the labels count" if found.counted < found.tokens else "")
     )
     header = ("source", "share", "of tokens", "documents", "tokens", "tokens/document", "left out", "files")
     yield from table_lines([header, *_cells(found)], right=range(1, len(header) - 1))

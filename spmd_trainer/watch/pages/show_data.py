@@ -16,7 +16,6 @@ from praxis import pax_fiddle
 from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
-from spmd_trainer.inputs.packed_text import PackedRows
 from spmd_trainer.sharding.messages import count_text, table_lines
 from spmd_trainer.storage import files
 from spmd_trainer.training import reference_files
@@ -146,17 +145,9 @@ def describe(source: Any, style: Style, measured: corpus_summary.CorpusSummary |
     except StopIteration:
         raise UserError(f"dataset {source.name} is empty; give it at least one example") from None
     yield style.heading(f"{source.name}: {type(source).__name__}")
-    if isinstance(source, PackedRows):
-        positions, labels, counted = source.num_rows * source.seq_len, source.num_tokens, source.num_counted
-        yield (
-            f"an epoch: {count_text(source.num_rows, 'row')} of {source.seq_len}; {counted:,} of {labels:,} labels "
-            f"({_percent(counted, labels)}) count; {_percent(positions - labels, positions)} padding"
-        )
     if measured is not None:
         yield from map(terminal.visible, corpus_summary.lines(measured))
     rows = list(_rows(batch))
-    if isinstance(source, PackedRows):
-        rows = rows[: source.num_rows]  # a small epoch begins again within a batch
     if not rows:
         yield "a batch:"
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):

@@ -117,7 +117,7 @@ def test_texts_encoded_together_have_the_tokens_of_each_alone_and_only_the_bad_o
         for index in (0, 1, 3):
             np.testing.assert_array_equal(found[index], hf_tokenizer.encode(some[index].content, ""))
             assert found[index].dtype == np.uint16
-    assert Together.batches == [4]
+    assert Together.batches == [4, 1, 1, 1, 1]
 
 
 def _labels(batches):
@@ -182,7 +182,7 @@ def test_settings_that_can_not_be_are_errors(fields, message):
 
 def test_documents_that_are_tokens_already_must_be_of_this_tokenizer():
     class Tokens(MemoryDocuments):
-        def check_tokenizer(self, fingerprint):
+        def check_made_by(self, fingerprint, processor):
             raise UserError(f"made with another tokenizer than {fingerprint}")
 
     with raises_naming(UserError, "another tokenizer", "{'eos_id': 256}"):

@@ -43,8 +43,9 @@ def test_each_epoch_has_every_document_once_in_an_order_of_its_own(shuffle):
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_a_stream_goes_on_from_any_position(shuffle):
     everything = drain(make(shuffle))
-    for index, (_, after) in enumerate(everything):
+    for index, (record, after, (chunk, number)) in enumerate(everything):
         assert contents(make(shuffle, position=after).take(5)) == contents(everything[index + 1 : index + 6])
+        assert TEXTS[(0, 20, 20, 33)[chunk] + number] == record.content
 
 
 @settings(deadline=None, max_examples=40)

@@ -241,8 +241,8 @@ def test_any_arrow_library_reads_the_tokens(web, tmp_path):
 def test_a_process_reads_the_tokens_of_its_own_rows_alone(web, tmp_path, monkeypatch, packing, hosts):
     run(tmp_path / "tokens", str(web / "*.jsonl"), documents_per_part=4)
     fetched = []
-    whole = TokenStore._fetch
-    monkeypatch.setattr(TokenStore, "_fetch", lambda self, ranges: fetched.extend(ranges) or whole(self, ranges))
+    whole = TokenStore.fetch
+    monkeypatch.setattr(TokenStore, "fetch", lambda self, ranges: fetched.extend(ranges) or whole(self, ranges))
     given = 0
     for host in range(hosts):
         config = pax_fiddle.Config(

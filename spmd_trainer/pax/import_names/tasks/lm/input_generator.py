@@ -13,8 +13,8 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import batches
-from spmd_trainer.inputs.bert_records import TFRecordBertInput
 from spmd_trainer.pax.absent_names import getter
+from spmd_trainer.pax.bert_records import TFRecordBertInput
 
 __all__ = ["SyntheticLmData", "TFRecordBertInput"]
 

@@ -16,7 +16,8 @@ import numpy as np
 from praxis import pax_fiddle
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.inputs import indexed, packed_text, record_files
+from spmd_trainer.inputs import indexed, record_files
+from spmd_trainer.inputs.corpus import row_plan
 from spmd_trainer.inputs.tensorflow_bridge import check_tensorflow_installed
 from spmd_trainer.inputs.tfrecord import ExampleParser, Feature
 
@@ -196,7 +197,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
         lengths = (rows["segment_ids"] > 0).sum(axis=1)
         length = self.max_sequence_length
         kept = np.flatnonzero(lengths)
-        row, column, segment, count = packed_text.best_fit(lengths[kept].tolist(), length)
+        row, column, segment, count = row_plan.best_fit(lengths[kept].tolist(), length)
         packed = {name: np.zeros((count, length), values.dtype) for name, values in rows.items()}
         for example, r, c, s in zip(kept, row, column, segment, strict=True):
             size = lengths[example]

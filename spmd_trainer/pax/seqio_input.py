@@ -48,7 +48,7 @@ def feature_converter_class(name: str) -> Any:
     if name not in FEATURE_CONVERTERS:
         raise AttributeError(f"module 'spmd_trainer.seqio_input' has no attribute {name!r}")
     import_seqio(f"seqio_input.{name}")
-    from spmd_trainer.inputs import seqio_features
+    from spmd_trainer.pax import seqio_features
 
     return getattr(seqio_features, name)
 

@@ -1,0 +1,88 @@
+"""Tokens of documents: in memory, or where a store has them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from spmd_trainer.inputs.corpus.token_store import TokenStore
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredTokens:
+    """Where the tokens of a document are.
+
+    Attributes:
+      store: their store.
+      batch: number of the record batch in the store.
+      start: number of the first one in the batch.
+      size: how many they are.
+      nbytes: bytes of the document's text if they are known, else of the tokens.
+    """
+
+    store: TokenStore
+    batch: int
+    start: int
+    size: int
+    nbytes: int
+
+    def __len__(self) -> int:
+        return self.size
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CountedTokens:
+    """Tokens of a document in memory, of which some count in the loss.
+
+    Attributes:
+      tokens: unsigned [n].
+      counted: True for those that count, bool [n].
+    """
+
+    tokens: np.ndarray
+    counted: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+# A document's tokens, unsigned [n], all of which count; or some; or where they are stored.
+Tokens: TypeAlias = np.ndarray | CountedTokens | StoredTokens
+
+
+def is_text(tokens: Tokens) -> bool:
+    """True if all tokens of a document count in the loss, because it is a text."""
+    if isinstance(tokens, StoredTokens):
+        return tokens.store.description.processor is None
+    return isinstance(tokens, np.ndarray)
+
+
+def fetch(ranges: Sequence[tuple[Tokens, int, int]], *, counted: bool = False) -> list[np.ndarray]:
+    """Returns the tokens `start` to `stop` of each document.
+
+    Args:
+      ranges: (document, start, stop) of each.
+      counted: return which of them count, bool [n], instead.
+
+    Raises:
+      UserError: a file of a store can't be read or has changed; names it.
+    """
+    found: dict[int, np.ndarray] = {}
+    stored: dict[TokenStore, list[tuple[int, tuple[int, int, int]]]] = collections.defaultdict(list)
+    for place, (document, start, stop) in enumerate(ranges):
+        if isinstance(document, StoredTokens):
+            asked = (document.batch, document.start + start, document.start + stop)
+            stored[document.store].append((place, asked))
+        elif isinstance(document, CountedTokens):
+            found[place] = (document.counted if counted else document.tokens)[start:stop]
+        else:
+            found[place] = np.ones(stop - start, bool) if counted else document[start:stop]
+    for store, wanted in stored.items():
+        tokens = (store.fetch_counted if counted else store.fetch)([asked for _, asked in wanted])
+        found |= {place: one for (place, _), one in zip(wanted, tokens, strict=True)}
+    return [found[place] for place in range(len(ranges))]
