@@ -21,6 +21,7 @@ H the width of a head, F the feed-forward width, E the experts:
 | LAYER/`mlp/gate/b`, `mlp/up/b`; `mlp/down/b` | [F]; [D] | mlp_bias, no moe |
 | LAYER/`moe/router/w` | [D, E] | moe |
 | LAYER/`moe/gate/w`, `moe/up/w`; `moe/down/w` | [E, D, F]; [E, F, D] | moe |
+| LAYER/`moe/shared/gate/w`, `moe/shared/up/w`; `moe/shared/down/w` | [D, S]; [S, D] | moe.shared_dims = S |
 | `final_norm/scale` | [D] | always |
 | `logits/w` | [D, V] | not tied_embeddings |
 
@@ -28,6 +29,8 @@ A norm of kind 'layer' also has a `/bias` of the same shape as its scale. With P
 the first R * P layers are stacked: LAYER is `layers/sub/layer_{p}` for p < P, and its variables have a leading dimension of R.
 Index r of it is layer r * P + p of the model. The last num_layers % P layers stand alone: LAYER is `last_layers_{j}`, without
 that dimension, and is layer R * P + j.
+
+With moe.choice_bias, there are also LAYER/`moe/router/choice_bias` and LAYER/`moe/router/load`, [E], below `non_trainable/lm/`.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ NORM_PLACEMENTS = ("pre", "pre_and_post", "post")
 QUERY_KEY_NORMS = (None, "head", "all")
 POSITIONS = ("rotary", "learned")
 LAYER_KINDS = ("global", "local")
+ROUTER_SCORES = ("softmax", "sigmoid")
 ROTARY_SCALINGS = ("linear", "llama3", "yarn")
 
 
@@ -98,25 +102,64 @@ class MoeSpec:
       num_experts: experts per layer, E.
       num_experts_per_token: experts per token.
       hidden_dims: width of an expert, F.
-      normalise_top_k: divide the probabilities of a token's experts by their sum.
+      score: how the router's logits become scores: 'softmax' over the experts, or 'sigmoid' of each.
+      normalise_top_k: divide the scores of a token's experts by their sum.
+      scaling_factor: factor of the routed experts' weights, after that division.
+      num_groups: groups of experts of equal size. A token's experts are of its best `num_chosen_groups` groups; a group's score
+        is the sum of the scores of its two best experts (DeepSeek V3, arXiv:2412.19437). 1: no groups.
+      num_chosen_groups: groups of a token.
+      shared_dims: width of a feed-forward layer that computes all tokens, beside the experts (shared experts); 0: none.
+      choice_bias: experts and groups are chosen by score + bias, one bias for each expert; an expert's weight doesn't have it.
+        After each training step, the bias of an expert with less than the mean load rises by `choice_bias_rate`, and that of one
+        with more falls by it (arXiv:2408.15664). The load is that of the whole batch, without padding.
+      choice_bias_rate: see there. 0 keeps the biases.
       aux_loss_weight: weight of the load-balancing loss (arXiv:2101.03961, equation 4; averaged over the layers) in the total
-        loss.
+        loss. Scores of 'sigmoid' are divided by their sum for it.
+      z_loss_weight: weight of the mean square of the logits' log-sum-exp (arXiv:2202.08906, equation 5; averaged over the layers)
+        in the total loss.
     """
 
     num_experts: int = 0
     num_experts_per_token: int = 0
     hidden_dims: int = 0
+    score: str = "softmax"
     normalise_top_k: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    shared_dims: int = 0
+    choice_bias: bool = False
+    choice_bias_rate: float = 0.001
     aux_loss_weight: float = 0.0
+    z_loss_weight: float = 0.0
 
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each."""
-        found = _not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims"))
+        found = _not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims", "scaling_factor"))
+        found += _not_one_of("score", self.score, ROUTER_SCORES)
         if self.num_experts_per_token > self.num_experts:
             found.append(
                 f"num_experts_per_token={self.num_experts_per_token} is greater than num_experts={self.num_experts}"
             )
-        return found
+        for field in ("shared_dims", "choice_bias_rate", "aux_loss_weight", "z_loss_weight"):
+            if not getattr(self, field) >= 0:
+                found.append(f"{field}={getattr(self, field)}; give 0 or more")
+        return found or self._problems_of_groups()
+
+    def _problems_of_groups(self) -> list[str]:
+        if not 1 <= self.num_chosen_groups <= self.num_groups:
+            return [f"num_chosen_groups={self.num_chosen_groups}; give 1 to num_groups={self.num_groups}"]
+        if self.num_experts % self.num_groups:
+            return [f"num_groups={self.num_groups} does not divide num_experts={self.num_experts}"]
+        size = self.num_experts // self.num_groups
+        if size < 2 and self.num_groups > 1:
+            return [f"num_groups={self.num_groups}: a group of num_experts={self.num_experts} has fewer than 2 experts"]
+        if self.num_experts_per_token > size * self.num_chosen_groups:
+            return [
+                f"num_experts_per_token={self.num_experts_per_token} is greater than the {size * self.num_chosen_groups} "
+                f"experts of num_chosen_groups={self.num_chosen_groups}"
+            ]
+        return []
 
 
 @dataclasses.dataclass
@@ -216,8 +259,9 @@ class DecoderSpec:
     def num_values_at_least(self) -> int:
         """A lower bound of the values in all variables: the embedding, and each layer's largest weights."""
         attention = 2 * self.model_dims * self.num_heads * self.head_dims
-        experts, width = (1, self.hidden_dims) if self.moe is None else (self.moe.num_experts, self.moe.hidden_dims)
-        layer = attention + 2 * experts * self.model_dims * width
+        moe = self.moe
+        width = self.hidden_dims if moe is None else moe.num_experts * moe.hidden_dims + moe.shared_dims
+        layer = attention + 2 * self.model_dims * width
         return self.vocab_size * self.model_dims + self.num_layers * layer
 
     def problems(self) -> list[str]:

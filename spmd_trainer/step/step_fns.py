@@ -106,7 +106,7 @@ def train_step(
     """
     task, run = layout.task, grad_fn or functools.partial(gradients, layout)
     output, forward_vars, grads = run(state.mdl_vars, jax.random.fold_in(prng_key, state.step), inputs)
-    output = _with_task_metrics(task, output)
+    output, forward_vars = _with_task_metrics(task, output), _moved_by_load(layout, forward_vars)
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=False)):
         new_vars, opt_state = _learn(layout, state, grads, forward_vars)
         summaries = {**output.summary_tensors, **base_layer.all_global_summaries()}
@@ -224,6 +224,25 @@ def _with_task_metrics(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
     if task.metrics is None:
         return output
     return dataclasses.replace(output, weighted_scalars=task.metrics(output.weighted_scalars))
+
+
+def _moved_by_load(layout: LogicalLayout, forward_vars: NestedJTensor) -> NestedJTensor:
+    """Moves the biases of `masks.MOVED_BY_LOAD` by the load that the forward pass of the whole batch has counted, and sets the
+    load to 0 again. It is counted by addition, in minibatches and on several devices too, and only its comparison with the mean
+    matters.
+    """
+    if base_layer.NON_TRAINABLE not in forward_vars:
+        return forward_vars
+    tree = forward_vars[base_layer.NON_TRAINABLE]
+    values = dict(masks.with_paths(tree))
+    for path, hparams in masks.with_paths(layout.var_weight_hparams[base_layer.NON_TRAINABLE]):
+        if (rate := masks.load_rate(hparams)) is not None:
+            beside = path.rpartition("/")[0] + "/load"
+            load = values[beside]
+            # The mean minus the load, times their number: exact. Of repeated layers, each has its own mean.
+            below = jnp.sum(load, axis=-1, keepdims=True) - load.shape[-1] * load
+            values |= {path: values[path] + rate * jnp.sign(below), beside: jnp.zeros_like(load)}
+    return {**forward_vars, base_layer.NON_TRAINABLE: jax.tree.unflatten(jax.tree.structure(tree), values.values())}
 
 
 def _learn(
