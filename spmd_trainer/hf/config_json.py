@@ -64,6 +64,16 @@ _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "add_cross_attention": (None, False),
     "partial_rotary_factor": (None, 1, 1.0),
+    # How experts are chosen, in the spellings of families that are not supported yet. MoeSpec has most of it.
+    "scoring_func": (None, "softmax"),
+    "topk_method": (None, "greedy"),
+    "norm_topk_prob": (None, True),
+    "routed_scaling_factor": (None, 1, 1.0),
+    "n_group": (None, 1),
+    "topk_group": (None, 1),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "first_k_dense_replace": (None, 0),
 }
 # Rotary embeddings.
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
@@ -177,7 +187,7 @@ def _complete(settings: Settings, fields: Settings, family: Family) -> None:
 
 def _refuse_options(config: Mapping[str, Any], family: Family, where: str) -> None:
     for key, off in {**_SWITCHED_OFF, **family.off}.items():
-        if key in config and config[key] not in off:
+        if key in config and key not in family.defaults and config[key] not in off:
             raise HfError(f"{where}: {key}={config[key]!r:.200} is not supported; {off[-1]!r} is")
     known = {
         *family.keys.values(),
@@ -221,7 +231,7 @@ def config_of(spec: DecoderSpec, architecture: str | None = None) -> Settings:
         differences[name] = differing
     reasons = [f"{name} can't hold it: {refusal}" for name, refusal in refusals.items()]
     if differences:
-        nearest = min(differences, key=lambda name: len(differences[name]))
+        nearest = min(differences, key=lambda name: len({field.partition(".")[0] for field in differences[name]}))
         reasons.insert(0, f"{nearest} differs in {', '.join(differences[nearest])}")
     raise HfError(f"{found} this model: {'; '.join(reasons)}")
 
@@ -264,7 +274,12 @@ _OF_TRAINING = ("dropout", "attention_dropout", "initializer_range")
 def differing_fields(one: DecoderSpec, other: DecoderSpec) -> list[str]:
     """Returns the fields in which two models differ, ignoring those that only matter in training."""
     names = [field.name for field in dataclasses.fields(DecoderSpec) if field.name not in _OF_TRAINING]
-    return [name for name in names if _comparable(one, name) != _comparable(other, name)]
+    differing = [name for name in names if _comparable(one, name) != _comparable(other, name)]
+    if "moe" in differing and one.moe is not None and other.moe is not None:
+        a, b = (vars(_comparable(spec, "moe")) for spec in (one, other))
+        differing += [f"moe.{name}" for name in a if a[name] != b[name]]
+        differing.remove("moe")
+    return differing
 
 
 def _comparable(spec: DecoderSpec, field: str) -> Any:
@@ -285,7 +300,7 @@ def _comparable(spec: DecoderSpec, field: str) -> Any:
         case "rotary_base" | "rotary_scaling" | "local_rotary_base" if spec.positions != "rotary":
             return None
         case "moe" if value is not None:
-            return dataclasses.replace(value, aux_loss_weight=0.0)
+            return dataclasses.replace(value, aux_loss_weight=0.0, z_loss_weight=0.0, choice_bias_rate=0.0)
     return value
 
 

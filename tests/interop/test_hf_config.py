@@ -131,6 +131,14 @@ def test_a_spec_that_no_architecture_has():
         config_json.config_of(spec, "GPT2LMHeadModel")
 
 
+def test_routing_that_no_architecture_has_is_named():
+    spec = golden_spec("qwen3_moe")
+    spec.moe = dataclasses.replace(spec.moe, score="sigmoid", choice_bias=True, shared_dims=4, z_loss_weight=0.1)
+    with raises_naming(UserError, "Qwen3MoeForCausalLM", "moe.score", "moe.choice_bias", "moe.shared_dims") as info:
+        config_json.config_of(spec)
+    assert "z_loss_weight" not in str(info.value)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -167,6 +175,13 @@ def test_a_missing_setting_is_named():
     [
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported; 'softmax' is"),
+        ("qwen3_moe", {"n_group": 8}, "n_group=8 is not supported"),
+        ("qwen3_moe", {"topk_group": 4}, "topk_group=4 is not supported"),
+        ("qwen3_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5 is not supported"),
+        ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported"),
+        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported; True is"),
+        ("mixtral", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported"),
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 8"),
         ("gemma3", {"layer_types": ["chunked_attention"] * 8}, "layer_types has 'chunked_attention'"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
