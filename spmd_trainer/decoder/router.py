@@ -9,9 +9,8 @@ from praxis import base_layer
 from spmd_trainer.decoder.axes import SpecLayer
 from spmd_trainer.models.decoder_spec import MoeSpec
 from spmd_trainer.step import masks
+from spmd_trainer.step.packing import LOAD
 
-# Name of the summary with the tokens of each expert in a training step, without padding.
-LOAD = "load"
 # Least sum of a token's scores by which they are divided. Its square is still a normal float32.
 _LEAST_SUM = 1e-18
 
