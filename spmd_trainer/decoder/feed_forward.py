@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.decoder.axes import Projection, SpecLayer
-from spmd_trainer.decoder.router import Router, moe_of
+from spmd_trainer.decoder.router import Router, moe_of, parts_of
 from spmd_trainer.kernels import token_groups
 from spmd_trainer.kernels.grouped_dot import grouped_dot
 from spmd_trainer.kernels.token_groups import Groups, TokenParts
@@ -122,8 +122,7 @@ class MixtureOfExperts(SpecLayer):
         """
         moe = moe_of(self)
         experts, weights = self.router(x, real)
-        batch, length, over = map(self.mesh_axes, ("batch", "length", "experts"))
-        parts = TokenParts.of(x, moe.num_experts, batch=batch, length=length, experts=over)
+        parts = parts_of(self, x)
         groups = token_groups.sort(experts, parts)
         # Whole tokens on each device, as the sort needs them.
         rows = token_groups.dispatch(self.split(x, "batch", "length", "norm"), groups, parts)

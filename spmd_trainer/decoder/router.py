@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from praxis import base_layer
 
 from spmd_trainer.decoder.axes import SpecLayer
+from spmd_trainer.kernels import token_groups
+from spmd_trainer.kernels.token_groups import TokenParts
 from spmd_trainer.models.decoder_spec import MoeSpec
 from spmd_trainer.step import masks
 from spmd_trainer.step.packing import LOAD
@@ -57,17 +61,9 @@ class Router(SpecLayer):
 
     def _chosen(self, scores: jax.Array) -> jax.Array:
         """Returns the experts that the scores [batch, time, E] choose."""
-        moe = moe_of(self)
-        if moe.choice_bias:
+        if moe_of(self).choice_bias:
             scores = scores + self.get_var("choice_bias")
-        if moe.num_chosen_groups < moe.num_groups:
-            by_group = scores.reshape(*scores.shape[:2], moe.num_groups, -1)
-            best = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
-            _, groups = jax.lax.top_k(best, moe.num_chosen_groups)
-            is_kept = jnp.any(groups[..., None] == jnp.arange(moe.num_groups), axis=-2)
-            scores = jnp.where(is_kept[..., None], by_group, -jnp.inf).reshape(scores.shape)
-        experts: jax.Array = jax.lax.top_k(scores, moe.num_experts_per_token)[1]
-        return experts
+        return token_groups.for_each_token(functools.partial(_best, moe_of(self)), scores, parts_of(self, scores))
 
     def _count(self, tokens: jax.Array) -> None:
         """Notes the load of a training step: in a summary, and for the biases, which are moved after the whole batch."""
@@ -93,6 +89,24 @@ def moe_of(layer: SpecLayer) -> MoeSpec:
     moe = layer.spec.moe
     assert moe is not None  # only specs with experts build the layers that ask
     return moe
+
+
+def parts_of(layer: SpecLayer, x: jax.Array) -> TokenParts:
+    """Returns how the devices divide the experts and the tokens [batch, time, ...]."""
+    batch, length, experts = map(layer.mesh_axes, ("batch", "length", "experts"))
+    return TokenParts.of(x, moe_of(layer).num_experts, batch=batch, length=length, experts=experts)
+
+
+def _best(moe: MoeSpec, scores: jax.Array) -> jax.Array:
+    """Returns the experts with the highest scores, of the best groups."""
+    if moe.num_chosen_groups < moe.num_groups:
+        by_group = scores.reshape(*scores.shape[:2], moe.num_groups, -1)
+        best = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
+        _, groups = jax.lax.top_k(best, moe.num_chosen_groups)
+        is_kept = jnp.any(groups[..., None] == jnp.arange(moe.num_groups), axis=-2)
+        scores = jnp.where(is_kept[..., None], by_group, -jnp.inf).reshape(scores.shape)
+    experts: jax.Array = jax.lax.top_k(scores, moe.num_experts_per_token)[1]
+    return experts
 
 
 def _shares(real: jax.Array) -> jax.Array:

@@ -132,6 +132,25 @@ def test_evaluation_counts_nothing():
     assert (written[base_layer.NON_TRAINABLE]["load"] == 100).all()
 
 
+def test_no_device_chooses_for_the_tokens_of_another():
+    """XLA would gather the scores of all tokens for a top-k."""
+    moe_p = Config(MoeSpec, num_experts=6, num_experts_per_token=2, hidden_dims=5, num_groups=3, num_chosen_groups=2)
+    spec_p = small_spec(moe=moe_p)
+    layer = base_layer.instantiate(Config(router.Router, name="router", spec=spec_p, mesh_axis_names=["data", "mdl"]))
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:6], (3, 2)), ("data", "mdl"))
+    by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    def weights(w, x, real):
+        return jnp.sum(jnp.sin(layer.apply({"params": {"w": w}}, x, real)[1]))
+
+    shapes = [((12, 6), jnp.float32), ((6, 4, 12), jnp.float32), ((6, 4), bool)]
+    given = [jax.ShapeDtypeStruct(*one, sharding=by_row if i else None) for i, one in enumerate(shapes)]
+    with evaluating(), jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(weights)).lower(*given).compile().as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+
+
 @pytest.mark.full
 def test_shared_experts_are_added_to_the_routed_ones():
     moe_p = Config(MoeSpec, num_experts=3, num_experts_per_token=2, hidden_dims=5, shared_dims=7, scaling_factor=2.5)
