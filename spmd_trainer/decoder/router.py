@@ -104,7 +104,7 @@ def _best(moe: MoeSpec, scores: jax.Array) -> jax.Array:
         best = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
         _, groups = jax.lax.top_k(best, moe.num_chosen_groups)
         is_kept = jnp.any(groups[..., None] == jnp.arange(moe.num_groups), axis=-2)
-        scores = jnp.where(is_kept[..., None], by_group, -jnp.inf).reshape(scores.shape)
+        scores = jnp.where(is_kept[..., None], by_group, jnp.finfo(scores.dtype).min).reshape(scores.shape)
     experts: jax.Array = jax.lax.top_k(scores, moe.num_experts_per_token)[1]
     return experts
 

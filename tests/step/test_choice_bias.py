@@ -49,7 +49,7 @@ def partitioned(sizes, partitioner_cls=PjitPartitioner, moe=MOE, **settings):
 
 
 def steps(partitioner, step, batch, count, start=0.0):
-    """Yields the router's biases after each step, and the tokens of each expert in it; [layers, experts]."""
+    """Yields of each step: the router's biases after it and the tokens of each expert, [layers, experts], and the loss."""
     state = partitioner.initialize_train_state(KEY)
     leaves = [x + start if path.endswith("choice_bias") else x for path, x in masks.with_paths(state.mdl_vars)]
     state = state.replace(mdl_vars=jax.tree.unflatten(jax.tree.structure(state.mdl_vars), leaves))
@@ -57,10 +57,8 @@ def steps(partitioner, step, batch, count, start=0.0):
         state, output = step(state, KEY, partitioner.layout.put(batch))
         variables = dict(masks.with_paths(state.mdl_vars["non_trainable"]))
         assert not np.asarray(variables[f"lm/{ROUTER}/load"]).any()
-        yield (
-            np.asarray(variables[f"lm/{ROUTER}/choice_bias"]),
-            np.asarray(output.summary_tensors[f"lm/{ROUTER}/load_histogram"]),
-        )
+        load = np.asarray(output.summary_tensors[f"lm/{ROUTER}/load_histogram"])
+        yield np.asarray(variables[f"lm/{ROUTER}/choice_bias"]), load, float(output.loss)
 
 
 @functools.cache
@@ -72,7 +70,7 @@ def test_biases_move_by_the_rate_until_the_load_is_even():
     partitioner, step, batch = partitioned((1, 1, 1))
     start = np.array([0.3, 0.0, 0.0, -0.2, 0.0], np.float32)
     before, tokens, unevenness = start, np.sum(batch.segment_ids > 0), []
-    for bias, load in steps(partitioner, step, batch, 60, start):
+    for bias, load, _ in steps(partitioner, step, batch, 60, start):
         assert (load.sum(axis=1) == 2 * tokens).all()
         np.testing.assert_allclose(bias - before, RATE * np.sign(load.mean(axis=1, keepdims=True) - load), atol=1e-6)
         before = bias
@@ -94,6 +92,7 @@ def test_biases_move_by_the_rate_until_the_load_is_even():
 @pytest.mark.full
 def test_the_load_is_that_of_the_whole_batch_on_any_mesh(sizes, settings):
     found = steps(*partitioned(sizes, **settings), 3)
-    for (bias, load), (one_bias, one_load) in zip(found, on_one_device(), strict=True):
+    for (bias, load, loss), (one_bias, one_load, one_loss) in zip(found, on_one_device(), strict=True):
+        assert loss == pytest.approx(one_loss, rel=1e-4)
         np.testing.assert_allclose(load / load.sum(), one_load / one_load.sum(), atol=1e-6)
         np.testing.assert_allclose(bias, one_bias, atol=1e-6)
