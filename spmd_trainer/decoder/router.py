@@ -13,7 +13,6 @@ from spmd_trainer.kernels import token_groups
 from spmd_trainer.kernels.token_groups import TokenParts
 from spmd_trainer.models.decoder_spec import MoeSpec
 from spmd_trainer.step import masks
-from spmd_trainer.step.packing import LOAD
 
 # Least sum of a token's scores by which they are divided. Its square is still a normal float32.
 _LEAST_SUM = 1e-18
@@ -26,11 +25,10 @@ class Router(SpecLayer):
         moe, exact = moe_of(self), base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION
         self.add_weight("w", (self.spec.model_dims, moe.num_experts), ("embed", "router"), collections=[exact])
         if moe.choice_bias:
-            moved = {"choice_bias": [exact, f"{masks.MOVED_BY_LOAD}{moe.choice_bias_rate}"], "load": [exact]}
-            for name, collections in moved.items():
-                self.add_weight(
-                    name, (moe.num_experts,), ("router",), init=0.0, collections=collections, trainable=False
-                )
+            moved = [exact, f"{masks.MOVED_BY_LOAD}{moe.choice_bias_rate}"] if moe.choice_bias_rate else [exact]
+            self.add_weight(
+                "choice_bias", (moe.num_experts,), ("router",), init=0.0, collections=moved, trainable=False
+            )
 
     def __call__(self, x: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns each token's experts, int32 [batch, time, num_experts_per_token], and their weights, float32.
@@ -47,7 +45,9 @@ class Router(SpecLayer):
         experts = self._chosen(jax.lax.stop_gradient(scores))
         if moe.aux_loss_weight or not self.do_eval:
             tokens = _tokens_of_experts(experts, real, moe.num_experts)
-            self._count(tokens)
+            if not self.do_eval:
+                # Also what moves the biases, after the whole batch: of every verbosity.
+                self.add_summary(masks.LOAD, tokens, base_layer.SummaryType.HISTOGRAM, verbosity=0)
             self._add_load_balancing_loss(scores, tokens, real)
         if moe.z_loss_weight:
             squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
@@ -64,14 +64,6 @@ class Router(SpecLayer):
         if moe_of(self).choice_bias:
             scores = scores + self.get_var("choice_bias")
         return token_groups.for_each_token(functools.partial(_best, moe_of(self)), scores, parts_of(self, scores))
-
-    def _count(self, tokens: jax.Array) -> None:
-        """Notes the load of a training step: in a summary, and for the biases, which are moved after the whole batch."""
-        if self.do_eval:
-            return
-        self.add_summary(LOAD, tokens, base_layer.SummaryType.HISTOGRAM)
-        if moe_of(self).choice_bias:
-            self.update_var("load", self.get_var("load") + tokens)
 
     def _add_load_balancing_loss(self, scores: jax.Array, tokens: jax.Array, real: jax.Array) -> None:
         moe = moe_of(self)

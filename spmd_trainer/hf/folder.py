@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -240,7 +241,8 @@ def require_agreement(directory: epath.PathLike, spec: DecoderSpec) -> None:
     differing = config_json.differing_fields(there, spec)
     if differing:
         details = ", ".join(
-            f"{name} ({getattr(there, name)!r} there, {getattr(spec, name)!r} here)" for name in differing
+            f"{name} ({operator.attrgetter(name)(there)!r} there, {operator.attrgetter(name)(spec)!r} here)"
+            for name in differing
         )
         raise HfMismatchError(
             f"Hugging Face folder {directory} holds another model: {details}. Build it from the folder: lm.hf.FromFolder"

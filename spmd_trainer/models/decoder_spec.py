@@ -30,7 +30,7 @@ the first R * P layers are stacked: LAYER is `layers/sub/layer_{p}` for p < P, a
 Index r of it is layer r * P + p of the model. The last num_layers % P layers stand alone: LAYER is `last_layers_{j}`, without
 that dimension, and is layer R * P + j.
 
-With moe.choice_bias, there are also LAYER/`moe/router/choice_bias` and LAYER/`moe/router/load`, [E], below `non_trainable/lm/`.
+With moe.choice_bias, there is also LAYER/`moe/router/choice_bias`, [E], below `non_trainable/lm/`.
 """
 
 from __future__ import annotations

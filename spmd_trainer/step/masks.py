@@ -16,8 +16,11 @@ from spmd_trainer.sharding.variables import path_str
 FROZEN = "_frozen"
 # Beginning of the collection of variables of which a token reads a part; the share follows, such as '8/128' for experts.
 READ_PER_TOKEN = "_read_per_token:"
-# Beginning of the collection of a variable that each training step moves by +-rate, up where its load is below the mean; the
-# rate follows. The load is the variable `load` beside it, to which the forward pass adds what it counts.
+# A layer's summary with the tokens of each expert in a training step, a histogram: [experts], or [repetitions, experts] of a
+# repeated layer. With minibatches, or rows divided by hand, their mean.
+LOAD = "load"
+# Beginning of the collection of a layer's variable that each training step moves by +-rate, up where the layer's load is below
+# its mean; the rate follows.
 MOVED_BY_LOAD = "_moved_by_load:"
 # How a regex writes the index of a list: Pax's `x_layers\[0\]` or `x_layers.0.`, and this project's `x_layers/0`.
 _PAX_INDEX = re.compile(r"\\\[|\[\[\]|(?<!\\)\.\d+\.")

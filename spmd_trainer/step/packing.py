@@ -18,6 +18,7 @@ import numpy as np
 from clu import metrics
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.step import masks
 from spmd_trainer.step.step_fns import StepFnOutput
 
 CluMetrics: TypeAlias = Mapping[str, metrics.Metric]
@@ -26,10 +27,8 @@ Packed: TypeAlias = tuple[jax.Array, CluMetrics]
 
 # praxis appends the type of a summary to its name; a layer that is applied several times appends a number after that.
 _KIND = re.compile(r"_(aggregate_)?scalar(?=(/\d+)*$)")
-# End of the summaries with the tokens of each expert of a layer: arrays of counts [experts], and [repetitions, experts] of a
-# repeated layer.
-LOAD = "load"
-_LOAD_KEY = f"/{LOAD}_histogram"
+# End of the names of summaries with the tokens of experts.
+_LOAD_KEY = f"/{masks.LOAD}_histogram"
 
 
 def summary_name(key: str) -> str:
@@ -128,8 +127,7 @@ class Scalars(Mapping[str, float]):
       means: mean of each weighted scalar over the batch.
       weights: weight of each weighted scalar.
       clu: the model's clu metrics over the batch, to merge with those of other batches.
-      loads: not in the mapping: the tokens of each expert by layer, [experts], or [repetitions, experts] of a repeated layer;
-        with minibatches, their mean over them.
+      loads: not in the mapping: the tokens of each expert by layer; see `masks.LOAD`.
     """
 
     def __init__(

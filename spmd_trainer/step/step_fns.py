@@ -106,7 +106,10 @@ def train_step(
     """
     task, run = layout.task, grad_fn or functools.partial(gradients, layout)
     output, forward_vars, grads = run(state.mdl_vars, jax.random.fold_in(prng_key, state.step), inputs)
-    output, forward_vars = _with_task_metrics(task, output), _moved_by_load(layout, forward_vars)
+    output, forward_vars = (
+        _with_task_metrics(task, output),
+        _moved_by_load(layout, forward_vars, output.summary_tensors),
+    )
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=False)):
         new_vars, opt_state = _learn(layout, state, grads, forward_vars)
         summaries = {**output.summary_tensors, **base_layer.all_global_summaries()}
@@ -226,22 +229,32 @@ def _with_task_metrics(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
     return dataclasses.replace(output, weighted_scalars=task.metrics(output.weighted_scalars))
 
 
-def _moved_by_load(layout: LogicalLayout, forward_vars: NestedJTensor) -> NestedJTensor:
-    """Moves the biases of `masks.MOVED_BY_LOAD` by the load that the forward pass of the whole batch has counted, and sets the
-    load to 0 again. It is counted by addition, in minibatches and on several devices too, and only its comparison with the mean
-    matters.
+def _moved_by_load(
+    layout: LogicalLayout, forward_vars: NestedJTensor, summaries: Mapping[str, jax.Array]
+) -> NestedJTensor:
+    """Moves the variables of `masks.MOVED_BY_LOAD` by the load of the whole batch, which is in the summaries.
+
+    Raises:
+      UserError: the step has no such summaries.
     """
     if base_layer.NON_TRAINABLE not in forward_vars:
         return forward_vars
     tree = forward_vars[base_layer.NON_TRAINABLE]
     values = dict(masks.with_paths(tree))
     for path, hparams in masks.with_paths(layout.var_weight_hparams[base_layer.NON_TRAINABLE]):
-        if (rate := masks.load_rate(hparams)) is not None:
-            beside = path.rpartition("/")[0] + "/load"
-            load = values[beside]
-            # The mean minus the load, times their number: exact. Of repeated layers, each has its own mean.
-            below = jnp.sum(load, axis=-1, keepdims=True) - load.shape[-1] * load
-            values |= {path: values[path] + rate * jnp.sign(below), beside: jnp.zeros_like(load)}
+        rate = masks.load_rate(hparams)
+        if rate is None:
+            continue
+        load = summaries.get(f"{path.rpartition('/')[0]}/{masks.LOAD}_histogram")
+        if load is None:
+            raise UserError(
+                f"{path} is moved by the load of the experts, which is among the summaries: let "
+                f"task.train.apply_mutable_list have {base_layer.SUMMARIES!r}, or set choice_bias_rate=0"
+            )
+        # Of repeated layers, each has its own mean. A mean over minibatches may have lost the last bits.
+        total = jnp.sum(load, axis=-1, keepdims=True)
+        below = total - load.shape[-1] * load
+        values[path] += jnp.where(jnp.abs(below) > 1e-6 * total, rate * jnp.sign(below), 0.0)
     return {**forward_vars, base_layer.NON_TRAINABLE: jax.tree.unflatten(jax.tree.structure(tree), values.values())}
 
 

@@ -5,9 +5,11 @@ import functools
 import jax
 import numpy as np
 import pytest
+from facts import raises_naming
 from praxis import pax_fiddle
 
 from spmd_trainer import sharding, tasks_lib
+from spmd_trainer.errors import UserError
 from spmd_trainer.models.decoder_spec import MoeSpec
 from spmd_trainer.step import masks, step_fns
 from spmd_trainer.step.pjit import PjitPartitioner
@@ -31,11 +33,13 @@ MOE = MoeSpec(
 )
 
 
-def partitioned(sizes, partitioner_cls=PjitPartitioner, moe=MOE, **settings):
+def partitioned(sizes, partitioner_cls=PjitPartitioner, moe=MOE, written=None, **settings):
     """A partitioner with a model of two repeated layers, its step and a batch with padding."""
     resolved = experiment_config.resolve("lm.qwen.TinyQwen3Moe")
     task_p = resolved.task_p
     task_p.model.lm_tpl.spec.moe = pax_fiddle.Config(MoeSpec, **vars(moe))
+    if written is not None:
+        task_p.train.apply_mutable_list = written
     task = tasks_lib.build_task(task_p)
     batch = pax_fiddle.build(resolved.config.train_datasets[0]).get_next_padded()
     batch.segment_ids = batch.segment_ids * (np.arange(batch.segment_ids.shape[1]) < 9)
@@ -56,7 +60,6 @@ def steps(partitioner, step, batch, count, start=0.0):
     for _ in range(count):
         state, output = step(state, KEY, partitioner.layout.put(batch))
         variables = dict(masks.with_paths(state.mdl_vars["non_trainable"]))
-        assert not np.asarray(variables[f"lm/{ROUTER}/load"]).any()
         load = np.asarray(output.summary_tensors[f"lm/{ROUTER}/load_histogram"])
         yield np.asarray(variables[f"lm/{ROUTER}/choice_bias"]), load, float(output.loss)
 
@@ -75,7 +78,7 @@ def test_biases_move_by_the_rate_until_the_load_is_even():
         np.testing.assert_allclose(bias - before, RATE * np.sign(load.mean(axis=1, keepdims=True) - load), atol=1e-6)
         before = bias
         unevenness.append(load.max(axis=1) / load.mean(axis=1))
-    assert (unevenness[0] > 1.9).all()
+    assert (unevenness[0] > 1.5).all()
     assert (np.mean(unevenness[-10:], axis=0) < 1.25).all()
 
 
@@ -96,3 +99,9 @@ def test_the_load_is_that_of_the_whole_batch_on_any_mesh(sizes, settings):
         assert loss == pytest.approx(one_loss, rel=1e-4)
         np.testing.assert_allclose(load / load.sum(), one_load / one_load.sum(), atol=1e-6)
         np.testing.assert_allclose(bias, one_bias, atol=1e-6)
+
+
+@pytest.mark.full
+def test_a_step_without_summaries_is_refused():
+    with raises_naming(UserError, f"{ROUTER}/choice_bias", "task.train.apply_mutable_list", "summaries"):
+        next(steps(*partitioned((1, 1, 1), written=["aux_loss", "non_trainable"]), 1))
