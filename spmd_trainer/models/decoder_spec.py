@@ -111,8 +111,8 @@ class MoeSpec:
       shared_dims: width of a feed-forward layer that computes all tokens, beside the experts (shared experts); 0: none.
       choice_bias: experts and groups are chosen by score + bias, one bias for each expert; an expert's weight doesn't have it.
         After each training step, the bias of an expert with less than the mean load rises by `choice_bias_rate`, and that of one
-        with more falls by it (arXiv:2408.15664). The load is that of the whole batch, without padding. Adapters
-        leave their base's biases as they are.
+        with more falls by it (arXiv:2408.15664). The load is that of the whole batch, without padding. Adapters keep the biases
+        of their base.
       choice_bias_rate: see there. 0 keeps the biases.
       aux_loss_weight: weight of the load-balancing loss (arXiv:2101.03961, equation 4; averaged over the layers) in the total
         loss. Scores of 'sigmoid' are divided by their sum for it.

@@ -18,7 +18,7 @@ FROZEN = "_frozen"
 READ_PER_TOKEN = "_read_per_token:"
 # A layer's summary with the tokens of each expert in a training step, a histogram: [experts], or [repetitions, experts] of a
 # repeated layer. With minibatches, or rows divided by hand, their mean.
-LOAD = "load"
+LOAD = "expert_load"
 # Beginning of the collection of a layer's variable that each training step moves by +-rate, up where the layer's load is below
 # its mean; the rate follows.
 MOVED_BY_LOAD = "_moved_by_load:"

@@ -106,10 +106,8 @@ def train_step(
     """
     task, run = layout.task, grad_fn or functools.partial(gradients, layout)
     output, forward_vars, grads = run(state.mdl_vars, jax.random.fold_in(prng_key, state.step), inputs)
-    output, forward_vars = (
-        _with_task_metrics(task, output),
-        _moved_by_load(layout, forward_vars, output.summary_tensors),
-    )
+    forward_vars = _moved_by_load(layout, forward_vars, output.summary_tensors)
+    output = _with_task_metrics(task, output)
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=False)):
         new_vars, opt_state = _learn(layout, state, grads, forward_vars)
         summaries = {**output.summary_tensors, **base_layer.all_global_summaries()}
@@ -235,26 +233,28 @@ def _moved_by_load(
     """Moves the variables of `masks.MOVED_BY_LOAD` by the load of the whole batch, which is in the summaries.
 
     Raises:
-      UserError: the step has no such summaries.
+      UserError: the forward pass may not write what that needs.
     """
-    if base_layer.NON_TRAINABLE not in forward_vars:
-        return forward_vars
-    tree = forward_vars[base_layer.NON_TRAINABLE]
+    hparams = masks.with_paths(layout.var_weight_hparams.get(base_layer.NON_TRAINABLE, {}))
+    # A frozen base keeps its biases.
+    rates = {path: masks.load_rate(p) for path, p in hparams if not masks.is_frozen(p)}
+    moved = {path: rate for path, rate in rates.items() if rate is not None}
+    tree = forward_vars.get(base_layer.NON_TRAINABLE)
     values = dict(masks.with_paths(tree))
-    for path, hparams in masks.with_paths(layout.var_weight_hparams[base_layer.NON_TRAINABLE]):
-        rate = masks.load_rate(hparams)
-        if rate is None:
-            continue
+    for path, rate in moved.items():
         load = summaries.get(f"{path.rpartition('/')[0]}/{masks.LOAD}_histogram")
-        if load is None:
+        if load is None or path not in values:
+            needed = (base_layer.SUMMARIES, base_layer.NON_TRAINABLE)
             raise UserError(
-                f"{path} is moved by the load of the experts, which is among the summaries: let "
-                f"task.train.apply_mutable_list have {base_layer.SUMMARIES!r}, or set choice_bias_rate=0"
+                f"{path} is moved by the load of the experts: let task.train.apply_mutable_list have "
+                f"{' and '.join(map(repr, needed))}, or set choice_bias_rate=0"
             )
         # Of repeated layers, each has its own mean. A mean over minibatches may have lost the last bits.
         total = jnp.sum(load, axis=-1, keepdims=True)
         below = total - load.shape[-1] * load
         values[path] += jnp.where(jnp.abs(below) > 1e-6 * total, rate * jnp.sign(below), 0.0)
+    if not moved:
+        return forward_vars
     return {**forward_vars, base_layer.NON_TRAINABLE: jax.tree.unflatten(jax.tree.structure(tree), values.values())}
 
 

@@ -60,7 +60,7 @@ def steps(partitioner, step, batch, count, start=0.0):
     for _ in range(count):
         state, output = step(state, KEY, partitioner.layout.put(batch))
         variables = dict(masks.with_paths(state.mdl_vars["non_trainable"]))
-        load = np.asarray(output.summary_tensors[f"lm/{ROUTER}/load_histogram"])
+        load = np.asarray(output.summary_tensors[f"lm/{ROUTER}/expert_load_histogram"])
         yield np.asarray(variables[f"lm/{ROUTER}/choice_bias"]), load, float(output.loss)
 
 
@@ -102,6 +102,8 @@ def test_the_load_is_that_of_the_whole_batch_on_any_mesh(sizes, settings):
 
 
 @pytest.mark.full
-def test_a_step_without_summaries_is_refused():
-    with raises_naming(UserError, f"{ROUTER}/choice_bias", "task.train.apply_mutable_list", "summaries"):
-        next(steps(*partitioned((1, 1, 1), written=["aux_loss", "non_trainable"]), 1))
+@pytest.mark.parametrize("written", [["aux_loss", "non_trainable"], ["aux_loss", "summaries"]])
+def test_a_step_that_may_not_write_what_moves_the_biases_is_refused(written):
+    facts = f"{ROUTER}/choice_bias", "task.train.apply_mutable_list", "summaries", "non_trainable"
+    with raises_naming(UserError, *facts):
+        next(steps(*partitioned((1, 1, 1), written=written), 1))

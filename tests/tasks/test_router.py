@@ -84,7 +84,7 @@ def test_random_settings_choose_and_weigh_as_published(seeds):
         for place, wanted in chosen.items():
             found = dict(zip(experts[place].tolist(), weights[place].tolist(), strict=True))
             assert found == pytest.approx(wanted, rel=1e-4), (seed, place)
-        np.testing.assert_array_equal(written[base_layer.SUMMARIES]["load_histogram"], load)
+        np.testing.assert_array_equal(written[base_layer.SUMMARIES]["expert_load_histogram"], load)
         losses = {name: loss.value for name, loss in written.get(base_layer.AUX_LOSS, {}).items()}
         wanted = {name: value for name, value in (("load_balancing", balance), ("router_z", z_loss)) if value}
         assert losses == pytest.approx(wanted, rel=1e-4), seed
