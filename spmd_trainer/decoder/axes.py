@@ -120,7 +120,7 @@ class SpecLayer(base_layer.BaseLayer):
           init: constant initial value, for norms and biases, which weight decay then skips. None draws from a normal
             distribution with `spec.initializer_range`.
           collections: its collections besides.
-          trainable: False for a variable that the forward pass writes (`update_var`).
+          trainable: False for a variable without a gradient, which is float32 in every model.
         """
         if init is None:
             initial = base_layer.WeightInit.Gaussian(self.spec.initializer_range)
@@ -130,6 +130,7 @@ class SpecLayer(base_layer.BaseLayer):
         hparams = base_layer.WeightHParams(
             shape=list(shape),
             init=initial,
+            dtype=None if trainable else jnp.float32,
             collections=list(collections),
             mesh_shape=self.mesh_shape,
             tensor_split_dims_mapping=self._split(axes),

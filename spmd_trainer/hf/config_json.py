@@ -14,7 +14,7 @@ from absl import logging
 
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.hf.errors import HfError
-from spmd_trainer.hf.families import FAMILIES, Family
+from spmd_trainer.hf.families import FAMILIES, ROUTING_OFF, Family
 from spmd_trainer.hf.family_settings import Settings, head_dims
 from spmd_trainer.hf.setting_types import check_types
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
@@ -64,16 +64,7 @@ _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "add_cross_attention": (None, False),
     "partial_rotary_factor": (None, 1, 1.0),
-    # How experts are chosen, in the spellings of families that are not supported yet. MoeSpec has most of it.
-    "scoring_func": (None, "softmax"),
-    "topk_method": (None, "greedy"),
-    "norm_topk_prob": (None, True),
-    "routed_scaling_factor": (None, 1, 1.0),
-    "n_group": (None, 1),
-    "topk_group": (None, 1),
-    "n_shared_experts": (None, 0),
-    "shared_expert_intermediate_size": (None, 0),
-    "first_k_dense_replace": (None, 0),
+    **ROUTING_OFF,
 }
 # Rotary embeddings.
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
@@ -182,6 +173,10 @@ def _complete(settings: Settings, fields: Settings, family: Family) -> None:
                 fields["model_dims"], fields["num_heads"], "hidden_size", "num_attention_heads"
             )
         _read_rotary(settings, fields)
+        if fields["rotary_dims"] and "partial_rotary_factor" not in family.defaults:
+            raise HfError(
+                f"rope_parameters.partial_rotary_factor: {family.architecture} rotates whole heads; leave it out"
+            )
     family.read(settings, fields)
 
 
@@ -305,7 +300,7 @@ def _comparable(spec: DecoderSpec, field: str) -> Any:
 
 
 def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any]) -> None:
-    """Adds `rotary_base`, `rotary_scaling` and `local_rotary_base` to the fields of a spec.
+    """Adds `rotary_dims`, `rotary_base`, `rotary_scaling` and `local_rotary_base` to the fields of a spec.
 
     Args:
       settings: the content of config.json, with the family's defaults.
@@ -317,6 +312,9 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any]) -> None:
     parameters = _object(settings, "rope_parameters")
     older = _object(settings, "rope_scaling")
     longest = fields["max_positions"]
+    # transformers 5 keeps it among the rotary settings.
+    rotated = parameters.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1
+    fields["rotary_dims"] = 0 if rotated == 1 else int(fields["head_dims"] * rotated)
     by_layer_type = "rope_local_base_freq" in settings
     if (_GLOBAL in parameters or _LOCAL in parameters) and (by_layer_type or not older):
         # transformers gives rope_scaling to the global layers alone.
@@ -357,8 +355,6 @@ def _scaling(parameters: Mapping[str, Any], name: str, longest: int) -> RotarySc
             f"{name} has the rope type {kind!r}, which is not supported; {', '.join(_ROTARY_KINDS)} are"
             f"{did_you_mean(str(kind), _ROTARY_KINDS, otherwise='')}"
         )
-    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise HfError(f"{name}.partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; 1.0 is")
     if kind == "default":
         return None
     known = _SCALING_KEYS[kind]
@@ -388,6 +384,8 @@ def _write_rotary(spec: DecoderSpec, *, by_layer_type: bool) -> dict[str, Any]:
             if (value := getattr(scaling, field)) is not None and not (field.startswith("mscale") and value == 0):
                 parameters[key] = float(value) if key not in _NO_FLOATS else value
     config: dict[str, Any] = {"rope_parameters": parameters, "rope_theta": parameters["rope_theta"]}
+    if spec.rotary_dims:
+        config["partial_rotary_factor"] = parameters["partial_rotary_factor"] = spec.rotary_dims / spec.head_dims
     if spec.rotary_scaling is not None:
         config["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
     if by_layer_type:

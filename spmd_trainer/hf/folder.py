@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 from etils import epath
 
 from spmd_trainer.checkpointing import step_files
@@ -97,6 +98,15 @@ def open_folder(directory: epath.PathLike) -> HfFolder:
     tensors = {name: tensor for name, tensor in tensors.items() if not _BUFFERS.search(name)}
     if spec.tied_embeddings:
         tensors.pop(_TIED, None)  # transformers does not read it either
+    further = int(config.get("num_nextn_predict_layers") or 0)
+    not_read = tuple(f"{base}layers.{spec.num_layers + n}." for n in range(further))
+    if not_read and any(name.startswith(not_read) for name in tensors):
+        logging.warning(
+            "%s: layers that predict further tokens are not read: %s*. transformers does not read them either",
+            path,
+            "*, ".join(not_read),
+        )
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(not_read)}
     folder = HfFolder(path, config, family, spec, variables, tensors)
     _check_tensors(folder)
     return folder

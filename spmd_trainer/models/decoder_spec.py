@@ -25,10 +25,11 @@ H the width of a head, F the feed-forward width, E the experts:
 | `final_norm/scale` | [D] | always |
 | `logits/w` | [D, V] | not tied_embeddings |
 
-A norm of kind 'layer' also has a `/bias` of the same shape as its scale. With P = len(layer_pattern) and R = num_layers // P,
-the first R * P layers are stacked: LAYER is `layers/sub/layer_{p}` for p < P, and its variables have a leading dimension of R.
-Index r of it is layer r * P + p of the model. The last num_layers % P layers stand alone: LAYER is `last_layers_{j}`, without
-that dimension, and is layer R * P + j.
+A norm of kind 'layer' also has a `/bias` of the same shape as its scale. The first K = moe.dense_layers layers (0 without moe)
+stand alone: LAYER is `first_layers_{j}`, and they have no experts. Of the other N layers, with P = len(layer_pattern) and
+R = N // P, the first R * P are stacked: LAYER is `layers/sub/layer_{p}` for p < P, and its variables have a leading dimension of
+R. Index r of it is layer K + r * P + p of the model. The last N % P layers stand alone, too: LAYER is `last_layers_{j}`, layer
+K + R * P + j.
 
 With moe.choice_bias, there is also LAYER/`moe/router/choice_bias`, [E], below `non_trainable/lm/`.
 """
@@ -102,6 +103,7 @@ class MoeSpec:
       num_experts: experts per layer, E.
       num_experts_per_token: experts per token.
       hidden_dims: width of an expert, F.
+      dense_layers: the first layers of the model, which have a feed-forward layer of `DecoderSpec.hidden_dims` and no experts.
       score: how the router's logits become scores: 'softmax' over the experts, or 'sigmoid' of each.
       normalise_top_k: divide the scores of a token's experts by their sum.
       scaling_factor: factor of the routed experts' weights, after that division.
@@ -123,6 +125,7 @@ class MoeSpec:
     num_experts: int = 0
     num_experts_per_token: int = 0
     hidden_dims: int = 0
+    dense_layers: int = 0
     score: str = "softmax"
     normalise_top_k: bool = True
     scaling_factor: float = 1.0
@@ -142,7 +145,7 @@ class MoeSpec:
             found.append(
                 f"num_experts_per_token={self.num_experts_per_token} is greater than num_experts={self.num_experts}"
             )
-        for field in ("shared_dims", "choice_bias_rate", "aux_loss_weight", "z_loss_weight"):
+        for field in ("shared_dims", "choice_bias_rate", "aux_loss_weight", "z_loss_weight", "dense_layers"):
             if not getattr(self, field) >= 0:
                 found.append(f"{field}={getattr(self, field)}; give 0 or more")
         return found or self._problems_of_groups()
@@ -170,7 +173,7 @@ class DecoderSpec:
     Attributes:
       vocab_size: number of token ids, V.
       model_dims: width of the residual stream, D.
-      hidden_dims: width of the feed-forward layers, F. Not used with `moe`.
+      hidden_dims: width of the feed-forward layers, F. With `moe`, only its `dense_layers` have it.
       num_layers: number of layers.
       num_heads: query heads, N.
       num_kv_heads: key and value heads, K; divides num_heads.
@@ -191,6 +194,7 @@ class DecoderSpec:
       positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
       max_positions: longest sequence. With positions='learned' it is a dimension of a variable; otherwise it is only
         informative.
+      rotary_dims: the first dimensions of a head, which alone are rotated; 0: all.
       rotary_base: base of the rotary frequencies (rope theta).
       rotary_scaling: change of the frequencies; None for none.
       local_rotary_base: base of the local layers, whose frequencies are then not scaled; None: local layers have the
@@ -227,6 +231,7 @@ class DecoderSpec:
     query_scale: float | None = None
     positions: str = "rotary"
     max_positions: int = 0
+    rotary_dims: int = 0
     rotary_base: float = 10_000.0
     rotary_scaling: RotaryScaling | None = None
     local_rotary_base: float | None = None
@@ -242,33 +247,54 @@ class DecoderSpec:
     initializer_range: float = 0.02
 
     @property
+    def num_dense_layers(self) -> int:
+        """K, the number of first layers without experts, of a model with experts."""
+        return 0 if self.moe is None else self.moe.dense_layers
+
+    @property
+    def first_layers(self) -> tuple[str, ...]:
+        """Kinds of the first layers, which have no experts."""
+        return self.layer_kinds[: self.num_dense_layers]
+
+    @property
+    def repeated_pattern(self) -> tuple[str, ...]:
+        """Kinds of the layers that are repeated together."""
+        start = self.num_dense_layers % len(self.layer_pattern)
+        return (*self.layer_pattern[start:], *self.layer_pattern[:start])
+
+    @property
     def num_repeats(self) -> int:
         """R, the number of repetitions of the whole pattern."""
-        return self.num_layers // len(self.layer_pattern)
+        return (self.num_layers - self.num_dense_layers) // len(self.layer_pattern)
 
     @property
     def last_layers(self) -> tuple[str, ...]:
         """Kinds of the layers after the last whole pattern."""
-        return tuple(self.layer_pattern[: self.num_layers % len(self.layer_pattern)])
+        return self.repeated_pattern[: (self.num_layers - self.num_dense_layers) % len(self.layer_pattern)]
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """Kinds of all layers, in order."""
-        return tuple(self.layer_pattern) * self.num_repeats + self.last_layers
+        return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
 
     @property
     def num_values_at_least(self) -> int:
         """A lower bound of the values in all variables: the embedding, and each layer's largest weights."""
         attention = 2 * self.model_dims * self.num_heads * self.head_dims
-        moe = self.moe
+        moe, dense = self.moe, self.num_dense_layers
         width = self.hidden_dims if moe is None else moe.num_experts * moe.hidden_dims + moe.shared_dims
-        layer = attention + 2 * self.model_dims * width
-        return self.vocab_size * self.model_dims + self.num_layers * layer
+        widths = dense * self.hidden_dims + (self.num_layers - dense) * width
+        return self.vocab_size * self.model_dims + self.num_layers * attention + 2 * self.model_dims * widths
 
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each, beginning with the field."""
         sizes = ["vocab_size", "model_dims", "num_layers", "num_heads", "num_kv_heads", "head_dims"]
-        found = _not_positive(self, [*sizes, "hidden_dims"] if self.moe is None else sizes)
+        has_dense = self.moe is None or self.moe.dense_layers
+        found = _not_positive(self, [*sizes, "hidden_dims"] if has_dense else sizes)
+        if self.num_dense_layers >= self.num_layers > 0:
+            found.append(
+                f"moe.dense_layers={self.num_dense_layers}; num_layers={self.num_layers} leaves no layer with experts"
+            )
         found += _not_one_of("activation", self.activation, ACTIVATIONS)
         found += _not_one_of("norm", self.norm, NORMS)
         found += _not_one_of("norm_placement", self.norm_placement, NORM_PLACEMENTS)
@@ -303,6 +329,10 @@ class DecoderSpec:
         found = _not_positive(self, ["rotary_base"])
         if self.head_dims % 2:
             found.append(f"head_dims={self.head_dims} is odd; rotary embeddings need an even width")
+        if self.rotary_dims % 2 or not 0 <= self.rotary_dims <= self.head_dims:
+            found.append(
+                f"rotary_dims={self.rotary_dims}; give an even number up to head_dims={self.head_dims}, or 0 for all"
+            )
         if self.local_rotary_base is not None and not self.local_rotary_base > 0:
             found.append(f"local_rotary_base={self.local_rotary_base}; give a number above 0, or None")
         return found

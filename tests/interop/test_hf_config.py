@@ -65,6 +65,39 @@ GEMMA3 = {
 }
 
 
+# GLM-4.5-Air, as its makers wrote it.
+GLM4_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+
+
 def golden(name):
     return json.loads((DATA / name / "config.json").read_text())
 
@@ -96,6 +129,18 @@ def test_the_spelling_of_transformers_4():
         rotary_base=500000.0,
         rotary_scaling=RotaryScaling("llama3", 8.0, original_max_positions=8192),
     )
+
+
+def test_experts_with_biases_groups_and_shared_ones():
+    spec = config_json.spec_of({**GLM4_AIR, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}, "config.json")
+    assert (spec.rotary_dims, spec.qkv_bias, spec.first_layers) == (64, True, ("global",))
+    assert dataclasses.asdict(spec.moe) == {
+        "num_experts": 128, "num_experts_per_token": 8, "hidden_dims": 1408, "dense_layers": 1, "score": "sigmoid",
+        "normalise_top_k": True, "scaling_factor": 2.5, "num_groups": 8, "num_chosen_groups": 4, "shared_dims": 1408,
+        "choice_bias": True, "choice_bias_rate": 0.0, "aux_loss_weight": 0.0, "z_loss_weight": 0.0,
+    }  # fmt: skip
+    with raises_naming(UserError, "scoring_func", "softmax", "sigmoid"):
+        config_json.spec_of({**GLM4_AIR, "scoring_func": "softmax"}, "config.json")
 
 
 def test_defaults_are_those_of_the_family():

@@ -54,7 +54,12 @@ FORMS = {
             num_chosen_groups=2,
             shared_dims=4,
             choice_bias=True,
-        )
+            dense_layers=1,
+        ),
+        "num_layers": 3,
+        "layer_pattern": ("local", "global"),
+        "window": 3,
+        "rotary_dims": 2,
     },
 }
 
