@@ -106,7 +106,7 @@ def train_step(
     """
     task, run = layout.task, grad_fn or functools.partial(gradients, layout)
     output, forward_vars, grads = run(state.mdl_vars, jax.random.fold_in(prng_key, state.step), inputs)
-    forward_vars = _moved_by_load(layout, forward_vars, output.summary_tensors)
+    forward_vars = moved_by_load(layout, forward_vars, output.summary_tensors)
     output = _with_task_metrics(task, output)
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=False)):
         new_vars, opt_state = _learn(layout, state, grads, forward_vars)
@@ -227,10 +227,18 @@ def _with_task_metrics(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
     return dataclasses.replace(output, weighted_scalars=task.metrics(output.weighted_scalars))
 
 
-def _moved_by_load(
+def moved_by_load(
     layout: LogicalLayout, forward_vars: NestedJTensor, summaries: Mapping[str, jax.Array]
 ) -> NestedJTensor:
-    """Moves the variables of `masks.MOVED_BY_LOAD` by the load of the whole batch, which is in the summaries.
+    """Moves the variables of `masks.MOVED_BY_LOAD` by the load of the whole batch.
+
+    Args:
+      layout: has the WeightHParams of all variables.
+      forward_vars: the collections that the forward pass wrote.
+      summaries: its summaries, among them the load.
+
+    Returns:
+      `forward_vars` with the moved variables.
 
     Raises:
       UserError: the forward pass may not write what that needs.

@@ -69,7 +69,8 @@ def on_one_device(count=3):
     return list(steps(*partitioned((1, 1, 1)), count))
 
 
-def test_biases_move_by_the_rate_until_the_load_is_even():
+@pytest.mark.full
+def test_a_training_step_moves_the_biases_of_each_layer():
     partitioner, step, batch = partitioned((1, 1, 1))
     start = np.array([0.3, 0.0, 0.0, -0.2, 0.0], np.float32)
     before, tokens, unevenness = start, np.sum(batch.segment_ids > 0), []

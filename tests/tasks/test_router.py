@@ -1,6 +1,7 @@
 """The router against the published rules, written as loops over tokens in numpy."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from praxis.pax_fiddle import Config
 
 from spmd_trainer.decoder import feed_forward, router
 from spmd_trainer.models.decoder_spec import MoeSpec
+from spmd_trainer.step import masks, step_fns
 
 ROWS, LENGTH, DIMS = 2, 6, 12
 WRITTEN = [base_layer.AUX_LOSS, base_layer.SUMMARIES, base_layer.NON_TRAINABLE]
@@ -97,6 +99,29 @@ def test_the_bias_decides_who_is_chosen_and_not_the_weight():
     scores = 1 / (1 + np.exp(-w[0]))
     assert experts.tolist() == [[[3, 0]]]
     np.testing.assert_allclose(weights[0, 0], scores[[3, 0]] / scores[[3, 0]].sum(), rtol=1e-6)
+
+
+def test_biases_move_by_the_rate_until_the_load_is_even():
+    """From a router that prefers one expert, and avoids another."""
+    moe = MoeSpec(num_experts=5, num_experts_per_token=2, hidden_dims=5, score="sigmoid", choice_bias=True)
+    rng, rate = np.random.default_rng(0), 0.005
+    x, w = rng.normal(size=(8, 32, 6)).astype(np.float32), 0.2 * rng.normal(size=(6, 5)).astype(np.float32)
+    x[..., 0], w[0] = 1.0, [1.5, 0.0, 0.0, -1.5, 0.0]
+    marked = base_layer.WeightHParams([5], collections=[f"{masks.MOVED_BY_LOAD}{rate}"])
+    layout = types.SimpleNamespace(var_weight_hparams={"non_trainable": {"router": {"choice_bias": marked}}})
+    bias, loads, real = np.zeros(5, np.float32), [], np.ones((8, 32), bool)
+    step = jax.jit(functools.partial(routed, moe))
+    for _ in range(150):
+        load = step(x, w, bias, real)[1]["summaries"]["expert_load_histogram"]
+        written = {"non_trainable": {"router": {"choice_bias": bias}}}
+        moved = step_fns.moved_by_load(layout, written, {"router/expert_load_histogram": load})
+        new = moved["non_trainable"]["router"]["choice_bias"]
+        np.testing.assert_allclose(new - bias, rate * np.sign(load.mean() - load), atol=1e-6)
+        bias, loads = new, [*loads, np.asarray(load)]
+    assert loads[0].max() / loads[0].mean() > 2
+    assert loads[0].min() == 0
+    late = np.mean(loads[-10:], axis=0)
+    assert late.max() / late.mean() < 1.1
 
 
 def test_scores_too_small_to_add_up_have_finite_gradients():
