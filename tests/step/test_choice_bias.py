@@ -8,6 +8,7 @@ import pytest
 from facts import raises_naming
 from praxis import pax_fiddle
 
+import spmd_trainer as st
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.errors import UserError
 from spmd_trainer.models.decoder_spec import MoeSpec
@@ -15,6 +16,7 @@ from spmd_trainer.step import masks, step_fns
 from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.step.shard_map import ShardMapPartitioner
 from spmd_trainer.training import experiment_config
+from spmd_trainer.training.summary_writers import read_metrics
 
 pytestmark = pytest.mark.xdist_group("choice_bias")
 
@@ -108,3 +110,27 @@ def test_a_step_that_may_not_write_what_moves_the_biases_is_refused(written):
     facts = f"{ROUTER}/choice_bias", "task.train.apply_mutable_list", "summaries", "non_trainable"
     with raises_naming(UserError, *facts):
         next(steps(*partitioned((1, 1, 1), written=written), 1))
+
+
+@pytest.mark.full
+def test_a_resumed_run_has_the_same_biases_and_loads(tmp_path):
+    def run(name, steps):
+        fields = (
+            f"num_train_steps={steps}",
+            "summary_interval_steps=1",
+            "eval_interval_steps=0",
+            "save_interval_steps=3",
+        )
+        return st.train("lm.glm.TinyGlm4", tmp_path / name, overrides=[f"task.train.{field}" for field in fields])
+
+    whole, _, resumed = run("whole", 6), run("part", 3), run("part", 6)
+    pairs = zip(*(masks.with_paths(result.state.mdl_vars) for result in (whole, resumed)), strict=True)
+    biases = 0
+    for (path, one), (_, other) in pairs:
+        np.testing.assert_array_equal(one, other, err_msg=path)
+        biases += path.endswith("choice_bias") and np.asarray(one).any()
+    assert biases == 1
+    found = [read_metrics(tmp_path / name, "experts") for name in ("whole", "part")]
+    assert found[0] == found[1]
+    assert len(found[0]) == 6
+    assert len(found[0][6][f"lm/{ROUTER}/1/load"].split()) == 5
