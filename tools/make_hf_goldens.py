@@ -83,6 +83,7 @@ def sizes(vocab: int, dims: int, hidden: int, layers: int, heads: int, kv_heads:
 
 LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 QWEN3_MOE, MISTRAL, MIXTRAL = "Qwen3MoeForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"
+GLM4_MOE = "Glm4MoeForCausalLM"
 GEMMA2, GEMMA3, GPT2, OLMO2 = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel", "Olmo2ForCausalLM"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -191,6 +192,64 @@ CASES = (
         "mixtral_one_expert",
         MIXTRAL,
         sizes(73, 16, 10, 3, 4, 4, head_dim=4, num_local_experts=3, num_experts_per_tok=1, tie_word_embeddings=True),
+    ),
+    Case(
+        "glm4_moe",
+        GLM4_MOE,
+        sizes(
+            89,
+            14,
+            23,
+            3,
+            3,
+            1,
+            head_dim=8,
+            attention_bias=True,
+            use_qk_norm=True,
+            n_routed_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=9,
+            routed_scaling_factor=2.5,
+        ),
+    ),
+    Case(
+        "glm4_moe_groups",
+        GLM4_MOE,
+        sizes(
+            97,
+            16,
+            19,
+            4,
+            4,
+            2,
+            head_dim=4,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=7,
+            n_shared_experts=2,
+            n_group=3,
+            topk_group=2,
+            first_k_dense_replace=2,
+            tie_word_embeddings=True,
+        ),
+    ),
+    Case(
+        "glm4_moe_rope",
+        GLM4_MOE,
+        sizes(
+            83,
+            18,
+            17,
+            2,
+            5,
+            5,
+            head_dim=8,
+            n_routed_experts=3,
+            num_experts_per_tok=1,
+            moe_intermediate_size=5,
+            norm_topk_prob=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25},
+        ),
     ),
     Case("gemma2", GEMMA2, sizes(97, 18, 26, 3, 3, 1, head_dim=6, query_pre_attn_scalar=9, sliding_window=5)),
     Case(
@@ -318,6 +377,10 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         else:
             gain = 4.0 if weak and "c_proj" in name else 1.6
             parameter.data = values.normal_(0.0, gain / values.shape[-1] ** 0.5, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            # Above 0: transformers gives groups that are not chosen the score 0, and a group that is chosen must have more.
+            buffer.uniform_(0.0, 0.3, generator=generator)
 
 
 def make_model(case: Case, seed: int) -> Any:

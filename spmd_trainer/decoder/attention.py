@@ -25,7 +25,7 @@ class Context:
     """Inputs shared by all layers of a forward pass.
 
     Attributes:
-      rotary: kind of layer -> (sine, cosine), float32 [batch, time, head_dims / 2]; empty without rotary embeddings.
+      rotary: kind of layer -> (sine, cosine), float32 [batch, time, rotated dims / 2]; empty without rotary embeddings.
       segment_ids: int32 [batch, time]; a token sees only tokens of its segment. Padding has the segment `PADDING`.
       order: how rows lie on the sequence axes of the mesh; None in a decode step.
       cache_length: number of tokens for which a prefill makes a cache; None for the length of its input.

@@ -108,6 +108,8 @@ class SpecLayer(base_layer.BaseLayer):
         axes: Sequence[str],
         init: float | None = None,
         collections: Sequence[str] = (),
+        *,
+        trainable: bool = True,
     ) -> None:
         """Creates a variable.
 
@@ -118,6 +120,7 @@ class SpecLayer(base_layer.BaseLayer):
           init: constant initial value, for norms and biases, which weight decay then skips. None draws from a normal
             distribution with `spec.initializer_range`.
           collections: its collections besides.
+          trainable: False for a variable without a gradient, which is float32 in every model.
         """
         if init is None:
             initial = base_layer.WeightInit.Gaussian(self.spec.initializer_range)
@@ -127,11 +130,12 @@ class SpecLayer(base_layer.BaseLayer):
         hparams = base_layer.WeightHParams(
             shape=list(shape),
             init=initial,
+            dtype=None if trainable else jnp.float32,
             collections=list(collections),
             mesh_shape=self.mesh_shape,
             tensor_split_dims_mapping=self._split(axes),
         )
-        self.create_variable(name, hparams)
+        self.create_variable(name, hparams, trainable=trainable)
 
     def read(self, name: str) -> jax.Array:
         """Returns a variable in the dtype of the computation."""

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.decoder.axes import Projection, SpecLayer
+from spmd_trainer.decoder.router import Router, moe_of, parts_of
 from spmd_trainer.kernels import token_groups
 from spmd_trainer.kernels.grouped_dot import grouped_dot
 from spmd_trainer.kernels.token_groups import Groups, TokenParts
-from spmd_trainer.models.decoder_spec import MoeSpec
 from spmd_trainer.step import masks
 
 ACTIVATION_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -26,10 +26,16 @@ ACTIVATION_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class FeedForward(SpecLayer):
-    """down(activation(gate(x)) * up(x)) if the spec is gated, otherwise down(activation(up(x)))."""
+    """down(activation(gate(x)) * up(x)) if the spec is gated, otherwise down(activation(up(x))).
+
+    Attributes:
+      hidden_dims: its width; 0 for `spec.hidden_dims`.
+    """
+
+    hidden_dims: int = 0
 
     def setup(self) -> None:
-        outer, inner = self.spec.model_dims, self.spec.hidden_dims
+        outer, inner = self.spec.model_dims, self.hidden_dims or self.spec.hidden_dims
         into = ((outer, inner), ("embed", "mlp"), "activation_mlp")
         parts = {"gate": into, "up": into, "down": ((inner, outer), ("mlp", "embed"), "activation_embed")}
         for name, (shape, split_axes, activation_axis) in parts.items():
@@ -51,32 +57,6 @@ class FeedForward(SpecLayer):
         hidden = activation(self.gate(x)) * up if self.spec.gated else activation(up)
         output: jax.Array = self.down(checkpoint_name(hidden, "ffn1"))
         return checkpoint_name(output, "ffn2")
-
-
-class Router(SpecLayer):
-    """Chooses each token's experts."""
-
-    def setup(self) -> None:
-        moe = moe_of(self)
-        self.add_weight("w", (self.spec.model_dims, moe.num_experts), ("embed", "router"))
-
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the probabilities of all experts, and each token's experts with their weights. `x`: [batch, time,
-        model_dims].
-
-        Returns:
-          float32 [batch, time, E], int32 [batch, time, num_experts_per_token], and float32 of that shape.
-        """
-        moe = moe_of(self)
-        logits = jnp.einsum("btd,de->bte", x, self.read("w"), preferred_element_type=jnp.float32)
-        probabilities = jax.nn.softmax(logits, axis=-1)
-        weights, experts = jax.lax.top_k(probabilities, moe.num_experts_per_token)
-        if moe.normalise_top_k:
-            # The sum is 1 / E or more. Rows that XLA adds where the mesh does not divide the batch have 0, and their 0 / 0 would
-            # reach the gradient of token 0: XLA does not mask the added rows of a scatter. The bound is half of the least sum:
-            # where both are equal, the gradient of a maximum would be shared by them.
-            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 0.5 / moe.num_experts)
-        return probabilities, experts, weights
 
 
 class ExpertProjection(SpecLayer):
@@ -117,6 +97,8 @@ class ExpertProjection(SpecLayer):
 class MixtureOfExperts(SpecLayer):
     """Gated feed-forward layers (experts). The router chooses some experts for each token, and drops no token.
 
+    Shared experts, one layer beside the routed ones, compute all tokens.
+
     Each token is computed by its experts only: tokens are sorted by expert (`kernels.token_groups`), multiplied by group
     (`kernels.grouped_dot`), and put back.
     """
@@ -128,20 +110,19 @@ class MixtureOfExperts(SpecLayer):
         back = ((moe.num_experts, moe.hidden_dims, outer), ("experts", "expert_mlp", "embed"))
         for name, (shape, split_axes) in {"gate": into, "up": into, "down": back}.items():
             self.child(name, ExpertProjection, shape=shape, split_axes=split_axes)
+        if moe.shared_dims:
+            self.child("shared", FeedForward, hidden_dims=moe.shared_dims)
 
     def __call__(self, x: jax.Array, real: jax.Array) -> jax.Array:
-        """Computes the layer, and adds the load-balancing loss if it has a weight. Returns the shape of x.
+        """Computes the layer. Returns the shape of x.
 
         Args:
           x: [batch, time, model_dims].
-          real: bool [batch, time], False for padding, which is left out of the load.
+          real: bool [batch, time], False for padding; see `Router`.
         """
         moe = moe_of(self)
-        probabilities, experts, weights = self.router(x)
-        if moe.aux_loss_weight:
-            self._add_load_balancing_loss(probabilities, experts, real)
-        batch, length, over = map(self.mesh_axes, ("batch", "length", "experts"))
-        parts = TokenParts.of(x, moe.num_experts, batch=batch, length=length, experts=over)
+        experts, weights = self.router(x, real)
+        parts = parts_of(self, x)
         groups = token_groups.sort(experts, parts)
         # Whole tokens on each device, as the sort needs them.
         rows = token_groups.dispatch(self.split(x, "batch", "length", "norm"), groups, parts)
@@ -149,21 +130,5 @@ class MixtureOfExperts(SpecLayer):
         hidden = checkpoint_name(ACTIVATION_FNS[self.spec.activation](gate) * up, "ffn1")
         output = token_groups.combine(self.down(hidden, groups, parts), weights, groups, parts)
         output = self.split(output, "batch", "length", "norm")
-        return checkpoint_name(self.split(output, "batch", "length", "activation_embed"), "ffn2")
-
-    def _add_load_balancing_loss(self, probabilities: jax.Array, experts: jax.Array, real: jax.Array) -> None:
-        moe = moe_of(self)
-        share = real / jnp.maximum(jnp.sum(real), 1)
-        # A sum that XLA fuses, instead of one-hot vectors for all tokens and experts.
-        is_chosen = experts[..., None] == jnp.arange(moe.num_experts)
-        load = jnp.sum(jnp.where(is_chosen, share[..., None, None], 0.0), axis=(0, 1, 2))
-        mean_probability = jnp.einsum("bte,bt->e", probabilities, share)
-        loss = moe.num_experts * jnp.sum(load * mean_probability)
-        self.add_aux_loss("load_balancing", loss * moe.aux_loss_weight / self.spec.num_layers)
-
-
-def moe_of(layer: SpecLayer) -> MoeSpec:
-    """Returns the settings of the experts, which must be set."""
-    moe = layer.spec.moe
-    assert moe is not None  # only specs with experts build the layers that ask
-    return moe
+        output = checkpoint_name(self.split(output, "batch", "length", "activation_embed"), "ffn2")
+        return output + self.shared(x) if moe.shared_dims else output

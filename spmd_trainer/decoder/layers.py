@@ -52,14 +52,16 @@ class DecoderLayer(SpecLayer):
 
     Attributes:
       layer_kind: 'global' or 'local'.
+      has_experts: True for a mixture of experts in place of the feed-forward layer.
     """
 
     layer_kind: str = "global"
+    has_experts: bool = False
 
     def setup(self) -> None:
         shape = (self.spec.model_dims,)
         self.child("attention", Attention, layer_kind=self.layer_kind)
-        if self.spec.moe is None:
+        if not self.has_experts:
             self.child("mlp", FeedForward)
         else:
             self.child("moe", MixtureOfExperts)
@@ -85,7 +87,7 @@ class DecoderLayer(SpecLayer):
 
     def _feed_forward(self, x: jax.Array, context: Context) -> jax.Array:
         normed = self._normed("mlp", x)
-        output = self.mlp(normed) if self.spec.moe is None else self.moe(normed, context.segment_ids > 0)
+        output = self.moe(normed, context.segment_ids > 0) if self.has_experts else self.mlp(normed)
         return self._residual("mlp", x, output, context)
 
     def _normed(self, part: str, x: jax.Array) -> jax.Array:
@@ -102,11 +104,11 @@ class DecoderLayer(SpecLayer):
 
 
 class DecoderBlock(SpecLayer):
-    """One layer of each entry of `spec.layer_pattern`, in order: `layer_0`, `layer_1`, ..."""
+    """One layer of each entry of `spec.repeated_pattern`, in order: `layer_0`, `layer_1`, ..."""
 
     def setup(self) -> None:
-        for index, kind in enumerate(self.spec.layer_pattern):
-            self.child(f"layer_{index}", DecoderLayer, layer_kind=kind)
+        for index, kind in enumerate(self.spec.repeated_pattern):
+            self.child(f"layer_{index}", DecoderLayer, layer_kind=kind, has_experts=self.spec.moe is not None)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """Returns the residual stream [batch, time, model_dims] after all layers."""

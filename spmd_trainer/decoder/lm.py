@@ -113,6 +113,8 @@ class DecoderLm(SpecLayer):
         self.child("token_emb", Embedding, num_rows=spec.vocab_size)
         if spec.positions == "learned":
             self.child("position_emb", Embedding, num_rows=spec.max_positions, rows_axis="positions")
+        for index, kind in enumerate(spec.first_layers):
+            self.child(f"first_layers_{index}", DecoderLayer, layer_kind=kind)
         if spec.num_repeats:
             repeat_p = pax_fiddle.Config(
                 layers.Repeat,
@@ -123,7 +125,7 @@ class DecoderLm(SpecLayer):
             )
             self.create_child("layers", repeat_p)
         for index, kind in enumerate(spec.last_layers):
-            self.child(f"last_layers_{index}", DecoderLayer, layer_kind=kind)
+            self.child(f"last_layers_{index}", DecoderLayer, layer_kind=kind, has_experts=spec.moe is not None)
         self.child("final_norm", Norm, shape=(spec.model_dims,))
         if not spec.tied_embeddings:
             self.child("logits", Logits)
@@ -258,6 +260,8 @@ class DecoderLm(SpecLayer):
             first_index=first_index,
         )
         x = self._embed(ids, positions)
+        for layer in self._first_layers():
+            x = layer.extend_step(x, context)
         if self.spec.num_repeats:
             x = self.layers.extend_step(x, context=context)
         for layer in self._last_layers():
@@ -270,7 +274,7 @@ class DecoderLm(SpecLayer):
         self.update_decode_state("first_index", transform_fn(self.get_decode_state("first_index"), 0, -1))
         if self.spec.num_repeats:
             self.layers.transform_decode_state(transform_fn)
-        for layer in self._last_layers():
+        for layer in (*self._first_layers(), *self._last_layers()):
             layer.transform_decode_state(transform_fn)
 
     def lazy_broadcast_prefix(self, num_suffix_samples: int, suffix_length: int) -> None:
@@ -303,15 +307,18 @@ class DecoderLm(SpecLayer):
             kernel=self.attention_kernel,
             context_parallel=self.context_parallel,
         )
-        x = self._embed(ids, positions, order)
-        if self.spec.num_repeats:
-            x = self.layers(x, context=context)
 
         def run(layer: DecoderLayer, x: jax.Array) -> jax.Array:
             return layer(x, context)
 
+        run = nn.remat(run, policy=custom_policy(self.checkpoint_policy))
+        x = self._embed(ids, positions, order)
+        for layer in self._first_layers():
+            x = run(layer, x)
+        if self.spec.num_repeats:
+            x = self.layers(x, context=context)
         for layer in self._last_layers():
-            x = nn.remat(run, policy=custom_policy(self.checkpoint_policy))(layer, x)
+            x = run(layer, x)
         normed: jax.Array = self.final_norm(x)
         return normed
 
@@ -340,6 +347,9 @@ class DecoderLm(SpecLayer):
             self.variables.get(base_layer.AUX_LOSS, {}), is_leaf=lambda x: isinstance(x, base_layer.AuxLossStruct)
         )
         return sum((jnp.sum(loss.value) for loss in losses), jnp.zeros((), jnp.float32))
+
+    def _first_layers(self) -> list[DecoderLayer]:
+        return [getattr(self, f"first_layers_{index}") for index in range(len(self.spec.first_layers))]
 
     def _last_layers(self) -> list[DecoderLayer]:
         return [getattr(self, f"last_layers_{index}") for index in range(len(self.spec.last_layers))]

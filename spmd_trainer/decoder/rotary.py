@@ -15,11 +15,12 @@ from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 
 
 def frequencies(spec: DecoderSpec, kind: str) -> tuple[np.ndarray, float]:
-    """Returns the angle per position of each pair of dimensions, float32 [head_dims / 2], and the factor of sine and cosine."""
+    """Returns the angle per position of each pair of dimensions, float32 [dims / 2], and the factor of sine and cosine."""
     base, scaling = spec.rotary_base, spec.rotary_scaling
     if kind == "local" and spec.local_rotary_base is not None:
         base, scaling = spec.local_rotary_base, None
-    exponents = np.arange(0, spec.head_dims, 2, dtype=np.float32) / np.float32(spec.head_dims)
+    dims = spec.rotary_dims or spec.head_dims
+    exponents = np.arange(0, dims, 2, dtype=np.float32) / np.float32(dims)
     plain = np.float32(1) / np.float32(base) ** exponents
     if scaling is None:
         return plain, 1.0
@@ -69,7 +70,7 @@ def yarn_attention_factor(scaling: RotaryScaling) -> float:
 
 
 def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns sine and cosine of the angles, float32 [batch, time, head_dims / 2] each.
+    """Returns sine and cosine of the angles, float32 [batch, time, rotated dims / 2] each.
 
     Args:
       spec: the model.
@@ -82,13 +83,14 @@ def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple
 
 
 def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array) -> jax.Array:
-    """Rotates each head, in float32. Returns the shape and dtype of x.
+    """Rotates the first dimensions of each head, in float32. Returns the shape and dtype of x.
 
     Args:
       x: [batch, time, heads, head_dims].
-      sine, cosine: float32 [batch, time, head_dims / 2].
+      sine, cosine: float32 [batch, time, rotated dims / 2].
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    half = sine.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
     sine, cosine = sine[:, :, None], cosine[:, :, None]
-    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine, rest], axis=-1)
     return rotated.astype(x.dtype)

@@ -14,7 +14,7 @@ from absl import logging
 
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.hf.errors import HfError
-from spmd_trainer.hf.families import FAMILIES, Family
+from spmd_trainer.hf.families import FAMILIES, ROUTING_OFF, Family
 from spmd_trainer.hf.family_settings import Settings, head_dims
 from spmd_trainer.hf.setting_types import check_types
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
@@ -64,6 +64,7 @@ _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "add_cross_attention": (None, False),
     "partial_rotary_factor": (None, 1, 1.0),
+    **ROUTING_OFF,
 }
 # Rotary embeddings.
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
@@ -172,12 +173,16 @@ def _complete(settings: Settings, fields: Settings, family: Family) -> None:
                 fields["model_dims"], fields["num_heads"], "hidden_size", "num_attention_heads"
             )
         _read_rotary(settings, fields)
+        if fields["rotary_dims"] and "partial_rotary_factor" not in family.defaults:
+            raise HfError(
+                f"rope_parameters.partial_rotary_factor: {family.architecture} rotates whole heads; leave it out"
+            )
     family.read(settings, fields)
 
 
 def _refuse_options(config: Mapping[str, Any], family: Family, where: str) -> None:
     for key, off in {**_SWITCHED_OFF, **family.off}.items():
-        if key in config and config[key] not in off:
+        if key in config and key not in family.defaults and config[key] not in off:
             raise HfError(f"{where}: {key}={config[key]!r:.200} is not supported; {off[-1]!r} is")
     known = {
         *family.keys.values(),
@@ -221,7 +226,7 @@ def config_of(spec: DecoderSpec, architecture: str | None = None) -> Settings:
         differences[name] = differing
     reasons = [f"{name} can't hold it: {refusal}" for name, refusal in refusals.items()]
     if differences:
-        nearest = min(differences, key=lambda name: len(differences[name]))
+        nearest = min(differences, key=lambda name: len({field.partition(".")[0] for field in differences[name]}))
         reasons.insert(0, f"{nearest} differs in {', '.join(differences[nearest])}")
     raise HfError(f"{found} this model: {'; '.join(reasons)}")
 
@@ -264,7 +269,12 @@ _OF_TRAINING = ("dropout", "attention_dropout", "initializer_range")
 def differing_fields(one: DecoderSpec, other: DecoderSpec) -> list[str]:
     """Returns the fields in which two models differ, ignoring those that only matter in training."""
     names = [field.name for field in dataclasses.fields(DecoderSpec) if field.name not in _OF_TRAINING]
-    return [name for name in names if _comparable(one, name) != _comparable(other, name)]
+    differing = [name for name in names if _comparable(one, name) != _comparable(other, name)]
+    if "moe" in differing and one.moe is not None and other.moe is not None:
+        a, b = (vars(_comparable(spec, "moe")) for spec in (one, other))
+        differing += [f"moe.{name}" for name in a if a[name] != b[name]]
+        differing.remove("moe")
+    return differing
 
 
 def _comparable(spec: DecoderSpec, field: str) -> Any:
@@ -285,12 +295,12 @@ def _comparable(spec: DecoderSpec, field: str) -> Any:
         case "rotary_base" | "rotary_scaling" | "local_rotary_base" if spec.positions != "rotary":
             return None
         case "moe" if value is not None:
-            return dataclasses.replace(value, aux_loss_weight=0.0)
+            return dataclasses.replace(value, aux_loss_weight=0.0, z_loss_weight=0.0, choice_bias_rate=0.0)
     return value
 
 
 def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any]) -> None:
-    """Adds `rotary_base`, `rotary_scaling` and `local_rotary_base` to the fields of a spec.
+    """Adds `rotary_dims`, `rotary_base`, `rotary_scaling` and `local_rotary_base` to the fields of a spec.
 
     Args:
       settings: the content of config.json, with the family's defaults.
@@ -302,6 +312,9 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any]) -> None:
     parameters = _object(settings, "rope_parameters")
     older = _object(settings, "rope_scaling")
     longest = fields["max_positions"]
+    # transformers 5 keeps it among the rotary settings.
+    rotated = parameters.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1
+    fields["rotary_dims"] = 0 if rotated == 1 else int(fields["head_dims"] * rotated)
     by_layer_type = "rope_local_base_freq" in settings
     if (_GLOBAL in parameters or _LOCAL in parameters) and (by_layer_type or not older):
         # transformers gives rope_scaling to the global layers alone.
@@ -342,8 +355,6 @@ def _scaling(parameters: Mapping[str, Any], name: str, longest: int) -> RotarySc
             f"{name} has the rope type {kind!r}, which is not supported; {', '.join(_ROTARY_KINDS)} are"
             f"{did_you_mean(str(kind), _ROTARY_KINDS, otherwise='')}"
         )
-    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise HfError(f"{name}.partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; 1.0 is")
     if kind == "default":
         return None
     known = _SCALING_KEYS[kind]
@@ -373,6 +384,8 @@ def _write_rotary(spec: DecoderSpec, *, by_layer_type: bool) -> dict[str, Any]:
             if (value := getattr(scaling, field)) is not None and not (field.startswith("mscale") and value == 0):
                 parameters[key] = float(value) if key not in _NO_FLOATS else value
     config: dict[str, Any] = {"rope_parameters": parameters, "rope_theta": parameters["rope_theta"]}
+    if spec.rotary_dims:
+        config["partial_rotary_factor"] = parameters["partial_rotary_factor"] = spec.rotary_dims / spec.head_dims
     if spec.rotary_scaling is not None:
         config["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
     if by_layer_type:

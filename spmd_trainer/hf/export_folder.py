@@ -123,7 +123,8 @@ def _plan(
         writing.check_directory("export_dir", path)
     leaves = named_leaves(job.partitioner.metadata.variables.mdl_vars)
     specs = {f"mdl_vars/{name}": leaf for name, leaf in leaves if not is_adapter(name)}
-    stored = next(iter(specs.values())).dtype if dtype is None else jnp.dtype(dtype)
+    learning = next(leaf for path, leaf in specs.items() if path.startswith(tensor_names.ROOT))
+    stored = learning.dtype if dtype is None else jnp.dtype(dtype)
     config = _config(spec, source, architecture, stored.name)
     variables = tensor_names.variables_of(spec, FAMILIES[config["architectures"][0]])
     if surplus := sorted(set(specs) - set(variables)):
@@ -207,8 +208,9 @@ def _write_rest(target: epath.Path, plan: _Plan, source: epath.Path | None) -> N
     """Writes the index, the tokenizer and the configs; config.json, which makes the folder one, comes last."""
     if SINGLE not in plan.files:
         weight_map = {tensor.described.name: name for name, tensors in plan.files.items() for tensor in tensors}
-        total = sum(tensor.described.nbytes for tensors in plan.files.values() for tensor in tensors)
-        count = total // next(iter(plan.files.values()))[0].described.dtype.itemsize
+        described = [tensor.described for tensors in plan.files.values() for tensor in tensors]
+        total = sum(one.nbytes for one in described)
+        count = sum(one.nbytes // one.dtype.itemsize for one in described)
         metadata = {"total_parameters": count, "total_size": total}
         writing.write_json(target / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
     generation = None if source is None else read_json(source, GENERATION_CONFIG)

@@ -63,6 +63,18 @@ _SHARED_DEFAULTS = {
     "attention_bias": False,
 }
 _MOE_DEFAULTS = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
+# Settings of how experts are chosen, with the values of families that don't have them.
+ROUTING_OFF: Mapping[str, tuple[Any, ...]] = {
+    "scoring_func": (None, "softmax"),
+    "topk_method": (None, "greedy"),
+    "norm_topk_prob": (None, True),
+    "routed_scaling_factor": (None, 1, 1.0),
+    "n_group": (None, 1),
+    "topk_group": (None, 1),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "first_k_dense_replace": (None, 0),
+}
 _GEMMA_KEYS = {
     **_SHARED_KEYS,
     "activation": "hidden_activation",
@@ -184,6 +196,33 @@ FAMILIES = {
             own.read_mixtral,
             own.write_mixtral,
             off={"attention_bias": (None, False), "router_jitter_noise": (None, 0, 0.0)},
+        ),
+        Family(
+            "Glm4MoeForCausalLM",
+            "glm4_moe",
+            _SHARED_KEYS,
+            {
+                **_SHARED_DEFAULTS,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "max_position_embeddings": 131072,
+                "partial_rotary_factor": 0.5,
+                "use_qk_norm": False,
+                "n_routed_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 1408,
+                "first_k_dense_replace": 1,
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 1.0,
+                "n_group": 1,
+                "topk_group": 1,
+                "n_shared_experts": 1,
+                "num_nextn_predict_layers": 0,
+            },
+            {},
+            own.read_glm4_moe,
+            own.write_glm4_moe,
+            off={"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
         ),
         Family(
             "Gemma2ForCausalLM",

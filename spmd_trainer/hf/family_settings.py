@@ -126,6 +126,45 @@ def _write_moe(moe: MoeSpec, config: Settings) -> None:
         config["router_aux_loss_coef"] = float(moe.aux_loss_weight)
 
 
+def read_glm4_moe(config: Settings, fields: Settings) -> None:
+    fields["qkv_bias"] = bool(config["attention_bias"])
+    fields["query_key_norm"] = "head" if config["use_qk_norm"] else None
+    fields["moe"] = MoeSpec(
+        num_experts=config["n_routed_experts"],
+        num_experts_per_token=config["num_experts_per_tok"],
+        hidden_dims=config["moe_intermediate_size"],
+        dense_layers=config["first_k_dense_replace"],
+        score="sigmoid",
+        normalise_top_k=bool(config["norm_topk_prob"]),
+        scaling_factor=config["routed_scaling_factor"],
+        num_groups=config["n_group"],
+        num_chosen_groups=config["topk_group"],
+        shared_dims=config["n_shared_experts"] * config["moe_intermediate_size"],
+        choice_bias=True,
+        # transformers does not move them, and fine-tuning is not where a load goes wrong.
+        choice_bias_rate=0.0,
+    )
+
+
+def write_glm4_moe(spec: DecoderSpec, config: Settings) -> None:
+    moe = spec.moe
+    if moe is None:
+        raise HfError("it has experts, and the model has none")
+    if moe.shared_dims % moe.hidden_dims:
+        raise HfError(f"moe.shared_dims={moe.shared_dims} is not a multiple of moe.hidden_dims={moe.hidden_dims}")
+    config["attention_bias"] = spec.qkv_bias
+    config["use_qk_norm"] = spec.query_key_norm is not None
+    config["n_routed_experts"] = moe.num_experts
+    config["num_experts_per_tok"] = moe.num_experts_per_token
+    config["moe_intermediate_size"] = moe.hidden_dims
+    config["first_k_dense_replace"] = moe.dense_layers
+    config["norm_topk_prob"] = moe.normalise_top_k
+    config["routed_scaling_factor"] = float(moe.scaling_factor)
+    config["n_group"], config["topk_group"] = moe.num_groups, moe.num_chosen_groups
+    config["n_shared_experts"] = moe.shared_dims // moe.hidden_dims
+    config["num_nextn_predict_layers"] = 0
+
+
 def read_mixtral(config: Settings, fields: Settings) -> None:
     read_window_of_all(config, fields)
     fields["moe"] = MoeSpec(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 from etils import epath
 
 from spmd_trainer.checkpointing import step_files
@@ -96,6 +98,15 @@ def open_folder(directory: epath.PathLike) -> HfFolder:
     tensors = {name: tensor for name, tensor in tensors.items() if not _BUFFERS.search(name)}
     if spec.tied_embeddings:
         tensors.pop(_TIED, None)  # transformers does not read it either
+    further = int(config.get("num_nextn_predict_layers") or 0)
+    not_read = tuple(f"{base}layers.{spec.num_layers + n}." for n in range(further))
+    if not_read and any(name.startswith(not_read) for name in tensors):
+        logging.warning(
+            "%s: layers that predict further tokens are not read: %s*. transformers does not read them either",
+            path,
+            "*, ".join(not_read),
+        )
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(not_read)}
     folder = HfFolder(path, config, family, spec, variables, tensors)
     _check_tensors(folder)
     return folder
@@ -240,7 +251,8 @@ def require_agreement(directory: epath.PathLike, spec: DecoderSpec) -> None:
     differing = config_json.differing_fields(there, spec)
     if differing:
         details = ", ".join(
-            f"{name} ({getattr(there, name)!r} there, {getattr(spec, name)!r} here)" for name in differing
+            f"{name} ({operator.attrgetter(name)(there)!r} there, {operator.attrgetter(name)(spec)!r} here)"
+            for name in differing
         )
         raise HfMismatchError(
             f"Hugging Face folder {directory} holds another model: {details}. Build it from the folder: lm.hf.FromFolder"

@@ -28,17 +28,18 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: is_whole(value) and 0 < value <= _LARGEST,
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings original_max_position_embeddings sliding_window_pattern _sliding_window_pattern num_experts "
-        "num_experts_per_tok num_local_experts moe_intermediate_size n_embd n_head n_inner n_layer n_positions",
+        "num_experts_per_tok num_local_experts moe_intermediate_size n_embd n_head n_inner n_layer n_positions "
+        "n_routed_experts n_group topk_group",
     ),
     # Some folders give 0 where there is no window.
     f"a whole number of 0 or more, at most {_LARGEST:,}": (
         lambda value: is_whole(value) and 0 <= value <= _LARGEST,
-        "sliding_window max_window_layers",
+        "sliding_window max_window_layers n_shared_experts first_k_dense_replace num_nextn_predict_layers",
     ),
     "a number above 0": (
         lambda value: is_number(value) and value > 0,
         "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping "
-        "final_logit_softcapping",
+        "final_logit_softcapping routed_scaling_factor partial_rotary_factor",
     ),
     "a number of 0 or more": (lambda value: is_number(value) and value >= 0, "router_aux_loss_coef"),
     "a number": (
@@ -49,7 +50,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "true or false": (
         lambda value: isinstance(value, bool),
         "attention_bias mlp_bias norm_topk_prob output_router_logits scale_attn_weights tie_word_embeddings truncate "
-        "use_sliding_window",
+        "use_qk_norm use_sliding_window",
     ),
     "a list of texts": (
         lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),

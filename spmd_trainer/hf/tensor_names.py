@@ -1,8 +1,8 @@
 """The mapping between a Hugging Face folder's tensors and a decoder's variables, with the order of their dimensions.
 
 A layout writes both shapes as in einops: '(n h) d -> d n h' is a tensor with first dimension heads * head width, for a variable
-[D, N, H]. Letters: v vocabulary, p positions, d model width, n and k query and key/value heads, h head
-width, f feed-forward width, e experts; c parts fused in one tensor (GPT-2's query, key and value).
+[D, N, H]. Letters: v vocabulary, p positions, d model width, n and k query and key/value heads, h head width, f feed-forward
+width, e experts, x an expert's width, s the shared experts' width; c parts fused in one tensor (GPT-2's query, key and value).
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from spmd_trainer.hf.families import Family
-from spmd_trainer.models.decoder_spec import DecoderSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
 
 ROOT = "mdl_vars/params/lm/"
+# Of variables that don't learn.
+_NON_TRAINABLE = "mdl_vars/non_trainable/lm/"
 FUSED = "c"
 
 
@@ -23,16 +25,18 @@ class Rule:
     """A variable and the tensor that holds it, for one layer and one expert.
 
     Attributes:
-      path: the variable, below `params/lm/` or below a layer.
+      path: the variable, below `root` or below a layer.
       name: the tensor, below the model or below a layer; '{expert}' is the number of an expert.
       layout: see above. It omits the variable's leading dimensions (stacked layers, experts in '{expert}').
       part: index among the tensors fused along 'c'.
+      root: beginning of the variable's path.
     """
 
     path: str
     name: str
     layout: str
     part: int = 0
+    root: str = ROOT
 
     @property
     def of_experts(self) -> bool:
@@ -49,12 +53,14 @@ class Names:
       layer: prefix of a layer, below `base`.
       model: rules of the variables outside the layers.
       in_layer: rules of a layer's variables.
+      in_first_layer: the same of the first layers, those without experts of a model with experts.
     """
 
     base: str
     layer: str
     model: tuple[Rule, ...]
     in_layer: tuple[Rule, ...]
+    in_first_layer: tuple[Rule, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +101,11 @@ class Variable:
     path: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+    @property
+    def learns(self) -> bool:
+        """False for a variable that the optimizer doesn't change."""
+        return not self.path.startswith(_NON_TRAINABLE)
 
 
 def names_of(spec: DecoderSpec, family: Family) -> Names:
@@ -152,8 +163,9 @@ def _llama_like(spec: DecoderSpec, model_type: str) -> Names:
         if spec.query_key_norm is not None:
             layout = "h -> h" if spec.query_key_norm == "head" else f"({n} h) -> {n} h"
             layer.append(Rule(f"attention/{ours}_norm/scale", f"self_attn.{ours[0]}_norm.weight", layout))
-    layer += _feed_forward(spec) if spec.moe is None else _experts(model_type)
-    return Names("model.", "layers.{layer}.", tuple(model), tuple(layer))
+    dense = (*layer, *_feed_forward(spec))
+    usual = dense if spec.moe is None else (*layer, *_experts(spec.moe, model_type))
+    return Names("model.", "layers.{layer}.", tuple(model), usual, dense)
 
 
 _NORM_NAMES = {
@@ -177,22 +189,21 @@ def _feed_forward(spec: DecoderSpec) -> list[Rule]:
     return found
 
 
-def _experts(model_type: str) -> list[Rule]:
+def _experts(moe: MoeSpec, model_type: str) -> list[Rule]:
     if model_type == "mixtral":
         inside, theirs = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
     else:
         inside, theirs = "mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    return [
-        Rule("moe/router/w", f"{inside}.gate.weight", "e d -> d e"),
-        *(
-            Rule(
-                f"moe/{ours}/w",
-                f"{inside}.experts.{{expert}}.{name}.weight",
-                "d f -> f d" if ours == "down" else "f d -> d f",
-            )
-            for ours, name in theirs.items()
-        ),
-    ]
+    found = [Rule("moe/router/w", f"{inside}.gate.weight", "e d -> d e")]
+    if moe.choice_bias:
+        name = f"{inside}.gate.e_score_correction_bias"
+        found.append(Rule("moe/router/choice_bias", name, "e -> e", root=_NON_TRAINABLE))
+    places = {"moe": ("experts.{expert}", "x"), **({"moe/shared": ("shared_experts", "s")} if moe.shared_dims else {})}
+    for place, (name, width) in places.items():
+        for ours, projection in theirs.items():
+            layout = f"d {width} -> {width} d" if ours == "down" else f"{width} d -> d {width}"
+            found.append(Rule(f"{place}/{ours}/w", f"{inside}.{name}.{projection}.weight", layout))
+    return found
 
 
 def _norm(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
@@ -208,8 +219,8 @@ def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
         base = "" if rule.name.startswith("lm_head.") else names.base
         found[ROOT + rule.path] = _variable(ROOT + rule.path, (), [((), base, rule)], sizes)
     for prefix, layers in _layers(spec):
-        for rule in names.in_layer:
-            path = f"{ROOT}{prefix}/{rule.path}"
+        for rule in names.in_first_layer if prefix.startswith("first_layers_") else names.in_layer:
+            path = f"{rule.root}{prefix}/{rule.path}"
             stacked = (len(layers),) if prefix.startswith("layers/") else ()
             entries = [
                 ((r,) if stacked else (), names.base + names.layer.format(layer=layer), rule)
@@ -221,12 +232,14 @@ def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
 
 def _layers(spec: DecoderSpec) -> Iterator[tuple[str, list[int]]]:
     """Yields the layers' paths in the model, with their numbers in the folder."""
-    period, repeats = len(spec.layer_pattern), spec.num_repeats
+    period, repeats, first = len(spec.layer_pattern), spec.num_repeats, len(spec.first_layers)
+    for j in range(first):
+        yield f"first_layers_{j}", [j]
     if repeats:
         for p in range(period):
-            yield f"layers/sub/layer_{p}", [r * period + p for r in range(repeats)]
-    for j in range(spec.num_layers % period):
-        yield f"last_layers_{j}", [repeats * period + j]
+            yield f"layers/sub/layer_{p}", [first + r * period + p for r in range(repeats)]
+    for j in range(len(spec.last_layers)):
+        yield f"last_layers_{j}", [first + repeats * period + j]
 
 
 def _variable(
@@ -263,7 +276,9 @@ def _sizes(spec: DecoderSpec) -> dict[str, int]:
         "n": spec.num_heads,
         "k": spec.num_kv_heads,
         "h": spec.head_dims,
-        "f": spec.hidden_dims if spec.moe is None else spec.moe.hidden_dims,
+        "f": spec.hidden_dims,
         "e": 0 if spec.moe is None else spec.moe.num_experts,
+        "x": 0 if spec.moe is None else spec.moe.hidden_dims,
+        "s": 0 if spec.moe is None else spec.moe.shared_dims,
         FUSED: 3,
     }

@@ -47,12 +47,17 @@ class ToWrite:
 
 
 def tensors_of(variables: Mapping[str, Variable], dtype: np.dtype[Any]) -> list[ToWrite]:
-    """Returns the tensors in the order of the variables. Fused ones have several parts."""
+    """Returns the tensors in the order of the variables. Fused ones have several parts. What does not learn stays float32: biases
+    of experts differ by less than bfloat16 resolves.
+    """
     parts: dict[str, list[tuple[Variable, Piece]]] = {}
     for variable in variables.values():
         for piece in variable.pieces:
             parts.setdefault(piece.name, []).append((variable, piece))
-    return [ToWrite(Described(name, dtype, found[0][1].shape), tuple(found)) for name, found in parts.items()]
+    return [
+        ToWrite(Described(name, dtype if found[0][0].learns else np.dtype(np.float32), found[0][1].shape), tuple(found))
+        for name, found in parts.items()
+    ]
 
 
 def check_directory(name: str, path: epath.Path) -> None:

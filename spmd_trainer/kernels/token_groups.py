@@ -171,6 +171,14 @@ def sort(chosen: jax.Array, parts: TokenParts) -> Groups:
     return Groups(sizes, token, choice, place, pair, chosen.size)
 
 
+def for_each_token(fn: Callable[[jax.Array], jax.Array], x: jax.Array, parts: TokenParts) -> jax.Array:
+    """Returns `fn` of tokens [batch, time, ...], each device with its own ones. XLA would compute a top-k of the whole batch on
+    every device.
+    """
+    found: jax.Array = parts.on_each_device(fn, "t", "t")(_with_rows(x, parts, 0))
+    return found[: x.shape[0]]
+
+
 def dispatch(x: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
     """Returns the sorted rows [S, X, M, D] of tokens [batch, time, D]."""
     return _dispatch(parts, _with_rows(x, parts, 0), groups)

@@ -21,13 +21,17 @@ H the width of a head, F the feed-forward width, E the experts:
 | LAYER/`mlp/gate/b`, `mlp/up/b`; `mlp/down/b` | [F]; [D] | mlp_bias, no moe |
 | LAYER/`moe/router/w` | [D, E] | moe |
 | LAYER/`moe/gate/w`, `moe/up/w`; `moe/down/w` | [E, D, F]; [E, F, D] | moe |
+| LAYER/`moe/shared/gate/w`, `moe/shared/up/w`; `moe/shared/down/w` | [D, S]; [S, D] | moe.shared_dims = S |
 | `final_norm/scale` | [D] | always |
 | `logits/w` | [D, V] | not tied_embeddings |
 
-A norm of kind 'layer' also has a `/bias` of the same shape as its scale. With P = len(layer_pattern) and R = num_layers // P,
-the first R * P layers are stacked: LAYER is `layers/sub/layer_{p}` for p < P, and its variables have a leading dimension of R.
-Index r of it is layer r * P + p of the model. The last num_layers % P layers stand alone: LAYER is `last_layers_{j}`, without
-that dimension, and is layer R * P + j.
+A norm of kind 'layer' also has a `/bias` of the same shape as its scale. The first K = moe.dense_layers layers (0 without moe)
+stand alone: LAYER is `first_layers_{j}`, and they have no experts. Of the other N layers, with P = len(layer_pattern) and
+R = N // P, the first R * P are stacked: LAYER is `layers/sub/layer_{p}` for p < P, and its variables have a leading dimension of
+R. Index r of it is layer K + r * P + p of the model. The last N % P layers stand alone, too: LAYER is `last_layers_{j}`, layer
+K + R * P + j.
+
+With moe.choice_bias, there is also LAYER/`moe/router/choice_bias`, [E], below `non_trainable/lm/`.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ NORM_PLACEMENTS = ("pre", "pre_and_post", "post")
 QUERY_KEY_NORMS = (None, "head", "all")
 POSITIONS = ("rotary", "learned")
 LAYER_KINDS = ("global", "local")
+ROUTER_SCORES = ("softmax", "sigmoid")
 ROTARY_SCALINGS = ("linear", "llama3", "yarn")
 
 
@@ -98,25 +103,67 @@ class MoeSpec:
       num_experts: experts per layer, E.
       num_experts_per_token: experts per token.
       hidden_dims: width of an expert, F.
-      normalise_top_k: divide the probabilities of a token's experts by their sum.
+      dense_layers: the first layers of the model, which have a feed-forward layer of `DecoderSpec.hidden_dims` and no experts.
+      score: how the router's logits become scores: 'softmax' over the experts, or 'sigmoid' of each.
+      normalise_top_k: divide the scores of a token's experts by their sum.
+      scaling_factor: factor of the routed experts' weights, after that division.
+      num_groups: groups of experts of equal size. A token's experts are of its best `num_chosen_groups` groups; a group's score
+        is the sum of the scores of its two best experts (DeepSeek V3, arXiv:2412.19437). 1: no groups.
+      num_chosen_groups: groups of a token.
+      shared_dims: width of a feed-forward layer that computes all tokens, beside the experts (shared experts); 0: none.
+      choice_bias: experts and groups are chosen by score + bias, one bias for each expert; an expert's weight doesn't have it.
+        After each training step, the bias of an expert with less than the mean load rises by `choice_bias_rate`, and that of one
+        with more falls by it (arXiv:2408.15664). The load is that of the whole batch, without padding. Adapters keep the biases
+        of their base.
+      choice_bias_rate: see there. 0 keeps the biases.
       aux_loss_weight: weight of the load-balancing loss (arXiv:2101.03961, equation 4; averaged over the layers) in the total
-        loss.
+        loss. Scores of 'sigmoid' are divided by their sum for it.
+      z_loss_weight: weight of the mean square of the logits' log-sum-exp (arXiv:2202.08906, equation 5; averaged over the layers)
+        in the total loss.
     """
 
     num_experts: int = 0
     num_experts_per_token: int = 0
     hidden_dims: int = 0
+    dense_layers: int = 0
+    score: str = "softmax"
     normalise_top_k: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    shared_dims: int = 0
+    choice_bias: bool = False
+    choice_bias_rate: float = 0.001
     aux_loss_weight: float = 0.0
+    z_loss_weight: float = 0.0
 
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each."""
-        found = _not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims"))
+        found = _not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims", "scaling_factor"))
+        found += _not_one_of("score", self.score, ROUTER_SCORES)
         if self.num_experts_per_token > self.num_experts:
             found.append(
                 f"num_experts_per_token={self.num_experts_per_token} is greater than num_experts={self.num_experts}"
             )
-        return found
+        for field in ("shared_dims", "choice_bias_rate", "aux_loss_weight", "z_loss_weight", "dense_layers"):
+            if not getattr(self, field) >= 0:
+                found.append(f"{field}={getattr(self, field)}; give 0 or more")
+        return found or self._problems_of_groups()
+
+    def _problems_of_groups(self) -> list[str]:
+        if not 1 <= self.num_chosen_groups <= self.num_groups:
+            return [f"num_chosen_groups={self.num_chosen_groups}; give 1 to num_groups={self.num_groups}"]
+        if self.num_experts % self.num_groups:
+            return [f"num_groups={self.num_groups} does not divide num_experts={self.num_experts}"]
+        size = self.num_experts // self.num_groups
+        if size < 2 and self.num_groups > 1:
+            return [f"num_groups={self.num_groups}: a group of num_experts={self.num_experts} has fewer than 2 experts"]
+        if self.num_experts_per_token > size * self.num_chosen_groups:
+            return [
+                f"num_experts_per_token={self.num_experts_per_token} is greater than the {size * self.num_chosen_groups} "
+                f"experts of num_chosen_groups={self.num_chosen_groups}"
+            ]
+        return []
 
 
 @dataclasses.dataclass
@@ -126,7 +173,7 @@ class DecoderSpec:
     Attributes:
       vocab_size: number of token ids, V.
       model_dims: width of the residual stream, D.
-      hidden_dims: width of the feed-forward layers, F. Not used with `moe`.
+      hidden_dims: width of the feed-forward layers, F. With `moe`, only its `dense_layers` have it.
       num_layers: number of layers.
       num_heads: query heads, N.
       num_kv_heads: key and value heads, K; divides num_heads.
@@ -147,6 +194,7 @@ class DecoderSpec:
       positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
       max_positions: longest sequence. With positions='learned' it is a dimension of a variable; otherwise it is only
         informative.
+      rotary_dims: the first dimensions of a head, which alone are rotated; 0: all.
       rotary_base: base of the rotary frequencies (rope theta).
       rotary_scaling: change of the frequencies; None for none.
       local_rotary_base: base of the local layers, whose frequencies are then not scaled; None: local layers have the
@@ -183,6 +231,7 @@ class DecoderSpec:
     query_scale: float | None = None
     positions: str = "rotary"
     max_positions: int = 0
+    rotary_dims: int = 0
     rotary_base: float = 10_000.0
     rotary_scaling: RotaryScaling | None = None
     local_rotary_base: float | None = None
@@ -198,32 +247,54 @@ class DecoderSpec:
     initializer_range: float = 0.02
 
     @property
+    def num_dense_layers(self) -> int:
+        """K, the number of first layers without experts, of a model with experts."""
+        return 0 if self.moe is None else self.moe.dense_layers
+
+    @property
+    def first_layers(self) -> tuple[str, ...]:
+        """Kinds of the first layers, which have no experts."""
+        return self.layer_kinds[: self.num_dense_layers]
+
+    @property
+    def repeated_pattern(self) -> tuple[str, ...]:
+        """Kinds of the layers that are repeated together."""
+        start = self.num_dense_layers % len(self.layer_pattern)
+        return (*self.layer_pattern[start:], *self.layer_pattern[:start])
+
+    @property
     def num_repeats(self) -> int:
         """R, the number of repetitions of the whole pattern."""
-        return self.num_layers // len(self.layer_pattern)
+        return (self.num_layers - self.num_dense_layers) // len(self.layer_pattern)
 
     @property
     def last_layers(self) -> tuple[str, ...]:
         """Kinds of the layers after the last whole pattern."""
-        return tuple(self.layer_pattern[: self.num_layers % len(self.layer_pattern)])
+        return self.repeated_pattern[: (self.num_layers - self.num_dense_layers) % len(self.layer_pattern)]
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """Kinds of all layers, in order."""
-        return tuple(self.layer_pattern) * self.num_repeats + self.last_layers
+        return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
 
     @property
     def num_values_at_least(self) -> int:
         """A lower bound of the values in all variables: the embedding, and each layer's largest weights."""
         attention = 2 * self.model_dims * self.num_heads * self.head_dims
-        experts, width = (1, self.hidden_dims) if self.moe is None else (self.moe.num_experts, self.moe.hidden_dims)
-        layer = attention + 2 * experts * self.model_dims * width
-        return self.vocab_size * self.model_dims + self.num_layers * layer
+        moe, dense = self.moe, self.num_dense_layers
+        width = self.hidden_dims if moe is None else moe.num_experts * moe.hidden_dims + moe.shared_dims
+        widths = dense * self.hidden_dims + (self.num_layers - dense) * width
+        return self.vocab_size * self.model_dims + self.num_layers * attention + 2 * self.model_dims * widths
 
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each, beginning with the field."""
         sizes = ["vocab_size", "model_dims", "num_layers", "num_heads", "num_kv_heads", "head_dims"]
-        found = _not_positive(self, [*sizes, "hidden_dims"] if self.moe is None else sizes)
+        has_dense = self.moe is None or self.moe.dense_layers
+        found = _not_positive(self, [*sizes, "hidden_dims"] if has_dense else sizes)
+        if self.num_dense_layers >= self.num_layers > 0:
+            found.append(
+                f"moe.dense_layers={self.num_dense_layers}; num_layers={self.num_layers} leaves no layer with experts"
+            )
         found += _not_one_of("activation", self.activation, ACTIVATIONS)
         found += _not_one_of("norm", self.norm, NORMS)
         found += _not_one_of("norm_placement", self.norm_placement, NORM_PLACEMENTS)
@@ -258,6 +329,10 @@ class DecoderSpec:
         found = _not_positive(self, ["rotary_base"])
         if self.head_dims % 2:
             found.append(f"head_dims={self.head_dims} is odd; rotary embeddings need an even width")
+        if self.rotary_dims % 2 or not 0 <= self.rotary_dims <= self.head_dims:
+            found.append(
+                f"rotary_dims={self.rotary_dims}; give an even number up to head_dims={self.head_dims}, or 0 for all"
+            )
         if self.local_rotary_base is not None and not self.local_rotary_base > 0:
             found.append(f"local_rotary_base={self.local_rotary_base}; give a number above 0, or None")
         return found

@@ -16,6 +16,12 @@ from spmd_trainer.sharding.variables import path_str
 FROZEN = "_frozen"
 # Beginning of the collection of variables of which a token reads a part; the share follows, such as '8/128' for experts.
 READ_PER_TOKEN = "_read_per_token:"
+# A layer's summary with the tokens of each expert in a training step, a histogram: [experts], or [repetitions, experts] of a
+# repeated layer. With minibatches, or rows divided by hand, their mean.
+LOAD = "expert_load"
+# Beginning of the collection of a layer's variable that each training step moves by +-rate, up where the layer's load is below
+# its mean; the rate follows.
+MOVED_BY_LOAD = "_moved_by_load:"
 # How a regex writes the index of a list: Pax's `x_layers\[0\]` or `x_layers.0.`, and this project's `x_layers/0`.
 _PAX_INDEX = re.compile(r"\\\[|\[\[\]|(?<!\\)\.\d+\.")
 _OWN_INDEX = re.compile(r"/(?:\d|\\d|\[\d)")
@@ -60,6 +66,12 @@ def read_per_token(hparams: Any) -> float:
     """Returns the share of a variable's elements that computes one token: less than 1 for experts."""
     shares = [name.removeprefix(READ_PER_TOKEN) for name in hparams.collections if name.startswith(READ_PER_TOKEN)]
     return float(fractions.Fraction(shares[0])) if shares else 1.0
+
+
+def load_rate(hparams: Any) -> float | None:
+    """Returns the rate at which a variable is moved by its load; None if it isn't."""
+    rates = [name.removeprefix(MOVED_BY_LOAD) for name in hparams.collections if name.startswith(MOVED_BY_LOAD)]
+    return float(rates[0]) if rates else None
 
 
 def explicitly_excluded(var_weight_hparams: Any, learner: Any) -> Any:

@@ -7,6 +7,7 @@ because their arrays may be integers of any size; few models have them.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -17,6 +18,7 @@ import numpy as np
 from clu import metrics
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.step import masks
 from spmd_trainer.step.step_fns import StepFnOutput
 
 CluMetrics: TypeAlias = Mapping[str, metrics.Metric]
@@ -25,6 +27,8 @@ Packed: TypeAlias = tuple[jax.Array, CluMetrics]
 
 # praxis appends the type of a summary to its name; a layer that is applied several times appends a number after that.
 _KIND = re.compile(r"_(aggregate_)?scalar(?=(/\d+)*$)")
+# End of the names of summaries with the tokens of experts.
+_LOAD_KEY = f"/{masks.LOAD}_histogram"
 
 
 def summary_name(key: str) -> str:
@@ -35,21 +39,22 @@ def summary_name(key: str) -> str:
 class ScalarPacking:
     """Packs loss, weighted scalars and scalar summaries of a step into one float32 vector, and unpacks them by name.
 
-    clu metrics travel beside the vector. Tracing `pack` stores the names, so each step function needs its own
-    instance.
+    The tokens of experts are arrays at the vector's end. clu metrics travel beside it. Tracing `pack` stores the names, so each
+    step function needs its own instance.
     """
 
     def __init__(self) -> None:
         self._has_loss = False
         self._weighted: list[str] = []
         self._summaries = SummaryNames()
+        self._loads: dict[str, tuple[int, ...]] = {}
 
     def pack(self, output: StepFnOutput) -> Packed:
         """Returns float32 [loss, value and weight of each weighted scalar, summaries], and clu metrics. Called while
         tracing.
 
         A repeated layer's summaries are one array; they become 'layer/norm/0', 'layer/norm/1', ... Summaries of other
-        types (images, histograms, tensors) are left out.
+        types (images, histograms, tensors) are left out, except the tokens of experts.
 
         Raises:
           ValueError: the loss or a weighted scalar is not a scalar.
@@ -64,18 +69,27 @@ class ScalarPacking:
                 values, name = jnp.squeeze(value), summary_name(key)
                 names += ["/".join((name, *map(str, index))) for index in np.ndindex(values.shape)]
                 parts.append(jnp.ravel(jnp.asarray(values, jnp.float32)))
+        loads = {
+            k.removesuffix(_LOAD_KEY): v for k, v in sorted(output.summary_tensors.items()) if k.endswith(_LOAD_KEY)
+        }
+        parts += [jnp.ravel(load.astype(jnp.float32)) for load in loads.values()]
+        self._loads = {name: load.shape for name, load in loads.items()}
         self._weighted, self._summaries = list(weighted), SummaryNames(names)
         return jnp.concatenate(parts), dict(output.clu_metrics or {})
 
     def unpack(self, packed: Packed) -> Scalars:
         """Returns the scalars of a step; waits for the device."""
         vector, clu = jax.tree.map(_on_host, packed)
+        loads = {}
+        for name, shape in reversed(self._loads.items()):
+            vector, load = np.split(vector, [-math.prod(shape)])
+            loads[name] = load.reshape(shape)
         values = vector.tolist()
         loss = values.pop(0) if self._has_loss else None
         end = 2 * len(self._weighted)
         weighted = dict(zip(self._weighted, values[0:end:2], strict=True))
         weights = dict(zip(self._weighted, values[1:end:2], strict=True))
-        return Scalars(loss, weighted, weights, self._summaries, values[end:], clu)
+        return Scalars(loss, weighted, weights, self._summaries, values[end:], clu, loads)
 
 
 def _on_host(x: Any) -> np.ndarray:
@@ -113,6 +127,7 @@ class Scalars(Mapping[str, float]):
       means: mean of each weighted scalar over the batch.
       weights: weight of each weighted scalar.
       clu: the model's clu metrics over the batch, to merge with those of other batches.
+      loads: not in the mapping: the tokens of each expert by layer; see `masks.LOAD`.
     """
 
     def __init__(
@@ -123,11 +138,13 @@ class Scalars(Mapping[str, float]):
         summary_names: SummaryNames | None = None,
         summary_values: Sequence[float] = (),
         clu: CluMetrics | None = None,
+        loads: Mapping[str, np.ndarray] | None = None,
     ):
         self.loss = loss
         self.means = means or {}
         self.weights = weights or {}
         self.clu = clu or {}
+        self.loads = loads or {}
         self._names = summary_names or SummaryNames()
         self._values = summary_values
 

@@ -10,6 +10,7 @@ from spmd_trainer.storage.run_files import PAGE, has_run
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.periodic import Schedule
 from spmd_trainer.training.run_config import TrainConfig
+from spmd_trainer.watch.expert_load import ExpertLoad
 from spmd_trainer.watch.invalid_batches import InvalidBatches
 from spmd_trainer.watch.loss_spikes import LossSpikes
 from spmd_trainer.watch.pages import run_page
@@ -31,6 +32,7 @@ def of_run(job: Job) -> list[Callback]:
         InvalidBatches(),
         parts,
         LossSpikes(),
+        ExpertLoad(),
         ReplicaCheck(config.check_replicas_every),
         ProgressLines(Schedule.of_run(config).upcoming),
         Profiler(),

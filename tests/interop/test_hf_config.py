@@ -65,6 +65,39 @@ GEMMA3 = {
 }
 
 
+# GLM-4.5-Air, as its makers wrote it.
+GLM4_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+
+
 def golden(name):
     return json.loads((DATA / name / "config.json").read_text())
 
@@ -98,6 +131,18 @@ def test_the_spelling_of_transformers_4():
     )
 
 
+def test_experts_with_biases_groups_and_shared_ones():
+    spec = config_json.spec_of({**GLM4_AIR, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}, "config.json")
+    assert (spec.rotary_dims, spec.qkv_bias, spec.first_layers) == (64, True, ("global",))
+    assert dataclasses.asdict(spec.moe) == {
+        "num_experts": 128, "num_experts_per_token": 8, "hidden_dims": 1408, "dense_layers": 1, "score": "sigmoid",
+        "normalise_top_k": True, "scaling_factor": 2.5, "num_groups": 8, "num_chosen_groups": 4, "shared_dims": 1408,
+        "choice_bias": True, "choice_bias_rate": 0.0, "aux_loss_weight": 0.0, "z_loss_weight": 0.0,
+    }  # fmt: skip
+    with raises_naming(UserError, "scoring_func", "softmax", "sigmoid"):
+        config_json.spec_of({**GLM4_AIR, "scoring_func": "softmax"}, "config.json")
+
+
 def test_defaults_are_those_of_the_family():
     spec = config_json.spec_of(GEMMA3, "config.json")
     assert spec.tied_embeddings  # transformers 4 does not write it
@@ -129,6 +174,14 @@ def test_a_spec_that_no_architecture_has():
         config_json.config_of(spec)
     with raises_naming(UserError, "GPT2LMHeadModel", "embedding_scale"):
         config_json.config_of(spec, "GPT2LMHeadModel")
+
+
+def test_routing_that_no_architecture_has_is_named():
+    spec = golden_spec("qwen3_moe")
+    spec.moe = dataclasses.replace(spec.moe, score="sigmoid", choice_bias=True, shared_dims=4, z_loss_weight=0.1)
+    with raises_naming(UserError, "Qwen3MoeForCausalLM", "moe.score", "moe.choice_bias", "moe.shared_dims") as info:
+        config_json.config_of(spec)
+    assert "z_loss_weight" not in str(info.value)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +220,13 @@ def test_a_missing_setting_is_named():
     [
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported; 'softmax' is"),
+        ("qwen3_moe", {"n_group": 8}, "n_group=8 is not supported"),
+        ("qwen3_moe", {"topk_group": 4}, "topk_group=4 is not supported"),
+        ("qwen3_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5 is not supported"),
+        ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported"),
+        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported; True is"),
+        ("mixtral", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported"),
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 8"),
         ("gemma3", {"layer_types": ["chunked_attention"] * 8}, "layer_types has 'chunked_attention'"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),

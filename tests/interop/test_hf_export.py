@@ -27,6 +27,7 @@ FAMILIES = [
     "qwen3_moe_wide",
     "mistral_wide_heads",
     "mixtral",
+    "glm4_moe_groups",
     "gemma2_no_caps",
     "gemma3",
     "gpt2",
@@ -85,6 +86,16 @@ def test_several_files_another_dtype_and_a_config_made_from_the_model(llama, tmp
     assert exported.keys() == originals.keys() == index["weight_map"].keys()
     for name, array in exported.items():
         np.testing.assert_array_equal(array, originals[name].astype(ml_dtypes.bfloat16))
+
+
+def test_biases_of_experts_stay_float32(tmp_path):
+    """In a model of bfloat16, too: they differ by less than it resolves."""
+    job = make_job(DATA / "glm4_moe", mesh_of(1, 2, 1), VARIABLE_DTYPE="bfloat16")
+    hf.export(read(DATA / "glm4_moe", job), job, tmp_path / "out")
+    originals, exported = values(DATA / "glm4_moe"), values(tmp_path / "out")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    np.testing.assert_array_equal(exported[name], originals[name])
+    assert {array.dtype.name for key, array in exported.items() if "e_score" not in key} == {"bfloat16"}
 
 
 def test_a_failed_export_leaves_nothing(llama, tmp_path, monkeypatch):

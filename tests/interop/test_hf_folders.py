@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -222,6 +223,18 @@ def test_buffers_of_older_versions_and_names_without_the_models_prefix(tmp_path)
     older["h.0.attn.bias"] = np.ones((1, 1, 96, 96), np.float32)
     rewrite(folder / "model.safetensors", older)
     assert sorted(hf.open_folder(folder).tensors) == sorted(arrays)
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path, caplog):
+    folder = shutil.copytree(DATA / "glm4_moe", tmp_path / "glm")
+    arrays = contents(folder / "model.safetensors")
+    rewrite(folder / "model.safetensors", {**arrays, "model.layers.3.eh_proj.weight": arrays["lm_head.weight"]})
+    with caplog.at_level(logging.WARNING):
+        assert hf.open_folder(folder).tensors.keys() == arrays.keys()
+    assert_names(caplog.text, "model.layers.3.", "not read")
+    edit_config(folder, num_nextn_predict_layers=0)
+    with raises_naming(hf.HfMismatchError, "surplus", "model.layers.3.eh_proj.weight"):
+        hf.open_folder(folder)
 
 
 def test_the_stored_projection_of_tied_embeddings_is_not_read(tmp_path):

@@ -55,6 +55,19 @@ def test_layers_of_a_pattern_take_turns():
     assert list(numbers.values()) == [["0", "3"], ["1", "4"], ["2", "5"], ["6"]]
 
 
+def test_layers_without_experts_come_first():
+    moe = MoeSpec(
+        num_experts=2, num_experts_per_token=1, hidden_dims=6, dense_layers=2, shared_dims=3, choice_bias=True
+    )
+    variables = tensor_names.variables_of(DecoderSpec(**SIZES, moe=moe), FAMILIES["Glm4MoeForCausalLM"])
+    names = {path: [piece.name for piece in variable.pieces] for path, variable in variables.items()}
+    assert names[f"{MODEL}first_layers_1/mlp/up/w"] == ["model.layers.1.mlp.up_proj.weight"]
+    assert names[f"{LAYER}0/moe/shared/up/w"] == [f"model.layers.{n}.mlp.shared_experts.up_proj.weight" for n in (2, 3)]
+    biases = LAYER.replace("params", "non_trainable") + "0/moe/router/choice_bias"
+    assert names[biases] == [f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (2, 3)]
+    assert not any("first" in path and "moe" in path for path in names)
+
+
 def test_shapes_are_those_of_the_tensors():
     (query,) = pieces("LlamaForCausalLM", f"{LAYER}0/attention/query/w", num_layers=1)
     assert (query.name, query.shape) == ("model.layers.0.self_attn.q_proj.weight", (4, 4))

@@ -47,6 +47,18 @@ def test_summaries_of_other_kinds_are_left_out():
     assert scalars.summaries == {"a": 1.0}
 
 
+def test_the_tokens_of_experts_are_arrays_beside_the_scalars():
+    loads = {"a/moe/router": jnp.arange(6.0).reshape(2, 3), "b/moe/router": jnp.array([7.0, 0.0])}
+    found = packed_and_read(
+        z_scalar=jnp.float32(1), **{f"{name}/expert_load_histogram": load for name, load in loads.items()}
+    )
+    assert dict(found) == {"loss": 2.5, "xent": 2.0, "z": 1.0}
+    assert {name: load.tolist() for name, load in found.loads.items()} == {
+        "a/moe/router": [[0, 1, 2], [3, 4, 5]],
+        "b/moe/router": [7, 0],
+    }
+
+
 def test_summaries_are_found_by_the_last_part_of_their_names():
     found = packed_and_read(
         **{

@@ -42,7 +42,7 @@ class Decoder:
     Attributes:
       spec: its DecoderSpec.
       layer: the praxis layer.
-      variables: {"params": ...}.
+      variables: {"params": ...}, and "non_trainable" if the model has such.
     """
 
     def __init__(self, spec_p, **fields):
@@ -50,11 +50,12 @@ class Decoder:
         self.spec = self.layer.spec
         ids = jnp.zeros((1, 2), jnp.int32)
         with evaluating():
-            params = self.layer.init(jax.random.key(0), ids, jnp.zeros(ids.shape))["params"]
-        leaves, treedef = jax.tree.flatten(params)
+            variables = self.layer.init(jax.random.key(0), ids, jnp.zeros(ids.shape))
+        kept = [name for name in variables if name in (base_layer.PARAMS, base_layer.NON_TRAINABLE)]
+        leaves, treedef = jax.tree.flatten({name: variables[name] for name in kept})
         rng = np.random.default_rng(1)
         moved = [x + 0.2 * rng.normal(size=x.shape).astype(np.float32) for x in leaves]
-        self.variables = {"params": jax.tree.unflatten(treedef, moved)}
+        self.variables = jax.tree.unflatten(treedef, moved)
 
     def __call__(self, ids, *, paddings=None, labels=None, train=False, **inputs):
         """Returns the outputs for ids [batch, time]."""

@@ -42,6 +42,25 @@ FORMS = {
     },
     "last layers only": {"num_layers": 1, "layer_pattern": ("local", "global"), "window": 3},
     "experts": {"moe": Config(MoeSpec, num_experts=3, num_experts_per_token=2, hidden_dims=5), "query_key_norm": "all"},
+    "all of a router": {
+        "moe": Config(
+            MoeSpec,
+            num_experts=6,
+            num_experts_per_token=2,
+            hidden_dims=5,
+            score="sigmoid",
+            scaling_factor=2.5,
+            num_groups=3,
+            num_chosen_groups=2,
+            shared_dims=4,
+            choice_bias=True,
+            dense_layers=1,
+        ),
+        "num_layers": 3,
+        "layer_pattern": ("local", "global"),
+        "window": 3,
+        "rotary_dims": 2,
+    },
 }
 
 

@@ -9,6 +9,7 @@ from praxis import base_layer, pax_fiddle
 from praxis.pax_fiddle import Config
 
 from spmd_trainer.decoder import attention, axes, feed_forward
+from spmd_trainer.decoder.router import Router
 from spmd_trainer.models.decoder_spec import MoeSpec
 
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
@@ -171,10 +172,10 @@ def test_mixture_of_experts(normalise):
 def test_the_only_expert_of_a_token_has_weight_1_whatever_the_router():
     """Also where all experts are equally likely, and the sum of the chosen probabilities is the least that it can be."""
     moe_p = Config(MoeSpec, num_experts=8, num_experts_per_token=1, hidden_dims=7)
-    router = base_layer.instantiate(Config(feed_forward.Router, name="router", spec=small_spec(moe=moe_p)))
+    router = base_layer.instantiate(Config(Router, name="router", spec=small_spec(moe=moe_p)))
 
     def weights(w):
-        return jnp.sum(router.apply({"params": {"w": w}}, random(2, 8, 12))[2])
+        return jnp.sum(router.apply({"params": {"w": w}}, random(2, 8, 12), SEGMENTS > 0)[1])
 
     with evaluating():
         total, gradient = jax.value_and_grad(weights)(jnp.zeros((12, 8)))
@@ -191,7 +192,7 @@ def test_the_load_balancing_loss_counts_real_tokens_only():
     chosen = np.argsort(-probabilities, axis=-1)[:, :2]
     load = np.array([(chosen == e).sum() / len(tokens) for e in range(5)])
     expected = 0.5 / 2 * 5 * np.sum(load * probabilities.mean(0))  # two layers
-    loss = sown[base_layer.AUX_LOSS]["load_balancing"]
+    loss = sown[base_layer.AUX_LOSS]["router"]["load_balancing"]
     np.testing.assert_allclose(loss.value, expected, rtol=1e-5)
 
 

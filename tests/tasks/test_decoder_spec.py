@@ -16,6 +16,10 @@ def problems(**fields):
     return pax_fiddle.build(small_spec(**fields)).problems()
 
 
+def moe(**fields):
+    return Config(MoeSpec, **{"num_experts": 6, "num_experts_per_token": 3, "hidden_dims": 4, **fields})
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -42,6 +46,12 @@ def problems(**fields):
             {"moe": Config(MoeSpec, num_experts=2, num_experts_per_token=3, hidden_dims=4)},
             "moe.num_experts_per_token=3 is greater than num_experts=2",
         ),
+        ({"moe": moe(score="sigmod")}, "moe.score='sigmod'; .*did you mean sigmoid"),
+        ({"moe": moe(z_loss_weight=-0.1)}, "moe.z_loss_weight=-0.1; give 0 or more"),
+        ({"moe": moe(num_groups=4)}, "moe.num_groups=4 does not divide num_experts=6"),
+        ({"moe": moe(num_groups=6)}, "moe.num_groups=6: .* fewer than 2"),
+        ({"moe": moe(num_groups=2, num_chosen_groups=3)}, "moe.num_chosen_groups=3; give 1 to num_groups=2"),
+        ({"moe": moe(num_groups=3)}, "moe.num_experts_per_token=3 is greater than the 2 experts"),
     ],
 )
 def test_wrong_settings_are_named(fields, text):

@@ -67,6 +67,19 @@ def test_curves_have_their_order_and_every_point_counts_once(tmp_path):
     assert "identity" not in others
 
 
+def test_the_load_of_experts_is_that_of_the_last_summary(tmp_path):
+    directory = make_run(tmp_path / "mine")
+    assert read(directory)["runs"][0]["experts"] == []
+    file = directory / "summaries" / "experts" / "metrics.jsonl"
+    lines = [{"step": step, "moe/0/max_over_mean": 1.5, "moe/0/load": f"0.{step} 0.25 0"} for step in (5, 75)]
+    write_lines(file, lines)
+    assert read(directory)["runs"][0]["experts"] == [{"layer": "moe/0", "shares": [0.75, 0.25, 0.0]}]
+    write_lines(file, [{"step": 1, "moe/0/load": f"nan {EVIL}"}])
+    (run,) = read(directory)["runs"]
+    assert run["experts"] == []
+    assert_names(run["notes"][0], "summaries/experts")
+
+
 def test_scalars_with_the_same_values_are_one_main_curve(tmp_path):
     directory = make_run(tmp_path / "mine")
     lines = [

@@ -104,6 +104,17 @@ def test_what_the_page_says_of_a_run(opened, mine):
     assert page.count("main b b") == 0, "no text became markup"
 
 
+def test_each_expert_of_a_layer_has_a_bar(opened, mine):
+    line = {"step": 5, "moe/0/max_over_mean": 1.5, "moe/0/load": "0.75 0.25 0", "moe/1/load": "0.5 0.5"}
+    write_lines(mine / "summaries" / "experts" / "metrics.jsonl", [line])
+    page = opened(mine)
+    assert page.texts("#experts-layer option") == ["moe/0", "moe/1"]
+    assert page.count("#experts .bars div") == 3
+    assert_names(page.texts("#experts .stack-head")[0], "3 experts", "33%", "75%", "1 without a token")
+    set_value(page, "experts-layer", "moe/1")
+    assert page.count("#experts .bars div") == 2
+
+
 def test_samples_of_two_steps_stand_side_by_side(opened, mine):
     page = opened(mine)
     assert page.texts("#samples-group option") == ["decode: prompts"]

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from spmd_trainer.watch.expert_load import EXPERTS
 from spmd_trainer.watch.pages.run_scalars import TRAIN, Floats, RunScalars, differences, rounded, thin
 
 # What a page's JSON holds.
@@ -123,6 +124,22 @@ def invalid_steps(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, i
 def loss_spikes(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int]]:
     """Returns (step, number): how many loss spikes there were up to this step, since the summary before it."""
     return _marks(_counted(run, "loss_spikes", restarts))
+
+
+def expert_load(run: RunScalars) -> list[Record]:
+    """Returns each layer with its experts' shares of the last summarised step's load; none for a model without experts.
+
+    Raises:
+      ValueError: the file has a share that isn't one.
+    """
+    notes = run.files[EXPERTS].notes if EXPERTS in run.files else {}
+    found: list[Record] = []
+    for name, text in notes.items():
+        shares = [float(share) for share in text.split()]
+        if not all(0 <= share <= 1 for share in shares):
+            raise ValueError(f"{name} is {text!r:.200}")
+        found.append({"layer": name.removesuffix("/load"), "shares": shares})
+    return found
 
 
 def _counted(run: RunScalars, name: str, restarts: Sequence[int]) -> dict[int, int]:

@@ -48,6 +48,7 @@ function toggle(number) {
 const SHOWN = [
   [showHead, () => [data.runs.map(run => [run.state, run.facts, run.about, run.notes]), data.written]],
   [showCurves, () => [data.charts, data.runs.map(run => [run.restarts, run.invalid, run.spikes])]],
+  [showExperts, () => data.runs.map(run => run.experts)],
   [showTimes, () => data.runs.map(run => [run.times, run.goodput])],
   [showLayout, () => data.runs.map(run => run.report)],
   [showSamples, () => data.runs.map(run => run.samples)],
@@ -63,6 +64,7 @@ function showAll() {
     show();
   }
 }
+$("experts-layer").onchange = showExperts;
 $("layout-run").onchange = showLayout;
 $("samples-group").onchange = showSamples;
 showAll();

@@ -12,6 +12,25 @@ function duration(seconds) {
 const runName = number => make("span", { class: "run-name" }, ...(data.runs.length > 1 ? [swatch(number)] : []), data.runs[number].name);
 const left = (count, what) => count ? `${many(count)} more ${what} are not shown.` : "";
 
+/* The load of a layer's experts in the last summary: a bar for each expert. */
+function showExperts() {
+  const layers = [...new Set(data.runs.flatMap(run => run.experts.map(one => one.layer)))], select = $("experts-layer"), before = select.value;
+  $("experts").hidden = !layers.length;
+  select.replaceChildren(...layers.map(layer => make("option", { value: layer }, layer)));
+  if (layers.includes(before)) select.value = before;
+  $("experts-bars").replaceChildren(...data.runs.flatMap((run, number) =>
+    run.experts.filter(one => one.layer === select.value).map(one => expertBars(number, one.shares))));
+}
+function expertBars(number, shares) {
+  const most = Math.max(...shares) || 1, without = shares.filter(share => !share).length;
+  const texts = shares.map((share, expert) => `expert ${expert}: ${percent(share)}`);
+  const bars = shares.map((share, expert) => make("div", { style: `height: ${100 * share / most}%`, title: texts[expert] }));
+  const note = `an even share is ${percent(1 / shares.length)}, the greatest is ${percent(most)}${without ? `; ${many(without)} without a token` : ""}`;
+  return make("div", { class: "stack-row" }, make("div", { class: "stack-head" },
+    data.runs.length > 1 ? runName(number) : make("span", {}, `${many(shares.length)} experts`), make("span", {}, note)),
+  make("div", { class: "bars", role: "img", "aria-label": texts.join(", ") }, ...bars));
+}
+
 /* Time per part: a bar for each run, and one for each of its starts if there are several. */
 function showTimes() {
   const bars = [], used = new Set(), wholes = [];

@@ -11,6 +11,7 @@ from etils import epath
 
 from spmd_trainer.models import config_lines
 from spmd_trainer.storage import is_remote, json_values, reading, run_files
+from spmd_trainer.watch.expert_load import EXPERTS
 from spmd_trainer.watch.pages import run_charts, run_facts, run_texts
 from spmd_trainer.watch.pages.run_charts import Record
 from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars, entries
@@ -69,6 +70,7 @@ class RunReader:
             "restarts": sorted(set(restarts or back)),
             "invalid": run_charts.invalid_steps(self.scalars, begins),
             "spikes": run_charts.loss_spikes(self.scalars, begins),
+            "experts": self._noted(f"summaries/{EXPERTS}", lambda: run_charts.expert_load(self.scalars)) or [],
             "times": [dataclasses.asdict(record) for record in times],
             "goodput": {**dataclasses.asdict(goodput(times)), "share": goodput(times).share} if times else None,
             "report": self._read(run_files.SHARDING_REPORT, _report),

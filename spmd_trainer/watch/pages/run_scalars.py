@@ -29,6 +29,7 @@ class ScalarsFile:
     """The scalars of one `metrics.jsonl`, kept as columns.
 
     Attributes:
+      notes: texts of the last record that has some.
       bad_lines: lines that could not be read.
       back: steps at which a later start of the run has begun again.
     """
@@ -85,6 +86,7 @@ class ScalarsFile:
         self._rest = b""
         self._values: dict[str, tuple[array.array[float], array.array[float]]] = {}
         self._last_step = -1
+        self.notes: dict[str, str] = {}
         self.bad_lines = 0
         self.back: list[int] = []
 
@@ -107,6 +109,7 @@ class ScalarsFile:
         if step <= self._last_step:
             self.back.append(step)
         self._last_step = step
+        self.notes = {name: value for name, value in record.items() if isinstance(value, str)} or self.notes
         for name, value in record.items():
             if type(value) is not float and type(value) is not int:
                 continue  # a note

@@ -1,0 +1,125 @@
+"""The router of a mixture of experts: it scores all experts for each token, and chooses some by the rules of `MoeSpec`."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from praxis import base_layer
+
+from spmd_trainer.decoder.axes import SpecLayer
+from spmd_trainer.kernels import token_groups
+from spmd_trainer.kernels.token_groups import TokenParts
+from spmd_trainer.models.decoder_spec import MoeSpec
+from spmd_trainer.step import masks
+
+# Least sum of a token's scores by which they are divided. Its square is still a normal float32.
+_LEAST_SUM = 1e-18
+
+
+class Router(SpecLayer):
+    """Chooses each token's experts. Computes in float32, from float32 weights, whatever the dtype of the model."""
+
+    def setup(self) -> None:
+        moe, exact = moe_of(self), base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION
+        self.add_weight("w", (self.spec.model_dims, moe.num_experts), ("embed", "router"), collections=[exact])
+        if moe.choice_bias:
+            moved = [exact, f"{masks.MOVED_BY_LOAD}{moe.choice_bias_rate}"] if moe.choice_bias_rate else [exact]
+            self.add_weight(
+                "choice_bias", (moe.num_experts,), ("router",), init=0.0, collections=moved, trainable=False
+            )
+
+    def __call__(self, x: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns each token's experts, int32 [batch, time, num_experts_per_token], and their weights, float32.
+
+        Adds the losses that have a weight and, in training, the summary of the load.
+
+        Args:
+          x: [batch, time, model_dims].
+          real: bool [batch, time], False for padding, which is left out of losses and load.
+        """
+        moe = moe_of(self)
+        logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), self.theta.w.astype(jnp.float32))
+        scores = jax.nn.softmax(logits, axis=-1) if moe.score == "softmax" else jax.nn.sigmoid(logits)
+        experts = self._chosen(jax.lax.stop_gradient(scores))
+        if moe.aux_loss_weight or not self.do_eval:
+            tokens = _tokens_of_experts(experts, real, moe.num_experts)
+            if not self.do_eval:
+                # Also what moves the biases, after the whole batch: of every verbosity.
+                self.add_summary(masks.LOAD, tokens, base_layer.SummaryType.HISTOGRAM, verbosity=0)
+            self._add_load_balancing_loss(scores, tokens, real)
+        if moe.z_loss_weight:
+            squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+            loss = jnp.sum(squares * _shares(real))
+            self.add_aux_loss("router_z", loss * moe.z_loss_weight / self._num_layers)
+        weights = _scores_of(experts, scores)
+        if moe.normalise_top_k:
+            # Rows that XLA adds where the mesh does not divide the batch have the sum 0.
+            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), _LEAST_SUM)
+        return experts, weights if moe.scaling_factor == 1 else weights * moe.scaling_factor
+
+    @property
+    def _num_layers(self) -> int:
+        return self.spec.num_layers - self.spec.num_dense_layers
+
+    def _chosen(self, scores: jax.Array) -> jax.Array:
+        """Returns the experts that the scores [batch, time, E] choose."""
+        if moe_of(self).choice_bias:
+            scores = scores + self.get_var("choice_bias")
+        return token_groups.for_each_token(functools.partial(_best, moe_of(self)), scores, parts_of(self, scores))
+
+    def _add_load_balancing_loss(self, scores: jax.Array, tokens: jax.Array, real: jax.Array) -> None:
+        moe = moe_of(self)
+        if not moe.aux_loss_weight:
+            return
+        if moe.score == "sigmoid":
+            scores = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), _LEAST_SUM)
+        load = tokens / jnp.maximum(jnp.sum(real), 1)
+        loss = moe.num_experts * jnp.sum(load * jnp.einsum("bte,bt->e", scores, _shares(real)))
+        self.add_aux_loss("load_balancing", loss * moe.aux_loss_weight / self._num_layers)
+
+
+def moe_of(layer: SpecLayer) -> MoeSpec:
+    """Returns the settings of the experts, which must be set."""
+    moe = layer.spec.moe
+    assert moe is not None  # only specs with experts build the layers that ask
+    return moe
+
+
+def parts_of(layer: SpecLayer, x: jax.Array) -> TokenParts:
+    """Returns how the devices divide the experts and the tokens [batch, time, ...]."""
+    batch, length, experts = map(layer.mesh_axes, ("batch", "length", "experts"))
+    return TokenParts.of(x, moe_of(layer).num_experts, batch=batch, length=length, experts=experts)
+
+
+def _best(moe: MoeSpec, scores: jax.Array) -> jax.Array:
+    """Returns the experts with the highest scores, of the best groups."""
+    if moe.num_chosen_groups < moe.num_groups:
+        by_group = scores.reshape(*scores.shape[:2], moe.num_groups, -1)
+        best = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
+        _, groups = jax.lax.top_k(best, moe.num_chosen_groups)
+        is_kept = jnp.any(groups[..., None] == jnp.arange(moe.num_groups), axis=-2)
+        scores = jnp.where(is_kept[..., None], by_group, jnp.finfo(scores.dtype).min).reshape(scores.shape)
+    experts: jax.Array = jax.lax.top_k(scores, moe.num_experts_per_token)[1]
+    return experts
+
+
+def _shares(real: jax.Array) -> jax.Array:
+    """Returns each token's share of a mean over tokens, [batch, time]; 0 for padding."""
+    return real / jnp.maximum(jnp.sum(real), 1)
+
+
+def _tokens_of_experts(experts: jax.Array, real: jax.Array, num_experts: int) -> jax.Array:
+    """Returns the number of tokens of each expert, float32 [E]. Whole numbers are added up: the same on any mesh."""
+    # A sum that XLA fuses, instead of one-hot vectors for all tokens and experts.
+    is_chosen = (experts[..., None] == jnp.arange(num_experts)) & real[..., None, None]
+    return jnp.sum(is_chosen, axis=(0, 1, 2), dtype=jnp.int32).astype(jnp.float32)
+
+
+# The backward pass keeps neither a one-hot vector for each token and expert, nor scatters, which XLA would not split.
+@jax.checkpoint
+def _scores_of(experts: jax.Array, scores: jax.Array) -> jax.Array:
+    """Returns the scores of the chosen experts, [batch, time, experts of a token]."""
+    is_chosen = experts[..., None] == jnp.arange(scores.shape[-1])
+    return jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)
