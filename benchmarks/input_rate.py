@@ -7,7 +7,7 @@ gathered; `TfRecordInput` against a TFRecordDataset, shuffled and parsed by the 
 `grain.MapDataset`, batched by Grain; `ImageInput` over a tar shard against tf.data on the same JPEG images in memory, decoded,
 cropped and scaled by the same operations in as many threads. The programs of a pair take turns of --batches batches of 256
 (images: a fifth of them), after one unmeasured turn. Then `ImageInput` with random crops and flips, in threads, in one process
-and in two, without and with an `augment` that computes in Python for 2 ms.
+and in two, without and with an `augment` that computes in Python for 1.6 ms.
 The baselines have no position that any number of processes can resume from, no order independent of buffers, no row weights,
 and no checks.
 """
@@ -158,7 +158,7 @@ def augmented_inputs(directory: str, augment: Augment | None) -> dict[str, Turn]
 
 
 def slow_augment(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Computes in Python, holding the interpreter's lock, for about 2 ms."""
+    """Computes in Python, holding the interpreter's lock, for about 1.6 ms."""
     value = int(rng.integers(256))
     for _ in range(40_000):
         value = (5 * value + 1) % 256
