@@ -6,7 +6,8 @@ Four pairs, each in one process: `TextInput` against tf.data on the same windows
 gathered; `TfRecordInput` against a TFRecordDataset, shuffled and parsed by the batch; `GrainInput` against the same
 `grain.MapDataset`, batched by Grain; `ImageInput` over a tar shard against tf.data on the same JPEG images in memory, decoded,
 cropped and scaled by the same operations in as many threads. The programs of a pair take turns of --batches batches of 256
-(images: a fifth of them), after one unmeasured turn.
+(images: a fifth of them), after one unmeasured turn. Then `ImageInput` with random crops and flips, in threads, in one process
+and in two, without and with an `augment` that computes in Python for 1.6 ms.
 The baselines have no position that any number of processes can resume from, no order independent of buffers, no row weights,
 and no checks.
 """
@@ -29,12 +30,14 @@ from praxis import base_hyperparams, pax_fiddle
 from benchmarks import reporting
 from spmd_trainer.inputs import grain_input, stdlib_text, text, tfrecord
 from spmd_trainer.inputs.images import image_input
+from spmd_trainer.inputs.images.decode import Augment, RandomResizedCrop
 from spmd_trainer.inputs.images.images import Images
 
 BATCH, LENGTH = 256, 128
 NUM_RECORDS, NUM_FILES, WIDTH = 20_000, 4, 64
 GRAIN_THREADS, GRAIN_AHEAD = 4, 64
 NUM_IMAGES, IMAGE_THREADS = 512, 8
+IMAGE_FILE, IMAGE_SHAPE = "images.tar", (112, 112, 3)
 
 Turn = Callable[[], Any]
 
@@ -119,7 +122,7 @@ def image_inputs(directory: str) -> tuple[Turn, Turn]:
     rng = np.random.default_rng(0)
     smooth = tf.image.resize(rng.integers(0, 256, (NUM_IMAGES, 15, 20, 3)).astype(np.float32), (240, 320), "bicubic")
     contents = [tf.io.encode_jpeg(tf.cast(tf.clip_by_value(image, 0, 255), tf.uint8)).numpy() for image in smooth]
-    path = os.path.join(directory, "images.tar")
+    path = os.path.join(directory, IMAGE_FILE)
     with tarfile.open(path, "w") as archive:
         for number, content in enumerate(contents):
             for name, data in ((f"{number:06}.jpg", content), (f"{number:06}.cls", b"%d" % number)):
@@ -140,21 +143,41 @@ def image_inputs(directory: str) -> tuple[Turn, Turn]:
         .batch(BATCH)
         .prefetch(2)
     )
-    source = Images(path, label="cls")
-    ours = make(image_input.ImageInput, source=source, shape=(112, 112, 3), threads=IMAGE_THREADS)
+    ours = make(image_input.ImageInput, source=Images(path, label="cls"), shape=IMAGE_SHAPE, threads=IMAGE_THREADS)
     return ours, _next_of(images.as_numpy_iterator())
+
+
+def augmented_inputs(directory: str, augment: Augment | None) -> dict[str, Turn]:
+    """Returns readers of the same images, augmented in threads, in one process and in two."""
+    source = Images(os.path.join(directory, IMAGE_FILE), label="cls")
+    random_parts = {"resize": RandomResizedCrop(), "flip": 0.5, "augment": augment}
+    return {
+        name: make(image_input.ImageInput, source=source, shape=IMAGE_SHAPE, workers=workers, **random_parts)
+        for name, workers in (("threads", 0), ("1 process", 1), ("2 processes", 2))
+    }
+
+
+def slow_augment(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Computes in Python, holding the interpreter's lock, for about 1.6 ms."""
+    value = int(rng.integers(256))
+    for _ in range(40_000):
+        value = (5 * value + 1) % 256
+    return image ^ np.uint8(value)
+
+
+def _pair(turns: tuple[Turn, Turn]) -> dict[str, Turn]:
+    return dict(zip(("trainer", "baseline"), turns, strict=True))
 
 
 def _next_of(iterator: Iterator[Any]) -> Turn:
     return lambda: next(iterator)
 
 
-def compare(report: reporting.Report, name: str, turns: tuple[Turn, Turn], rounds: int, batches: int) -> None:
-    """Measures one pair and reports it."""
-    sides = dict(zip(("trainer", "baseline"), turns, strict=True))
+def compare(report: reporting.Report, name: str, sides: dict[str, Turn], rounds: int, batches: int) -> None:
+    """Measures readers of the same, and reports the time of the first relative to each other one."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for index in range(rounds + 1):
-        for side in random.sample(list(sides), 2):
+        for side in random.sample(list(sides), len(sides)):
             started = time.perf_counter()
             for _ in range(batches):
                 sides[side]()
@@ -162,7 +185,9 @@ def compare(report: reporting.Report, name: str, turns: tuple[Turn, Turn], round
                 seconds[side].append(time.perf_counter() - started)
     for side, values in seconds.items():
         report.figure(f"{name}, {side}", BATCH * batches / np.array(values), "examples/s")
-    report.ratio(f"{name}: time per batch, trainer / baseline", seconds["trainer"], seconds["baseline"])
+    first, *others = sides
+    for other in others:
+        report.ratio(f"{name}: time per batch, {first} / {other}", seconds[first], seconds[other])
 
 
 def main() -> int:
@@ -173,10 +198,13 @@ def main() -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     report = reporting.Report("input_rate", args.json)
     with tempfile.TemporaryDirectory() as directory:
-        compare(report, "text", text_inputs(), args.rounds, args.batches)
-        compare(report, "TFRecord", record_inputs(directory), args.rounds, args.batches)
-        compare(report, "Grain", grain_inputs(), args.rounds, args.batches)
-        compare(report, "images", image_inputs(directory), args.rounds, max(1, args.batches // 5))
+        compare(report, "text", _pair(text_inputs()), args.rounds, args.batches)
+        compare(report, "TFRecord", _pair(record_inputs(directory)), args.rounds, args.batches)
+        compare(report, "Grain", _pair(grain_inputs()), args.rounds, args.batches)
+        few = max(1, args.batches // 5)
+        compare(report, "images", _pair(image_inputs(directory)), args.rounds, few)
+        for name, augment in (("random parts", None), ("random parts and Python", slow_augment)):
+            compare(report, name, augmented_inputs(directory, augment), args.rounds, few)
     return report.finish()
 
 

@@ -13,7 +13,7 @@
 | `stdlib_train_files`, `stdlib_heldout_files` | `stdlib_text` | source files of the interpreter's standard library |
 | `TfRecordInput`, `Feature` | `tfrecord` | TFRecord files of tf.train.Example |
 | `TfdsInput` | `tfds_input` | prepared TensorFlow Datasets |
-| `ImageInput`, `Images` | `images` | images in Parquet files and tar shards, and mixtures of them |
+| `ImageInput`, `Images`, `RandomResizedCrop` | `images` | images in Parquet files and tar shards, and mixtures of them |
 | `GrainInput`, `GrainStreamInput` | `grain_input` | Grain's MapDataset and IterDataset |
 | `ArrayInput`, `ExamplesInput` | `examples` | arrays in memory; the base of inputs over numbered examples |
 | `SyntheticInput`, `SyntheticLmInput` | `synthetic` | random batches of any shape; a synthetic language that a model can learn |

@@ -14,6 +14,7 @@ from .examples import ExamplesInput as ExamplesInput
 from .grain_input import GrainInput as GrainInput
 from .grain_input import GrainStreamInput as GrainStreamInput
 from .huggingface_tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
+from .images.decode import RandomResizedCrop as RandomResizedCrop
 from .images.image_input import ImageInput as ImageInput
 from .images.images import Images as Images
 from .indexed import ExampleOrder as ExampleOrder

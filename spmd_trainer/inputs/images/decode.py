@@ -1,4 +1,4 @@
-"""Decodes image files to arrays of a fixed size.
+"""Decodes image files to arrays of a fixed size, and augments them.
 
 Uses TensorFlow, which is installed with the trainer and releases the GIL while decoding. Ignores the EXIF orientation.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,50 @@ from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow
 
 CROP, STRETCH, EXACT = "crop", "stretch", "exact"
 RESIZES = (CROP, STRETCH, EXACT)
+# Draws of a random part before the centre is taken, as in torchvision.
+_TRIES = 10
+
+# Top, left, height and width of a part of an image.
+Box = tuple[int, int, int, int]
+Augment = Callable[[np.ndarray, np.random.Generator], np.ndarray]
+
+
+class DecodingError(UserError):
+    """Decoding failed although the image may be good: `augment` failed, or a process ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomResizedCrop:
+    """Scales a random part of an image, as Inception and torchvision's class of this name do.
+
+    Attributes:
+      scale: bounds of the part's area, as fractions of the image's area.
+      ratio: bounds of the part's width / height; its logarithm is drawn uniformly.
+    """
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+
+    def __post_init__(self) -> None:
+        for field, largest, end in (("scale", 1.0, " <= 1"), ("ratio", math.inf, "")):
+            value = getattr(self, field)
+            is_pair = isinstance(value, tuple | list) and len(value) == 2
+            if not is_pair or not 0 < value[0] <= value[1] <= largest:
+                raise UserError(f"RandomResizedCrop({field}={value!r}); give (low, high) with 0 < low <= high{end}")
+
+    def box(self, rows: int, columns: int, bits: np.random.BitGenerator) -> Box:
+        """Draws the part of an image of this size."""
+        low, high = map(math.log, self.ratio)
+        for _ in range(_TRIES):
+            area = rows * columns * (self.scale[0] + uniform(bits) * (self.scale[1] - self.scale[0]))
+            ratio = math.exp(low + uniform(bits) * (high - low))
+            height, width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+            if 0 < height <= rows and 0 < width <= columns:
+                top, left = (int(uniform(bits) * (free + 1)) for free in (rows - height, columns - width))
+                return top, left, height, width
+        ratio = min(max(columns / rows, self.ratio[0]), self.ratio[1])
+        height, width = min(rows, max(1, round(columns / ratio))), min(columns, max(1, round(rows * ratio)))
+        return (rows - height) // 2, (columns - width) // 2, height, width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,67 +73,87 @@ class Decoder:
     Attributes:
       shape: height, width and channels of the result: 1 channel is grey, 3 are RGB and 4 RGBA.
       resize: 'crop': scale the largest centre with the shape's aspect. 'stretch': scale the whole image. 'exact':
-        refuse images of another shape.
+        refuse images of another shape. `RandomResizedCrop`: scale a random part.
+      flip: probability that left and right are exchanged.
+      augment: a function (image uint8 `shape`, generator) -> image uint8 `shape`, called last.
+      seed: with an image's index, the seed of all that is random.
     """
 
     shape: tuple[int, int, int]
-    resize: str
+    resize: str | RandomResizedCrop
+    flip: float = 0.0
+    augment: Augment | None = None
+    seed: int = 0
 
-    def decode(self, content: bytes) -> np.ndarray:
-        """Returns the image, uint8 `shape`.
+    def decode(self, content: bytes, index: int) -> np.ndarray:
+        """Returns the image at an index of the order, uint8 `shape`.
 
         Raises:
+          DecodingError: `augment` raised an error, or its result isn't an image of the shape.
           UserError: it isn't an image, is damaged, or has another shape; the message is a clause, 'is not a whole
             image: ...'.
         """
         tf = import_tensorflow()
+        height, width, channels = self.shape
+        bits = np.random.PCG64(np.random.SeedSequence((self.seed, index)))
         try:
-            found = _compiled(self.shape, self.resize)(tf.constant(content)).numpy()
+            found = tf.raw_ops.DecodeImage(contents=content, channels=channels, expand_animations=False)
+            if self.resize != EXACT:
+                rows, columns, _ = found.shape.as_list()
+                found = _scaling(height, width)(found, tf.constant(self._box(rows, columns, bits)))
         except (tf.errors.OpError, UnicodeDecodeError) as error:  # TensorFlow can't always decode its own message
-            raise UserError(f"is not a whole image{_why(tf, content, self.shape[2])}") from error
-        if found.shape != self.shape:
-            raise UserError(f"is an image of shape {found.shape}, not {self.shape}; set resize to 'crop' or 'stretch'")
-        return np.asarray(found)
+            why = "" if isinstance(error, UnicodeDecodeError) else f": {_plain(error)}"
+            raise UserError(f"is not a whole image{why}") from error
+        image: np.ndarray = found.numpy()
+        if image.shape != self.shape:
+            raise UserError(f"is an image of shape {image.shape}, not {self.shape}; set resize to 'crop' or 'stretch'")
+        if self.flip and uniform(bits) < self.flip:
+            image = np.ascontiguousarray(image[:, ::-1])
+        return image if self.augment is None else self._augmented(self.augment, image, np.random.Generator(bits))
+
+    def _box(self, rows: int, columns: int, bits: np.random.BitGenerator) -> Box:
+        """Chooses the part of an image of this size that is scaled."""
+        if isinstance(self.resize, RandomResizedCrop):
+            return self.resize.box(rows, columns, bits)
+        if self.resize == STRETCH:
+            return 0, 0, rows, columns
+        height, width, _ = self.shape
+        # Integer arithmetic: half a row is rounded up.
+        kept_rows = min(max((2 * columns * height + width) // (2 * width), 1), rows)
+        kept_columns = min(max((2 * rows * width + height) // (2 * height), 1), columns)
+        return (rows - kept_rows) // 2, (columns - kept_columns) // 2, kept_rows, kept_columns
+
+    def _augmented(self, augment: Augment, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        try:
+            result = augment(image, rng)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise DecodingError(
+                f"augment raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+            ) from error
+        if not isinstance(result, np.ndarray) or (result.shape, result.dtype) != (self.shape, np.uint8):
+            given = f"{result.dtype} {result.shape}" if isinstance(result, np.ndarray) else f"a {type(result).__name__}"
+            raise DecodingError(f"augment returned {given}; it must return an array uint8 {self.shape}")
+        return result
+
+
+def uniform(bits: np.random.BitGenerator) -> float:
+    """Draws from [0, 1). Unlike the streams of a Generator, numpy guarantees that those of its bits never change."""
+    return float(int(bits.random_raw()) >> 11) / 2**53
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(shape: tuple[int, int, int], resize: str) -> Any:
-    """Compiles the decoder to one graph, which saves a third of the time of eager calls."""
+def _scaling(height: int, width: int) -> Any:
+    """Compiles the scaling of a part of an image to one graph, which is faster than eager calls."""
     tf = import_tensorflow()
-    height, width, channels = shape
 
-    def decode(content: Any) -> Any:
-        image = tf.io.decode_image(content, channels=channels, expand_animations=False)
-        if resize == EXACT:
-            return image
-        if resize == CROP:
-            image = _centre(tf, image, height, width)
-        scaled = tf.image.resize(image, (height, width), antialias=True)
+    def scale(image: Any, box: Any) -> Any:
+        part = image[box[0] : box[0] + box[2], box[1] : box[1] + box[3]]
+        scaled = tf.image.resize(part, (height, width), antialias=True)
         return tf.cast(tf.clip_by_value(tf.round(scaled), 0, 255), tf.uint8)
 
-    return tf.function(decode, input_signature=[tf.TensorSpec([], tf.string)]).get_concrete_function()
-
-
-def _centre(tf: Any, image: Any, height: int, width: int) -> Any:
-    """Crops the largest centre with the aspect height : width."""
-    size = tf.shape(image)
-    rows, columns = size[0], size[1]
-    # Integer arithmetic: half a row is rounded up.
-    kept_rows = tf.clip_by_value((2 * columns * height + width) // (2 * width), 1, rows)
-    kept_columns = tf.clip_by_value((2 * rows * width + height) // (2 * height), 1, columns)
-    top, left = (rows - kept_rows) // 2, (columns - kept_columns) // 2
-    return image[top : top + kept_rows, left : left + kept_columns]
-
-
-def _why(tf: Any, content: bytes, channels: int) -> str:
-    """Returns ': ' and the short eager error for an image; the graph's error is long."""
-    try:
-        tf.io.decode_image(content, channels=channels, expand_animations=False)
-    except tf.errors.OpError as error:
-        return f": {_plain(error)}"
-    except UnicodeDecodeError:
-        return ""
-    return ": it can't be scaled"
+    signature = [tf.TensorSpec([None, None, None], tf.uint8), tf.TensorSpec([4], tf.int32)]
+    return tf.function(scale, input_signature=signature).get_concrete_function()
 
 
 def _plain(error: Any) -> str:

@@ -1,8 +1,9 @@
-"""Input over images in Parquet files and tar shards, decoded ahead by Grain's threads. Needs the extra `grain`.
+"""Input over images in Parquet files and tar shards, decoded ahead by threads or processes. Needs the extra `grain`.
 
 Batch n is a function of n and the settings, as in every `IndexedInput`: chunk sizes are known, so the image at any
-index of a mixture of shuffled sources is computed without reading. A position is one number for any number of
-processes and any batch size, and each process reads and decodes only the images of its own rows.
+index of a mixture of shuffled sources is computed without reading, and what happens to it at random depends on the
+seed and the index alone. A position is one number for any number of processes and any batch size, and each process
+reads and decodes only the images of its own rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from spmd_trainer.inputs import examples
 from spmd_trainer.inputs.corpus import file_kinds, mixture, open_source
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
 from spmd_trainer.inputs.grain_input import import_grain
-from spmd_trainer.inputs.images.decode import CROP, RESIZES, Decoder
+from spmd_trainer.inputs.images.decode import CROP, RESIZES, Augment, Decoder, DecodingError, RandomResizedCrop
+from spmd_trainer.inputs.images.decode_worker import DecodeWorkers
 from spmd_trainer.inputs.images.image_files import ParquetImages, TarImages
 from spmd_trainer.inputs.images.image_order import ImageOrder, constant_share
 from spmd_trainer.inputs.images.images import Image, ImageRecord, Images, ImageSource
@@ -93,27 +95,39 @@ class ImageInput(examples.ExamplesInput):
       source: `Images`, or a `Mixture` of them; its weights are shares of images.
       shape: height, width and channels of an image: 1 channel is grey, 3 are RGB.
       resize: 'crop': scale the largest centre with the shape's aspect. 'stretch': scale the whole image. 'exact': an
-        image of another shape is bad.
+        image of another shape is bad. `RandomResizedCrop(scale, ratio)`, for training: scale a random part.
+      flip: for training: probability that left and right of an image are exchanged.
+      augment: for training: a function (image uint8 [height, width, channels], numpy Generator) -> such an image,
+        called last. Its draws from the generator depend on the seed and the image's index in the order alone.
+        A restored position compares only its name.
       classes: names of the classes: a label is the index of its name. None: labels are integers, as numbers or as
         text.
       bad_records: 'raise': an image that can't be decoded or lacks a label raises an error with its file and member.
         'skip': its row is black with label 0 and weight 0, is counted in `skipped` and logged; other rows keep their
         places.
       threads: Grain's threads that read and decode; 0 decodes in the thread that makes the batch.
+      workers: processes that decode and augment instead of the threads, which read for them. The batches are the same.
     """
 
     source: Any = None
     shape: tuple[int, int, int] = (224, 224, 3)
-    resize: str = CROP
+    resize: str | RandomResizedCrop = CROP
+    flip: float = 0.0
+    augment: Augment | None = None
     classes: Sequence[str] | None = None
     bad_records: str = RAISE
     threads: int = 8
+    workers: int = 0
     _skipped: Any = dataclasses.field(default=None, init=False, repr=False)
+    _decoder: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._check_settings()
         super().__post_init__()
         self._skipped: dict[str, int] = {one.name: 0 for one in self.sources}
+        decoder = Decoder(self.shape, self.resize, self.flip, self.augment, self.seed)
+        with self.naming():
+            self._decoder: Decoder | DecodeWorkers = DecodeWorkers(self.workers, decoder) if self.workers else decoder
 
     @functools.cached_property
     def sources(self) -> list[mixture.OpenSource]:
@@ -164,7 +178,8 @@ class ImageInput(examples.ExamplesInput):
         return dict(self._skipped)
 
     def batch_at(self, position: int) -> NestedMap:
-        return self._batch(position, map(self._row, self.examples_at(position).tolist()))
+        indices = itertools.count(self.first_index(position))
+        return self._batch(position, map(self._row, self.examples_at(position).tolist(), indices))
 
     def _iterate(self, start: int) -> Iterator[NestedMap]:
         grain = import_grain(self.error)
@@ -172,32 +187,37 @@ class ImageInput(examples.ExamplesInput):
         # This process' rows, numbered across all its batches.
         rows = grain.MapDataset.range(start * self.batch_size, stop).map(self._row_of)
         ahead = max(_LEAST_AHEAD, _BATCHES_AHEAD * self.batch_size)
-        decoded = iter(rows.to_iter_dataset(grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=ahead)))
+        # Twice as many as processes: one image is read while another is decoded.
+        threads = max(self.threads, 2 * self.workers)
+        decoded = iter(rows.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)))
         for position in itertools.count(start):
             yield self._batch(position, decoded)
 
     def _row_of(self, row: int) -> _Row:
         position, column = divmod(int(row), self.batch_size)
-        return self._row(int(self._numbers(position)[column]))
+        return self._row(int(self._numbers(position)[column]), self.first_index(position) + column)
 
     @functools.cached_property
     def _numbers(self) -> Any:
         # Cached: Grain asks for one row at a time.
         return functools.lru_cache(maxsize=16)(self.examples_at)
 
-    def _row(self, number: int) -> _Row:
-        """Reads and decodes an image; after the end, the last one."""
+    def _row(self, number: int, index: int) -> _Row:
+        """Reads and decodes the image at an index of the order; after the end, the last one."""
         source, image = self.order.source_of(min(number, self.num_examples - 1))
         try:
             found: ImageRecord = _images_of(self.sources[source]).image(image)
         except UserError as error:
             return error  # returned, because Grain changes the message of a raised error
-        return found if isinstance(found, BadRecord) else self._decode(found)
+        return found if isinstance(found, BadRecord) else self._decode(found, index)
 
-    def _decode(self, image: Image) -> tuple[np.ndarray, int] | BadRecord:
+    def _decode(self, image: Image, index: int) -> _Row:
         try:
             label = self._label_of(image.label) if self._has_labels else 0
-            return Decoder(self.shape, self.resize).decode(image.content), label
+            return self._decoder.decode(image.content, index), label
+        except DecodingError as error:
+            error.args = (f"{image.where}: {error}",)
+            return error
         except UserError as error:
             return BadRecord(image.where, str(error))
 
@@ -264,12 +284,28 @@ class ImageInput(examples.ExamplesInput):
             raise self.error(f"shape={shape!r}; give (height, width, channels), with 1, 3 or 4 channels: (224, 224, 3)")
         self.shape = (shape[0], shape[1], shape[2])
         with self.naming():
-            require_one_of("resize", self.resize, RESIZES)
+            if not isinstance(self.resize, RandomResizedCrop):
+                require_one_of("resize", self.resize, RESIZES)
             require_one_of("bad_records", self.bad_records, (RAISE, SKIP))
-        if isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 0:
-            raise self.error(f"threads={self.threads!r}; set it to 0 or more")
+        for field in ("threads", "workers"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise self.error(f"{field}={value!r}; set it to 0 or more")
+        self._check_augmentation()
         if self.classes is not None and (isinstance(self.classes, str) or len(set(self.classes)) < len(self.classes)):
             raise self.error(f"classes={self.classes!r}; give a list of names, each once")
+
+    def _check_augmentation(self) -> None:
+        if isinstance(self.flip, bool) or not isinstance(self.flip, int | float) or not 0 <= self.flip <= 1:
+            raise self.error(f"flip={self.flip!r}; set it to a probability, 0 to 1")
+        if self.augment is not None and not callable(self.augment):
+            raise self.error(f"augment={self.augment!r}; give a function from an image and a generator to an image")
+        random = {"resize": isinstance(self.resize, RandomResizedCrop), "flip": self.flip, "augment": self.augment}
+        for field in [field for field, is_set in random.items() if is_set and not self.is_training]:
+            raise self.error(
+                f"{field}={getattr(self, field)!r} changes images at random, which is for training; leave it out, or "
+                "set is_training=True"
+            )
 
     def _fingerprint(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -277,12 +313,16 @@ class ImageInput(examples.ExamplesInput):
             "shuffle": self._shuffles,
             "seed": self.seed,
             "shape": list(self.shape),
-            "resize": self.resize,
+            "resize": str(self.resize),
             "classes": None if self.classes is None else zlib.crc32(repr(list(self.classes)).encode()),
             "bad_records": self.bad_records,
             "stopping_strategy": self._mixture.stopping_strategy,
             "sources": [one.name for one in self.sources],
         }
+        if self.flip:
+            found["flip"] = self.flip
+        if self.augment is not None:
+            found["augment"] = getattr(self.augment, "__qualname__", type(self.augment).__qualname__)
         for one in self.sources:
             found[f"settings of {one.name}"] = {**one.settings(), "label": _images_of(one).label}
             found[f"files of {one.name}"] = _images_of(one).fingerprint()["checksum"]
