@@ -40,7 +40,8 @@ class Router(SpecLayer):
           real: bool [batch, time], False for padding, which is left out of losses and load.
         """
         moe = moe_of(self)
-        logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), self.theta.w.astype(jnp.float32))
+        exact = jax.lax.Precision.HIGHEST  # by default a TPU multiplies in bfloat16, and a GPU in TF32
+        logits = jnp.einsum("btd,de->bte", *(v.astype(jnp.float32) for v in (x, self.theta.w)), precision=exact)
         scores = jax.nn.softmax(logits, axis=-1) if moe.score == "softmax" else jax.nn.sigmoid(logits)
         experts = self._chosen(jax.lax.stop_gradient(scores))
         if moe.aux_loss_weight or not self.do_eval:

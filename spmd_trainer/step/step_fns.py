@@ -20,7 +20,7 @@ from praxis import base_layer
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.models.base import ModuleModel
 from spmd_trainer.sharding.variables import path_str
-from spmd_trainer.step import masks
+from spmd_trainer.step import load_balance, masks
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
 
@@ -106,7 +106,7 @@ def train_step(
     """
     task, run = layout.task, grad_fn or functools.partial(gradients, layout)
     output, forward_vars, grads = run(state.mdl_vars, jax.random.fold_in(prng_key, state.step), inputs)
-    forward_vars = moved_by_load(layout, forward_vars, output.summary_tensors)
+    forward_vars = load_balance.moved_by_load(layout, forward_vars, output.summary_tensors)
     output = _with_task_metrics(task, output)
     with base_layer.JaxContext.new_context(hparams=model_context(task, do_eval=False)):
         new_vars, opt_state = _learn(layout, state, grads, forward_vars)
@@ -227,45 +227,6 @@ def _with_task_metrics(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
     return dataclasses.replace(output, weighted_scalars=task.metrics(output.weighted_scalars))
 
 
-def moved_by_load(
-    layout: LogicalLayout, forward_vars: NestedJTensor, summaries: Mapping[str, jax.Array]
-) -> NestedJTensor:
-    """Moves the variables of `masks.MOVED_BY_LOAD` by the load of the whole batch.
-
-    Args:
-      layout: has the WeightHParams of all variables.
-      forward_vars: the collections that the forward pass wrote.
-      summaries: its summaries, among them the load.
-
-    Returns:
-      `forward_vars` with the moved variables.
-
-    Raises:
-      UserError: the forward pass may not write what that needs.
-    """
-    hparams = masks.with_paths(layout.var_weight_hparams.get(base_layer.NON_TRAINABLE, {}))
-    # A frozen base keeps its biases.
-    rates = {path: masks.load_rate(p) for path, p in hparams if not masks.is_frozen(p)}
-    moved = {path: rate for path, rate in rates.items() if rate is not None}
-    tree = forward_vars.get(base_layer.NON_TRAINABLE)
-    values = dict(masks.with_paths(tree))
-    for path, rate in moved.items():
-        load = summaries.get(f"{path.rpartition('/')[0]}/{masks.LOAD}_histogram")
-        if load is None or path not in values:
-            needed = (base_layer.SUMMARIES, base_layer.NON_TRAINABLE)
-            raise UserError(
-                f"{path} is moved by the load of the experts: let task.train.apply_mutable_list have "
-                f"{' and '.join(map(repr, needed))}, or set choice_bias_rate=0"
-            )
-        # Of repeated layers, each has its own mean. A mean over minibatches may have lost the last bits.
-        total = jnp.sum(load, axis=-1, keepdims=True)
-        below = total - load.shape[-1] * load
-        values[path] += jnp.where(jnp.abs(below) > 1e-6 * total, rate * jnp.sign(below), 0.0)
-    if not moved:
-        return forward_vars
-    return {**forward_vars, base_layer.NON_TRAINABLE: jax.tree.unflatten(jax.tree.structure(tree), values.values())}
-
-
 def _learn(
     layout: LogicalLayout, state: TrainState, grads: NestedJTensor, forward_vars: NestedJTensor
 ) -> tuple[NestedJTensor, PyTree]:
@@ -292,6 +253,7 @@ def _learn(
     new_vars = learner.apply_gradient(mdl_vars, updates, hparams)
     new_vars = merge(excluded_for_grad, new_vars, seen_by_learner)
     new_vars = merge(masks.explicitly_excluded(layout.var_weight_hparams, learner), new_vars, state.mdl_vars)
+    new_vars = load_balance.without_moves_of_a_skipped_step(layout, state.mdl_vars, new_vars)
     if train.variable_norm_summary:
         for path, value in jax.tree_util.tree_leaves_with_path(new_vars):
             name = "/".join(str(getattr(key, "key", key)) for key in path)

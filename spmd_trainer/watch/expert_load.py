@@ -69,8 +69,8 @@ class ExpertLoad(Callback):
 def _warn(step: int, dead: Sequence[str]) -> None:
     more = f"; and {count_text(len(dead) - _MOST_LAYERS, 'more layer')}" if len(dead) > _MOST_LAYERS else ""
     logging.warning(
-        "no token has chosen these experts in the last %d steps, up to step %d: %s%s. They are not trained; balance the load "
-        "with choice_bias or aux_loss_weight of the MoeSpec",
+        "no token has chosen these experts in the last %d steps, up to step %d: %s%s. They were not trained meanwhile; "
+        "balance the load with choice_bias or aux_loss_weight of the MoeSpec",
         DEAD_AFTER,
         step,
         "; ".join(dead[:_MOST_LAYERS]),

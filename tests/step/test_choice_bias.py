@@ -113,6 +113,18 @@ def test_a_step_that_may_not_write_what_moves_the_biases_is_refused(written):
 
 
 @pytest.mark.full
+def test_a_skipped_step_moves_no_bias():
+    partitioner, step, batch = partitioned((1, 1, 1))
+    state = partitioner.initialize_train_state(KEY)
+    leaves = [x * np.nan if path.endswith("final_norm/scale") else x for path, x in masks.with_paths(state.mdl_vars)]
+    state = state.replace(mdl_vars=jax.tree.unflatten(jax.tree.structure(state.mdl_vars), leaves))
+    before = jax.tree.map(np.asarray, state.mdl_vars)
+    state, output = step(state, KEY, partitioner.layout.put(batch))
+    assert float(output.summary_tensors["learning/is_valid_step_aggregate_scalar"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state.mdl_vars))
+
+
+@pytest.mark.full
 def test_a_resumed_run_has_the_same_biases_and_loads(tmp_path):
     def run(name, steps):
         fields = (

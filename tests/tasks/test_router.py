@@ -13,7 +13,7 @@ from praxis.pax_fiddle import Config
 
 from spmd_trainer.decoder import feed_forward, router
 from spmd_trainer.models.decoder_spec import MoeSpec
-from spmd_trainer.step import masks, step_fns
+from spmd_trainer.step import load_balance, masks
 
 ROWS, LENGTH, DIMS = 2, 6, 12
 WRITTEN = [base_layer.AUX_LOSS, base_layer.SUMMARIES, base_layer.NON_TRAINABLE]
@@ -114,7 +114,7 @@ def test_biases_move_by_the_rate_until_the_load_is_even():
     for _ in range(150):
         load = step(x, w, bias, real)[1]["summaries"]["expert_load_histogram"]
         written = {"non_trainable": {"router": {"choice_bias": bias}}}
-        moved = step_fns.moved_by_load(layout, written, {"router/expert_load_histogram": load})
+        moved = load_balance.moved_by_load(layout, written, {"router/expert_load_histogram": load})
         new = moved["non_trainable"]["router"]["choice_bias"]
         np.testing.assert_allclose(new - bias, rate * np.sign(load.mean() - load), atol=1e-6)
         bias, loads = new, [*loads, np.asarray(load)]

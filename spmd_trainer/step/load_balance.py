@@ -1,0 +1,77 @@
+"""Variables that the load of experts moves: a router's biases, which even the load out without a loss (arXiv:2408.15664)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from praxis import base_layer
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.step import masks
+from spmd_trainer.step.layout import LogicalLayout
+from spmd_trainer.train_states import NestedJTensor
+
+
+def moved_by_load(
+    layout: LogicalLayout, forward_vars: NestedJTensor, summaries: Mapping[str, jax.Array]
+) -> NestedJTensor:
+    """Moves the variables of `masks.MOVED_BY_LOAD` by the load of the whole batch.
+
+    Args:
+      layout: has the WeightHParams of all variables.
+      forward_vars: the collections that the forward pass wrote.
+      summaries: its summaries, among them the load.
+
+    Returns:
+      `forward_vars` with the moved variables.
+
+    Raises:
+      UserError: the forward pass may not write what that needs.
+    """
+    moved = _rates(layout)
+    tree = forward_vars.get(base_layer.NON_TRAINABLE)
+    values = dict(masks.with_paths(tree))
+    for path, rate in moved.items():
+        load = summaries.get(f"{path.rpartition('/')[0]}/{masks.LOAD}_histogram")
+        if load is None or path not in values:
+            needed = (base_layer.SUMMARIES, base_layer.NON_TRAINABLE)
+            raise UserError(
+                f"{path} is moved by the load of the experts: let task.train.apply_mutable_list have "
+                f"{' and '.join(map(repr, needed))}, or set choice_bias_rate=0"
+            )
+        # Of repeated layers, each has its own mean. A mean over minibatches may have lost the last bits.
+        total = jnp.sum(load, axis=-1, keepdims=True)
+        below = total - load.shape[-1] * load
+        values[path] += jnp.where(jnp.abs(below) > 1e-6 * total, rate * jnp.sign(below), 0.0)
+    if not moved:
+        return forward_vars
+    return {**forward_vars, base_layer.NON_TRAINABLE: jax.tree.unflatten(jax.tree.structure(tree), values.values())}
+
+
+def without_moves_of_a_skipped_step(
+    layout: LogicalLayout, old_vars: NestedJTensor, new_vars: NestedJTensor
+) -> NestedJTensor:
+    """Returns `new_vars` with the old values of what the load moves, if the learner has skipped the step."""
+    learner, moved = layout.task.learner, _rates(layout)
+    if not (moved and learner.check_valid_step and learner.enable_skip_step_on_gradient_anomalies):
+        return new_vars
+    found = base_layer.all_global_summaries()
+    is_valid = jnp.all(jnp.stack([value for name, value in found.items() if "is_valid_step" in name]) > 0)
+    name = base_layer.NON_TRAINABLE
+    kept = [
+        jnp.where(is_valid, new, old) if path in moved else new
+        for (path, old), (_, new) in zip(
+            masks.with_paths(old_vars[name]), masks.with_paths(new_vars[name]), strict=True
+        )
+    ]
+    return {**new_vars, name: jax.tree.unflatten(jax.tree.structure(new_vars[name]), kept)}
+
+
+def _rates(layout: LogicalLayout) -> dict[str, float]:
+    """Returns {path among the non-trainable variables: rate} of those that the load moves."""
+    hparams = masks.with_paths(layout.var_weight_hparams.get(base_layer.NON_TRAINABLE, {}))
+    # A frozen base keeps its biases.
+    rates = {path: masks.load_rate(p) for path, p in hparams if not masks.is_frozen(p)}
+    return {path: rate for path, rate in rates.items() if rate is not None}
