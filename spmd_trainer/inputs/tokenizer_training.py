@@ -64,15 +64,17 @@ def train_tokenizer(config: TokenizerConfig) -> None:
         if is_remote(path):
             raise UserError(f"--output={path} is in an object store; give a local file, and copy it there")
         files.check_target("--output", path, "words.model")
-    with access.outages_explained(path):
-        if not to_model:
-            _refuse_other_files(path)
-        texts = Texts(config)
+    access.check_writable("--output", path.parent if to_model else path)
+    if not to_model:
+        _refuse_other_files(path)
+    texts = Texts(config)
+    try:
         if to_model:
             _replace(path, _in_thread(lambda: train_sentencepiece(texts, config)))
         else:
-            made = _in_thread(lambda: train_huggingface(texts, config))
-            _write_folder(path, made, config.eos or _EOS)
+            _write_folder(path, _in_thread(lambda: train_huggingface(texts, config)), config.eos or _EOS)
+    except OSError as error:
+        raise UserError(f"--output={path} can't be written: {reading.problem(os.fspath(path), error)}") from error
     terminal.write(f"{config.output}: {config.vocab_size:,} tokens of {config.algorithm} from {texts.counted()}\n")
 
 
@@ -272,28 +274,26 @@ def _in_thread(train: Callable[[], _Made]) -> _Made:
 def _refuse_other_files(folder: epath.Path) -> None:
     """Refuses a folder that holds more than an earlier tokenizer, e.g. a model, whose tokenizer would be replaced."""
     own = {TOKENIZER_FILE, STATING_FILES[0]}
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output={folder} is a file; give a folder, or the name of a SentencePiece *{MODEL_SUFFIX}")
     held = reading.names(os.fspath(folder)) if folder.exists() else []
     if others := [name for name in held if name not in own]:
         raise UserError(f"--output={folder} holds other files ({listed(others)}); give a new folder")
 
 
 def _write_folder(folder: epath.Path, made: huggingface.Tokenizer, eos: str) -> None:
-    """Writes what `HuggingFaceTokenizer` and transformers read."""
+    """Writes what `HuggingFaceTokenizer` and transformers read. Raises OSError if it can't."""
     found = HuggingFaceTokenizer(made, eos=eos)
     usual = {"eos_token": found.eos_id, "bos_token": found.bos_id, "pad_token": found.pad_id}
     stated = {name: made.id_to_token(index) for name, index in usual.items() if index is not None}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **stated}
-    try:
-        for name, content in ((STATING_FILES[0], json.dumps(settings, indent=2)), (TOKENIZER_FILE, made.to_str())):
-            files.write_atomically(folder / name, [content])
-    except OSError as error:
-        raise UserError(f"--output={folder} can't be written: {reading.problem(os.fspath(folder), error)}") from error
+    for name, content in ((STATING_FILES[0], json.dumps(settings, indent=2)), (TOKENIZER_FILE, made.to_str())):
+        files.write_atomically(folder / name, [content])
 
 
 def _replace(path: epath.Path, content: bytes) -> None:
-    partial = f"{path}.partial"
-    with open(partial, "wb") as file:
-        file.write(content)
-    os.replace(partial, path)
+    """Writes a local file. Raises OSError if it can't; the old content stays."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
