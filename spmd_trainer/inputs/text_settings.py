@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 _text = functools.partial(setting, group="Text (--mode=tokenise and --mode=tokenizer)")
 _conversations = functools.partial(setting, group="Conversations (--mode=tokenise)")
 
-# SentencePiece's usual suffix.
-MODEL_SUFFIX = ".model"
-
 
 @dataclasses.dataclass(frozen=True)
 class _TextConfig(Settings):

@@ -31,7 +31,7 @@ from spmd_trainer.inputs.corpus.token_store import TokenStore
 from spmd_trainer.inputs.files import listed
 from spmd_trainer.inputs.huggingface_files import STATING_FILES, TOKENIZER_FILE
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
-from spmd_trainer.inputs.text_settings import MODEL_SUFFIX, TokenizerConfig
+from spmd_trainer.inputs.text_settings import TokenizerConfig
 from spmd_trainer.inputs.tokenizers import SPACE_MARK, decode_utf8
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import access, files, is_remote, reading
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 _Made = TypeVar("_Made")
 
+# Suffix of an output that is a SentencePiece model.
+_MODEL_SUFFIX = ".model"
 # SentencePiece skips longer sentences, so longer lines are split.
 _MAX_LINE_CHARACTERS = 1024
 # Characters that a tokenizer of Hugging Face gets at a time.
@@ -58,7 +60,7 @@ def train_tokenizer(config: TokenizerConfig) -> None:
     Raises:
       UserError: the files or the output can't be used, or the text is too small for `vocab_size`.
     """
-    to_model = config.output.endswith(MODEL_SUFFIX)
+    to_model = config.output.endswith(_MODEL_SUFFIX)
     path = directory("--output", config.output)
     if to_model:
         if is_remote(path):
