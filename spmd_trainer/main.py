@@ -35,17 +35,15 @@ def main(argv: Sequence[str]) -> None:
             rooms.check(MODES[mode].module, f"--mode={mode}")
         if mode == "port":
             _port(PortConfig(flags.FLAGS.module))
-        if mode == "page":
-            from spmd_trainer.watch.pages import page_mode
-
-            page_mode.show(run_flags.page_from_flags(flags.FLAGS, argv[1:]))
+        if mode and MODES[mode].alone:
+            MODES[mode].program()(run_flags.config_without_experiment(flags.FLAGS, argv[1:]))
             return
         # Imports JAX and praxis: only once the flags are parsed, and while garbage collection is off.
         from spmd_trainer.cli import launch
 
         launch.run(flags.FLAGS, list(argv[1:]), run_log)
     except KeyboardInterrupt:
-        log_lines.say_interrupted()
+        log_lines.say_interrupted(MODES[flags.FLAGS.mode].after_interrupt)
         raise SystemExit(log_lines.STATUS_INTERRUPTED) from None
     except UserError as error:
         flag_parsing.leave(str(error), error.exit_status)

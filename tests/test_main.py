@@ -66,6 +66,9 @@ def refused(*args: str, **env: str) -> str:
                 (["--mode=page", "--job_log_dir=runs", "--follow", "--page_file=x.html"], ["--follow writes no file"]),
                 ([f"--exp={TINY}", "--job_log_dir=runs", "--follow"], ["--follow goes with --mode=page"]),
                 ([f"--exp={TINY}", "--module=my_pkg"], ["--module", "--mode=port", "--exp_module"]),
+                (["--mode=tokenise", "--output=runs/x"], ["give the files", "--output=runs/x"]),
+                (["--mode=tokenizer", "a.jsonl", "--column=b"], ["--output=PATH is needed"]),
+                ([f"--exp={TINY}", "--tokenizer=x"], ["--tokenizer goes with --mode=tokenise", "--fdl.TOKENIZER"]),
             ]
         ),
     ],

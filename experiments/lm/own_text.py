@@ -19,7 +19,7 @@ class OnDocuments:
 
     Attributes:
       FILES: documents to train on: paths, globs or directories of JSON lines (also compressed), Parquet, Arrow,
-        ArrayRecord, TFRecord, tar shards or text, or an output folder of tools/prepare_text.py. None: the sources of
+        ArrayRecord, TFRecord, tar shards or text, or an output folder of --mode=tokenise. None: the sources of
         Python's standard library.
       EVAL_FILES: documents to evaluate on, all of them. None: the held-out files of the standard library if FILES is
         None, otherwise no evaluation.

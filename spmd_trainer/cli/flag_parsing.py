@@ -57,6 +57,7 @@ def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[s
       UserError: an unknown flag, a bad value, or a flag of Pax that is not supported.
     """
     together = flags.FlagValues()
+    together.set_gnu_getopt(True)  # flags may follow the arguments of --mode=tokenise
     together.append_flag_values(own)
     together.append_flag_values(of_pax)
     try:

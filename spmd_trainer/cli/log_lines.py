@@ -41,6 +41,7 @@ _REMOTE_ATTEMPTS = 2
 
 # The shells' exit status for a program that SIGINT ended: 128 + 2.
 STATUS_INTERRUPTED = 130
+CONTINUES = "the same command continues from the newest checkpoint"
 
 
 class _Visible(std_logging.Formatter):
@@ -252,6 +253,6 @@ def log_traceback(error: BaseException) -> None:
     std_logging.getLogger("spmd_trainer").error("traceback:", exc_info=error, extra={_FILE_ONLY: True})
 
 
-def say_interrupted() -> None:
+def say_interrupted(what_next: str = CONTINUES) -> None:
     """Writes to stderr that Ctrl-C has ended the process: that it was interrupted, and what to do."""
-    terminal.write("spmd-trainer: interrupted; the same command continues from the newest checkpoint\n", sys.stderr)
+    terminal.write(f"spmd-trainer: interrupted; {what_next}\n", sys.stderr)

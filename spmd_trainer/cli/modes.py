@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from spmd_trainer.cli import log_lines
+
 if TYPE_CHECKING:
     from spmd_trainer.training.job import Job
     from spmd_trainer.training.run_config import RunConfig
@@ -21,6 +23,8 @@ class Mode:
       module: the module of `spmd_trainer` that defines the program. Imported only when the mode runs.
       function: name of the program's function in that module; it takes a `Job`.
       has_run: True if the mode reads or writes a run's directory.
+      alone: True if the function takes the mode's settings, made of the flags and the command's arguments, instead of a `Job`.
+      after_interrupt: what to do after Ctrl-C, for its message.
       builder: name of the function in that module that builds the job from a `RunConfig`; '' for `Job.build`.
     """
 
@@ -28,11 +32,13 @@ class Mode:
     module: str
     function: str
     has_run: bool = True
+    alone: bool = False
+    after_interrupt: str = log_lines.CONTINUES
     builder: str = ""
 
-    def program(self) -> Callable[[Job], object]:
+    def program(self) -> Callable[[Any], object]:
         """Imports and returns the program."""
-        program: Callable[[Job], object] = self._import(self.function)
+        program: Callable[[Any], object] = self._import(self.function)
         return program
 
     def build_job(self, config: RunConfig) -> Job:
@@ -121,6 +127,7 @@ MODES = {
         "watch.pages.page_mode",
         "show",
         has_run=False,
+        alone=True,
     ),
     "port": Mode(
         "Print what an experiment file written for paxml (--module=FILE) needs here, and its renamed imports as a diff. "
@@ -128,5 +135,23 @@ MODES = {
         "pax.port",
         "print_reports",
         has_run=False,
+    ),
+    "tokenise": Mode(
+        "Tokenise the files that follow as arguments into --output, a store of tokens that inputs read: text, or conversations. "
+        "Needs no --exp.",
+        "inputs.corpus.prepare",
+        "tokenise",
+        has_run=False,
+        alone=True,
+        after_interrupt="the same command goes on: finished parts are kept",
+    ),
+    "tokenizer": Mode(
+        "Train a tokenizer on the files that follow as arguments, and write --output: a folder with a tokenizer.json, or a "
+        "SentencePiece .model. Needs no --exp.",
+        "inputs.tokenizer_training",
+        "train_tokenizer",
+        has_run=False,
+        alone=True,
+        after_interrupt="nothing was written",
     ),
 }

@@ -12,7 +12,7 @@ from absl import flags
 
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
-from spmd_trainer.settings import Setting, setting, settings_of
+from spmd_trainer.settings import Setting, Settings, setting, settings_of
 from spmd_trainer.training.run_config import PageConfig, RunConfig, TrainConfig, config_class, make_run_config
 
 _what = functools.partial(setting, group="What to run")
@@ -145,7 +145,8 @@ def _classes(mode: str) -> Sequence[type]:
     """Returns the classes whose flags a mode accepts: a run's command serves for another mode, so those of all runs too."""
     # These look at a training run or its code: they are appended to its command, and ignore its flags.
     of_run = TrainConfig if mode in ("page", "port", "replay") else RunConfig
-    return (CommandFlags, ProcessFlags, of_run, config_class(mode))
+    own = config_class(mode)
+    return (CommandFlags, own) if mode in ("tokenise", "tokenizer") else (CommandFlags, ProcessFlags, of_run, own)
 
 
 def settings_from_flags(flag_values: flags.FlagValues, cls: type) -> dict[str, Any]:
@@ -158,10 +159,11 @@ def settings_from_flags(flag_values: flags.FlagValues, cls: type) -> dict[str, A
     return given
 
 
-def page_from_flags(flag_values: flags.FlagValues, more_directories: Sequence[str]) -> PageConfig:
-    """Returns the settings of `--mode=page` for the run in `--job_log_dir` and those in the command's arguments."""
-    first = [flag_values.job_log_dir] if flag_values.job_log_dir else []
-    return PageConfig([*first, *more_directories], **settings_from_flags(flag_values, PageConfig))
+def config_without_experiment(flag_values: flags.FlagValues, arguments: Sequence[str]) -> Settings:
+    """Returns the settings of a mode that is `alone`, for the command's arguments; the page's first one is `--job_log_dir`."""
+    make: Callable[..., Settings] = config_class(flag_values.mode)
+    first = [flag_values.job_log_dir] if make is PageConfig and flag_values.job_log_dir else []
+    return make([*first, *arguments], **settings_from_flags(flag_values, config_class(flag_values.mode)))
 
 
 def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], int]) -> RunConfig:

@@ -1,7 +1,7 @@
 """Tokenizers for text files: by byte, or with a SentencePiece model.
 
 Hugging Face tokenizers are in `huggingface_tokenizer`; `tokenizer_field` makes a tokenizer from an input's field.
-`tools/train_sentencepiece.py` trains a SentencePiece model from text files.
+`--mode=tokenizer` trains tokenizers (`tokenizer_training`).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ByteTokenizer:
 class SentencePieceTokenizer:
     """Wraps a SentencePiece model (Kudo and Richardson, 2018). Texts are UTF-8.
 
-    With a model of `tools/train_sentencepiece.py`, decoding restores the encoded text byte for byte, except that
+    With a model of `--mode=tokenizer`, decoding restores the encoded text byte for byte, except that
     U+2581, SentencePiece's mark of a space, becomes a space. Other models may normalize the text.
 
     Attributes:
@@ -113,7 +113,7 @@ class SentencePieceTokenizer:
         if self.eos_id < 0:
             raise UserError(
                 f"the SentencePiece model {os.fspath(self.model)} has no end-of-text token; train it with one "
-                "(eos_id=1), as tools/train_sentencepiece.py does"
+                "(eos_id=1), as --mode=tokenizer does"
             )
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class SentencePieceTokenizer:
         except OSError as error:
             raise UserError(
                 f"the SentencePiece model {path} can't be read: {reading.problem(path, error)}{files.nearby_names(path)}. Train "
-                "one with `python tools/train_sentencepiece.py --output=NAME.model FILES`"
+                "one with `spmd-trainer --mode=tokenizer --output=NAME.model FILES`"
             ) from error
 
     @functools.cached_property

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.text_settings import TokeniseConfig, TokenizerConfig
 from spmd_trainer.settings import Settings, names, seconds, setting, texts
 from spmd_trainer.training import rooms
 
@@ -342,6 +343,8 @@ _CONFIGS: dict[str, type[Settings]] = {
     "export": ExportConfig,
     "page": PageConfig,
     "port": PortConfig,
+    "tokenise": TokeniseConfig,
+    "tokenizer": TokenizerConfig,
 }
 
 

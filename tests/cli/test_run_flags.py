@@ -7,8 +7,9 @@ from absl import flags
 from absl.testing import flagsaver
 from facts import raises_naming
 
-from spmd_trainer.cli import run_flags
+from spmd_trainer.cli import flag_parsing, pax_flags, run_flags
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.text_settings import TokenizerConfig
 from spmd_trainer.settings import Settings, setting
 from spmd_trainer.training.run_config import RunConfig
 
@@ -33,6 +34,18 @@ def test_a_mode_that_looks_at_a_run_is_appended_to_its_command(more):
     parsed(*OF_A_RUN, *more)
     with raises_naming(UserError, "--budget", "--mode=plan"):
         parsed(*OF_A_RUN, "--budget=5m", *more)
+
+
+def test_files_are_arguments_and_flags_may_follow_them():
+    command = ["spmd-trainer", "--mode=tokenizer", "a.jsonl", "--output=runs/x", "b.jsonl", "--vocab_size=300"]
+    rest = flag_parsing.parse_into(flags.FLAGS, pax_flags.define(), command)
+    run_flags.refuse_other_modes(flags.FLAGS)
+    found = run_flags.config_without_experiment(flags.FLAGS, rest[1:])
+    assert found == TokenizerConfig(["a.jsonl", "b.jsonl"], output="runs/x", vocab_size=300)
+    with raises_naming(UserError, "--workers goes with --mode=tokenise"):
+        parsed("--mode=tokenizer", "--workers=2")
+    with raises_naming(UserError, "--mesh goes with --mode="):
+        parsed("--mode=tokenise", "--mesh=data:2")
 
 
 def test_whole_numbers_are_read_as_absl_reads_them():

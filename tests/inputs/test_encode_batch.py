@@ -1,8 +1,5 @@
 """Several texts encoded together have the tokens of each alone, and a bad one is named."""
 
-import pathlib
-import runpy
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -10,6 +7,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import stdlib_text
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
+from spmd_trainer.inputs.text_settings import TokenizerConfig
+from spmd_trainer.inputs.tokenizer_training import train_tokenizer
 from spmd_trainer.inputs.tokenizers import SentencePieceTokenizer
 
 TEXTS = [b"def f(x): return x", b"", "\u00e9\u2211 \U0001f642".encode(), b"a  b\n"]
@@ -27,9 +26,8 @@ def huggingface():
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory):
-    tool = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "tools" / "train_sentencepiece.py"))
     model = tmp_path_factory.mktemp("model") / "small.model"
-    assert tool["main"]([f"--output={model}", "--vocab_size=500", *stdlib_text.stdlib_train_files()[:5]]) == 0
+    train_tokenizer(TokenizerConfig(stdlib_text.stdlib_train_files()[:5], output=model, vocab_size=500))
     return SentencePieceTokenizer(str(model))
 
 

@@ -1,24 +1,29 @@
 """SentencePiece models: training, encoding and decoding, and text inputs that use them."""
 
 import pathlib
-import runpy
 
 import numpy as np
 import pytest
-from facts import assert_names, raises_naming
+from facts import raises_naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_helpers import assert_same, drain, stack_processes, take, write_files
 from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.inputs import text, tokenizers
+from spmd_trainer.inputs.text_settings import TokenizerConfig
+from spmd_trainer.inputs.tokenizer_training import train_tokenizer
 
-TOOL = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "tools" / "train_sentencepiece.py"))
 TEXTS = [
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n" * 20,
     "Größe, naïve, 東京: words of several scripts.\n" * 10,
     "    indented\tand  spaced   out \n" * 5,
 ]
+
+
+def train(files, path, vocab_size=330):
+    train_tokenizer(TokenizerConfig(files, output=path, vocab_size=vocab_size))
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +33,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(corpus, tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("model") / "words.model")
-    assert TOOL["main"]([f"--output={path}", "--vocab_size=330", *corpus]) == 0
-    return path
+    return train(corpus, tmp_path_factory.mktemp("model") / "words.model")
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +62,9 @@ def test_known_words_take_fewer_tokens_than_bytes(tokenizer):
     assert tokenizer.vocab_size == 330
 
 
-def test_the_same_files_give_the_same_model(corpus, model):
-    assert TOOL["train"](corpus, vocab_size=330) == pathlib.Path(model).read_bytes()
+def test_the_same_files_give_the_same_model(corpus, model, tmp_path):
+    again = train(corpus, tmp_path / "again.model")
+    assert pathlib.Path(again).read_bytes() == pathlib.Path(model).read_bytes()
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -90,11 +94,10 @@ def test_a_saved_position_continues_with_the_same_batches(corpus, model):
 
 
 def test_a_position_of_another_model_is_refused(corpus, model, tmp_path):
-    other = tmp_path / "other.model"
-    other.write_bytes(TOOL["train"](corpus, vocab_size=320))
+    other = train(corpus, tmp_path / "other.model", 320)
     state = make(corpus, model, is_training=True).get_state()
     with pytest.raises(ValueError, match=r"sentencepiece_model was \d+ and is \d+"):
-        make(corpus, str(other), is_training=True).set_state(state)
+        make(corpus, other, is_training=True).set_state(state)
     by_byte = make(corpus, model, is_training=True, tokenizer=None)
     source = make(corpus, model, is_training=True)
     with pytest.raises(ValueError, match="eos_id was 256 and is None"):
@@ -119,25 +122,26 @@ def test_a_prompt_may_end_inside_a_character(model, tokenizer, tmp_path):
     assert batch.prefix_lengths.tolist() == [2]
 
 
-def test_a_file_that_is_not_utf8_is_named(model, tmp_path, capsys):
+def test_a_file_that_is_not_utf8_is_named(model, tmp_path):
     files = write_files(tmp_path, b"fine\n", b"line one\nline tw\xff\n")
     named = (f"{files[1]} is", "not UTF-8", "byte 16", "line 2", "0xff", "invalid start byte", "Convert")
     with raises_naming(ValueError, *named):
         make(files, model).get_next()
     with raises_naming(ValueError, *named):
         make(files, model, text.PromptInput, prefix_len=64).get_next()
-    assert TOOL["main"]([f"--output={tmp_path / 'x.model'}", *files]) == 2
-    assert_names(capsys.readouterr().err, files[1], "not UTF-8", "byte 16")
+    with raises_naming(ValueError, *named, "--bad_records=skip"):
+        train(files, tmp_path / "x.model")
     assert not (tmp_path / "x.model").exists()
 
 
-def test_a_model_replaces_no_device_and_makes_no_directory(corpus, tmp_path, capsys):
-    (tmp_path / "full").symlink_to("/dev/full")
-    for name, fact in (("full", "device"), ("new/x.model", "directory"), ("", "directory")):
-        assert TOOL["main"]([f"--output={tmp_path / name}", *corpus]) == 2
-        assert_names(capsys.readouterr().err, f"--output={tmp_path / name}", fact)
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
-    assert (tmp_path / "full").is_symlink()
+def test_a_model_replaces_no_device_and_makes_no_directory(corpus, tmp_path):
+    (tmp_path / "full.model").symlink_to("/dev/full")
+    (tmp_path / "a.model").mkdir()
+    for name, fact in (("full.model", "device"), ("new/x.model", "directory"), ("a.model", "directory")):
+        with raises_naming(ValueError, f"--output={tmp_path / name}", fact):
+            train(corpus, tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.model", "full.model"]
+    assert (tmp_path / "full.model").is_symlink()
 
 
 def test_what_is_wrong_with_a_model_is_said(corpus, model, tmp_path):
@@ -150,7 +154,7 @@ def test_what_is_wrong_with_a_model_is_said(corpus, model, tmp_path):
     )
     for path, *facts in (
         ("", "no `model`"),
-        (str(tmp_path / "missing.model"), "missing.model can't", "No such file", "train_sentencepiece.py"),
+        (str(tmp_path / "missing.model"), "missing.model can't", "No such file", "--mode=tokenizer"),
         (str(no_model), "no.model is", "not a SentencePiece"),
         (f"{no_end}.model", "no_end.model has", "no end-of-text token", "train"),
     ):
@@ -160,6 +164,6 @@ def test_what_is_wrong_with_a_model_is_said(corpus, model, tmp_path):
         make(corpus, model, eos_id=7)
 
 
-def test_a_vocabulary_that_the_text_does_not_carry_is_refused(corpus):
+def test_a_vocabulary_that_the_text_does_not_carry_is_refused(corpus, tmp_path):
     with pytest.raises(ValueError, match="can't train 5000 pieces of bpe"):
-        TOOL["train"](corpus, vocab_size=5000)
+        train(corpus, tmp_path / "x.model", 5000)

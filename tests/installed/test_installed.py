@@ -60,6 +60,15 @@ def test_an_experiment_of_ones_own_trains_and_says_so(project):
     assert "finished: step 30 of 30" in log
 
 
+def test_a_tokenizer_is_trained_and_text_tokenised_by_commands_of_the_wheel(project):
+    (project.folder / "words.jsonl").write_text("".join(json.dumps({"text": f"{n} words"}) + "\n" for n in range(900)))
+    done = project.good("spmd-trainer --mode=tokenizer --output=words.model --vocab_size=300 words.jsonl")
+    assert "300 tokens of bpe from 900 documents" in done.stdout
+    for mode, output, extra in (("tokenizer", "runs/words", "hf"), ("tokenise", "runs/tokens", "data")):
+        message = project.refused(f"spmd-trainer --mode={mode} --output={output} words.jsonl")
+        assert f"spmd-trainer[{extra}]" in message
+
+
 def test_its_checkpoint_is_evaluated(project):
     project.good(TRAIN)
     done = project.good(TRAIN + " --mode=eval")

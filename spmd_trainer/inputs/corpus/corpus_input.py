@@ -5,7 +5,7 @@ window. Global batch n holds the next G = batch_size * num_infeed_hosts rows; pr
 (h + 1) * batch_size) of it. A position says where the current window begins in each source and how many of its rows
 are taken. It is valid for any number of processes and any batch size, also for files that can only be read in order.
 
-Every process reads and tokenises all documents of text, until they are in a token store: `tools/prepare_text.py` writes one
+Every process reads and tokenises all documents of text, until they are in a token store: `--mode=tokenise` writes one
 ahead, `tokenise_ahead` during training. Of a store, a process reads the lengths of documents, and the tokens of its own rows.
 """
 

@@ -30,7 +30,7 @@ from spmd_trainer.storage import is_remote, reading
 
 # Most open files per source; a mixture has many sources.
 _MAX_OPEN = 8
-_ASKED = "set `column` (COLUMN of an experiment) to the one with the text"
+_ASKED = "set `column` (--column, or COLUMN of an experiment) to the one with the text"
 
 
 class OpenFiles:

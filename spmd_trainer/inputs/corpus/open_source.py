@@ -51,7 +51,7 @@ def open_documents(documents: Documents) -> Source:
         return TokenStore(prepared)
     if documents.kind == TOKENS:
         raise UserError(
-            f"kind='tokens' needs `files` to be a folder with a {DESCRIPTION_FILE}, which tools/prepare_text.py writes when it "
+            f"kind='tokens' needs `files` to be a folder with a {DESCRIPTION_FILE}, which --mode=tokenise writes when it "
             f"has finished; `files` has {input_files.listed(entries)}"
         )
     paths = _paths(entries)
@@ -153,7 +153,7 @@ def _refuse_prepared_parts(paths: Sequence[str]) -> None:
             folder = os.path.dirname(path) or "."
             raise UserError(
                 f"{path} is a part of a prepared corpus, and holds tokens, not text; give its folder: files={folder!r}. If the "
-                f"folder has no {DESCRIPTION_FILE}, tools/prepare_text.py has not finished; run it again"
+                f"folder has no {DESCRIPTION_FILE}, --mode=tokenise has not finished; run it again"
             )
 
 

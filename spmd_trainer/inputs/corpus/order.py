@@ -65,7 +65,7 @@ def resolve_shuffle(source: Source, shuffle: str | int | None) -> str | int | No
     if shuffle == GLOBAL and not source.random_access:
         raise UserError(
             f"shuffle='global' needs documents that can be read by number, and {source.size_text} can be read in order only; "
-            f"set shuffle={AUTO_WINDOW} to shuffle within windows of documents, or convert the files with tools/prepare_text.py"
+            f"set shuffle={AUTO_WINDOW} to shuffle within windows of documents, or convert the files with --mode=tokenise"
         )
     if shuffle is None or shuffle in (GLOBAL, AUTO):
         return shuffle

@@ -1,4 +1,4 @@
-"""Tokenises a corpus into a token store: ahead of training (`tools/prepare_text.py`), or during it (`prepared_source`).
+"""Tokenises a corpus into a token store: ahead of training (`--mode=tokenise`), or during it (`prepared_source`).
 
 Chunks are divided into parts. Worker processes tokenise parts, each into a file of the store with a small JSON file beside it.
 Finished parts are kept, so a stopped preparation resumes. `corpus.json` is written last. With the same `shuffle`, the result
@@ -20,15 +20,16 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from spmd_trainer.errors import UserError, require_one_of
+from spmd_trainer.errors import UserError, require_one_of, terminal
 from spmd_trainer.inputs import tokenizer_field
 from spmd_trainer.inputs.corpus.documents import Documents, Source
 from spmd_trainer.inputs.corpus.encoding import BAD_RECORDS, RAISE
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.part_worker import Part, Task, Worker, arrow_library, make_part
 from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, FORMAT, Batch, Description
+from spmd_trainer.inputs.text_settings import TokeniseConfig
 from spmd_trainer.sharding.messages import count_text, format_seconds, short_hash
-from spmd_trainer.storage import files, json_values, reading
+from spmd_trainer.storage import access, files, json_values, reading
 from spmd_trainer.storage.paths import directory
 
 # Most documents per part, if they can be read by number.
@@ -185,6 +186,31 @@ class Preparing:
     def tokens(self) -> int:
         """Returns the tokens of the finished parts."""
         return sum(record["tokens"] for record in self._done.values())
+
+
+def tokenise(config: TokeniseConfig) -> None:
+    """The program of `--mode=tokenise`: prepares a corpus and prints what it holds.
+
+    Raises:
+      UserError: see `prepare`.
+    """
+    documents = config.documents()
+    if config.conversations:
+        from spmd_trainer.inputs.chat_text import Chat  # whose module imports this one
+
+        documents = dataclasses.replace(documents, processor=Chat(**config.of_conversations()))
+    task = Preparation(documents, config.tokenizer, config.output, config.bad_records)
+    with access.outages_explained(epath.Path(config.output)):
+        found = prepare(task, workers=config.workers or os.cpu_count() or 1)
+    counts = found.statistics
+    per_document = counts["tokens"] / max(1, counts["documents"])
+    lines = [
+        f"{config.output}: {counts['documents']:,} documents, {counts['tokens']:,} tokens ({per_document:.1f} per document, "
+        f"{counts['bytes'] / max(1, counts['tokens']):.2f} bytes per token), {counts['empty']:,} empty, "
+        f"{counts['skipped']:,} left out",
+        *(f"  left out: {text}" for text in counts["named"]),
+    ]
+    terminal.write("\n".join([*lines, ""]))
 
 
 def prepare(preparation: Preparation, *, workers: int = 1) -> Description:

@@ -1,4 +1,4 @@
-"""Documents as tokens: Arrow files that `tools/prepare_text.py` writes, and that are read by byte ranges.
+"""Documents as tokens: Arrow files that `--mode=tokenise` writes, and that are read by byte ranges.
 
 A store is a folder: its parts, Arrow IPC files with the columns `tokens`, a list of uint16 or uint32, and `bytes`, the size of
 the text, int32; and `corpus.json`, which says how many documents and tokens each record batch has and where they are in the file.
@@ -100,7 +100,7 @@ class Description:
         except OSError as error:
             raise UserError(
                 f"{path} can't be read: {reading.problem(path, error)}{input_files.nearby_names(path)}. "
-                "tools/prepare_text.py writes it when all documents are tokenised; if it was stopped, run it again"
+                "--mode=tokenise writes it when all documents are tokenised; if it was stopped, run it again"
             ) from error
         except ValueError as error:
             raise UserError(f"{path} is not JSON that can be read: {error}. Prepare the corpus again") from error

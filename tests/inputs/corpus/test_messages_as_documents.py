@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 
 import jax
@@ -17,6 +16,7 @@ from praxis import base_hyperparams, pax_fiddle
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import Chat, ChatInput, CorpusInput, Documents, Mixture, PreferenceInput, chat_text
 from spmd_trainer.inputs.corpus import prepare, prepared_source
+from spmd_trainer.inputs.text_settings import TokeniseConfig
 
 TOKENIZER, TEMPLATE = tokenizer_of("chatml"), str(DATA / "templates" / "chatml_marked.jinja")
 # Conversations have 38 to 65 tokens, and pairs 38 to 44.
@@ -128,20 +128,19 @@ def test_a_store_says_which_tokens_count_and_how_they_were_made(tmp_path):
         make(CorpusInput, source=Documents(store))
 
 
-def test_the_tool_prepares_conversations(tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("prepare_text", DATA.parents[3] / "tools" / "prepare_text.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+def test_the_mode_prepares_conversations(tmp_path, capsys):
     fields = {"files": write(tmp_path / "a.jsonl", map(talk, range(12))), "is_training": False, "turns": "last"}
-    command = [f"--output={tmp_path / 'tokens'}", f"--tokenizer={TOKENIZER}", "--conversations", "--seq_len=64"]
-    assert tool.main([*command, f"--chat_template={TEMPLATE}", "--turns=last", "--workers=1", fields["files"]]) == 0
+    given = {"output": tmp_path / "tokens", "tokenizer": TOKENIZER, "seq_len": 64, "workers": 1}
+    given |= {"chat_template": TEMPLATE, "turns": "last"}
+    prepare.tokenise(TokeniseConfig([fields["files"]], conversations=True, **given))
     assert "12 documents" in capsys.readouterr().out
     assert_equal(
         drain(make(ChatInput, **{**fields, "files": str(tmp_path / "tokens")})), drain(make(ChatInput, **fields))
     )
-    with pytest.raises(SystemExit):
-        tool.main([*command[:3], fields["files"]])
-    assert "--seq_len" in capsys.readouterr().err
+    with raises_naming(UserError, "--conversations needs --seq_len"):
+        TokeniseConfig([fields["files"]], output="x", conversations=True)
+    with raises_naming(UserError, "--seq_len goes with --conversations"):
+        TokeniseConfig([fields["files"]], **given)
 
 
 def test_conversations_mix_with_conversations_and_with_text_by_weight(tmp_path):

@@ -1,7 +1,6 @@
 """Corpora that are tokenised ahead: the same batches as tokenising on the fly, resumable, and clear about what is wrong."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from spmd_trainer.inputs.corpus import corpus_input, encoding, part_worker, prep
 from spmd_trainer.inputs.corpus.documents import Documents
 from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, Description, TokenStore
 
-TOOL = os.path.join(os.path.dirname(__file__), "..", "..", "..", "tools", "prepare_text.py")
+COMMAND = [sys.executable, "-m", "spmd_trainer.main", "--mode=tokenise"]
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def test_a_stopped_preparation_goes_on_where_it_was(web, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(output, str(web / "*.jsonl"), documents_per_part=4)
     assert not (output / DESCRIPTION_FILE).exists()
-    with raises_naming(UserError, output / DESCRIPTION_FILE, "tools/prepare_text.py", "stopped"):
+    with raises_naming(UserError, output / DESCRIPTION_FILE, "--mode=tokenise", "stopped"):
         TokenStore(str(output))
     again = []
     monkeypatch.setattr(prepare, "make_part", lambda *args: again.append(args[1]) or whole(*args))
@@ -143,7 +142,7 @@ def test_a_folder_whose_parts_are_of_two_preparations_is_no_corpus(web, tmp_path
     monkeypatch.setattr(prepare, "make_part", stops_at_the_last)
     with pytest.raises(KeyboardInterrupt):
         run(output, files, bad_records="skip")  # another preparation: its parts are not kept
-    with raises_naming(UserError, output / DESCRIPTION_FILE, "tools/prepare_text.py", "stopped"):
+    with raises_naming(UserError, output / DESCRIPTION_FILE, "--mode=tokenise", "stopped"):
         TokenStore(str(output))
 
 
@@ -280,7 +279,7 @@ def test_a_store_of_several_batches_and_its_own_limit_of_the_vocabulary(web, tmp
 
 @pytest.mark.full
 def test_the_command_line(web, tmp_path):
-    command = [sys.executable, TOOL, f"--output={tmp_path / 'tokens'}", str(web / "*.jsonl"), "--workers=2"]
+    command = [*COMMAND, f"--output={tmp_path / 'tokens'}", str(web / "*.jsonl"), "--workers=2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "21 documents" in done.stdout
@@ -295,14 +294,14 @@ def test_ctrl_c_keeps_the_finished_parts(tmp_path):
     """Five parts; the signal comes when the first is finished."""
     path = tmp_path / "long.txt"
     path.write_text("\n".join(f"document {n}" for n in range(450_000)))
-    command = [sys.executable, TOOL, f"--output={tmp_path / 'tokens'}", str(path), "--separator=\n", "--workers=1"]
+    command = [*COMMAND, f"--output={tmp_path / 'tokens'}", str(path), "--separator=\n", "--workers=1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not list((tmp_path / "tokens").glob("tokens-*.json")):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate()
     assert process.returncode == 130, stderr
-    assert_names(stderr, "stopped", "finished parts")
+    assert_names(stderr, "interrupted", "finished parts")
     assert "Traceback" not in stderr
     assert not (tmp_path / "tokens" / DESCRIPTION_FILE).exists()
     again = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -249,7 +249,7 @@ def test_parts_of_a_prepared_corpus_are_not_text(tmp_path, name, kind):
             "prepared corpus",
             f"files='{tmp_path}'",
             "corpus.json",
-            "tools/prepare_text.py",
+            "--mode=tokenise",
         ):
             open_documents(Documents(given, kind=kind))
 

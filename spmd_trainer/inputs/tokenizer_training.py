@@ -1,0 +1,301 @@
+"""`--mode=tokenizer`: trains a tokenizer on a corpus, for `HuggingFaceTokenizer` or `SentencePieceTokenizer`.
+
+Decoding restores every text byte for byte: text is not normalized, spaces are kept, and a character without a token is encoded as
+bytes. Two exceptions: a special token that a text spells is left out, and in a SentencePiece model U+2581, its mark of a space,
+becomes a space. The same files and settings give the same tokenizer.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import io
+import json
+import os
+import string
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from absl import logging
+from etils import epath
+
+from spmd_trainer.errors import UserError, require_one_of, terminal
+from spmd_trainer.inputs.corpus import encoding
+from spmd_trainer.inputs.corpus.documents import BadRecord
+from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.corpus.open_source import open_documents
+from spmd_trainer.inputs.corpus.token_store import TokenStore
+from spmd_trainer.inputs.files import listed
+from spmd_trainer.inputs.huggingface_files import STATING_FILES, TOKENIZER_FILE
+from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
+from spmd_trainer.inputs.text_settings import TokenizerConfig
+from spmd_trainer.inputs.tokenizers import SPACE_MARK, decode_utf8
+from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.storage import access, files, is_remote, reading
+from spmd_trainer.storage.paths import directory
+
+if TYPE_CHECKING:
+    import tokenizers as huggingface
+
+_Made = TypeVar("_Made")
+
+# Suffix of an output that is a SentencePiece model.
+_MODEL_SUFFIX = ".model"
+# SentencePiece skips longer sentences, so longer lines are split.
+_MAX_LINE_CHARACTERS = 1024
+# Characters that a tokenizer of Hugging Face gets at a time.
+_BLOCK_CHARACTERS = 2**20
+_LINE_EVERY = 10.0
+# Score of tokens of a unigram model that text must not become while it has any other.
+_NEVER = -1e9
+_EOS, _SENTENCEPIECE_EOS = "<|endoftext|>", "</s>"
+
+
+def train_tokenizer(config: TokenizerConfig) -> None:
+    """Trains a tokenizer, writes it and prints what it is.
+
+    Raises:
+      UserError: the files or the output can't be used, or the text is too small for `vocab_size`.
+    """
+    to_model = config.output.endswith(_MODEL_SUFFIX)
+    path = directory("--output", config.output)
+    if to_model:
+        if is_remote(path):
+            raise UserError(f"--output={path} is in an object store; give a local file, and copy it there")
+        files.check_target("--output", path, "words.model")
+    access.check_writable("--output", path.parent if to_model else path)
+    if not to_model:
+        _refuse_other_files(path)
+    texts = Texts(config)
+    try:
+        if to_model:
+            _replace(path, _in_thread(lambda: train_sentencepiece(texts, config)))
+        else:
+            _write_folder(path, _in_thread(lambda: train_huggingface(texts, config)), config.eos or _EOS)
+    except OSError as error:
+        raise UserError(f"--output={path} can't be written: {reading.problem(os.fspath(path), error)}") from error
+    terminal.write(f"{config.output}: {config.vocab_size:,} tokens of {config.algorithm} from {texts.counted()}\n")
+
+
+class Texts(Iterable[str]):
+    """The texts of a corpus. Logs how many it has read."""
+
+    def __init__(self, config: TokenizerConfig):
+        """Opens the corpus.
+
+        Raises:
+          UserError: it can't be read, or holds tokens.
+        """
+        require_one_of("bad_records", config.bad_records, encoding.BAD_RECORDS)
+        self._skips = config.bad_records == encoding.SKIP
+        source = open_documents(config.documents())
+        if not isinstance(source, FileSource) or isinstance(source, TokenStore):
+            raise UserError(f"{listed(config.files)} holds tokens, not text; give the files that it was made of")
+        if source.kind == "text" and config.separator is None:
+            source.max_record_bytes = source.num_bytes  # a file counts as one document only to be read
+        self._source = source
+        self._documents = self._bytes = self._skipped = 0
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the texts.
+
+        Raises:
+          UserError: a file can't be read, or a record is bad and `bad_records` is 'raise'.
+        """
+        self._documents = self._bytes = self._skipped = 0
+        last = time.monotonic()
+        for chunk in range(self._source.num_chunks):
+            for record in self._source.read_chunk(chunk, 0):
+                try:
+                    if isinstance(record, BadRecord):
+                        raise UserError(record.text)
+                    assert isinstance(record.content, bytes)
+                    text = decode_utf8(record.content, record.where)
+                except UserError as error:
+                    if not self._skips:
+                        raise UserError(f"{error}. Or skip bad records: --bad_records=skip") from error
+                    self._skipped += 1
+                    continue
+                self._documents += 1
+                self._bytes += len(record.content)
+                yield text
+                if time.monotonic() - last > _LINE_EVERY:
+                    last = time.monotonic()
+                    logging.info("%s read", self.counted())
+        if not self._documents:
+            raise UserError(f"{self._source.size_text} hold no text; give at least one document")
+        logging.info("%s read; the vocabulary is being made", self.counted())
+
+    def counted(self) -> str:
+        """Returns how much was read: '21 documents, 15,000 bytes'."""
+        left_out = f", {self._skipped:,} left out" if self._skipped else ""
+        return f"{count_text(self._documents, 'document')}, {self._bytes:,} bytes{left_out}"
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """Yields the lines of texts; long lines are split."""
+    for text in texts:
+        for line in text.split("\n"):
+            for start in range(0, len(line), _MAX_LINE_CHARACTERS):
+                yield line[start : start + _MAX_LINE_CHARACTERS]
+
+
+def _blocks(texts: Iterable[str]) -> Iterator[str]:
+    """Yields texts, long ones in parts that end with a line if they can."""
+    for text in texts:
+        start = 0
+        while start < len(text):
+            stop = start + _BLOCK_CHARACTERS
+            if stop < len(text):
+                stop = text.rfind("\n", start, stop) + 1 or stop
+            yield text[start:stop]
+            start = stop
+
+
+def train_sentencepiece(texts: Iterable[str], config: TokenizerConfig, **more: Any) -> bytes:
+    """Trains a SentencePiece model and returns the content of its `.model` file.
+
+    Its pieces are unknown (0), end-of-text (1), a newline, the special tokens, 256 bytes, and those that were learned.
+
+    Args:
+      texts: the texts.
+      config: what to train.
+      **more: further settings of SentencePiece.
+
+    Raises:
+      UserError: the text is too small for `vocab_size`.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    settings = {
+        "character_coverage": 1.0,
+        "eos_piece": config.eos or _SENTENCEPIECE_EOS,
+        "num_threads": 1,  # more would change the last digits of the scores of unigram
+        **more,
+    }
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(texts),
+            model_writer=model,
+            vocab_size=config.vocab_size,
+            model_type=config.algorithm,
+            byte_fallback=True,
+            unk_id=0,
+            eos_id=1,
+            bos_id=-1,
+            pad_id=-1,
+            user_defined_symbols=["\n", *config.special_tokens],
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=8 * _MAX_LINE_CHARACTERS,
+            minloglevel=2,
+            **settings,
+        )
+    except (RuntimeError, OSError) as error:
+        raise UserError(
+            f"SentencePiece can't train {config.vocab_size} pieces of {config.algorithm} on these files: {error}"
+        ) from error
+    return model.getvalue()
+
+
+def train_huggingface(texts: Iterable[str], config: TokenizerConfig) -> huggingface.Tokenizer:
+    """Trains a tokenizer of Hugging Face's library. Its special tokens begin with end-of-text.
+
+    Raises:
+      UserError: the library is missing, or the text is too small for `vocab_size`.
+    """
+    try:
+        import tokenizers as huggingface
+    except ImportError as error:
+        raise UserError("a tokenizer.json needs Hugging Face's tokenizers: pip install 'spmd-trainer[hf]'") from error
+    special = [config.eos or _EOS, *config.special_tokens]
+    if config.algorithm == "unigram":
+        made = _unigram(huggingface, texts, config)
+    else:
+        made = huggingface.Tokenizer(huggingface.models.BPE())
+        made.pre_tokenizer = huggingface.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = huggingface.decoders.ByteLevel()
+        trainer = huggingface.trainers.BpeTrainer(
+            vocab_size=config.vocab_size,
+            special_tokens=special,
+            initial_alphabet=sorted(huggingface.pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=sys.stderr.isatty(),
+        )
+        made.train_from_iterator(_blocks(texts), trainer)
+    made.add_special_tokens(special)
+    if (size := made.get_vocab_size()) != config.vocab_size:
+        raise UserError(
+            f"--vocab_size={config.vocab_size}: {config.algorithm} makes {size} tokens of these files, special tokens and 256 "
+            f"bytes included; set --vocab_size={size}, or give more text"
+        )
+    return made
+
+
+def _unigram(huggingface: ModuleType, texts: Iterable[str], config: TokenizerConfig) -> huggingface.Tokenizer:
+    """Trains by SentencePiece: the library's own trainer gives other tokens each time."""
+    import sentencepiece
+
+    # A text that spells a byte's token, '<0x0A>', has other tokens for it only if these characters do.
+    required = f"<>x{string.digits}ABCDEF"
+    content = train_sentencepiece(
+        texts, config, eos_piece=config.eos or _EOS, required_chars=required, character_coverage=0.9995
+    )
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    vocabulary = []
+    for index in range(model.get_piece_size()):
+        piece = model.id_to_piece(index)
+        if piece in config.special_tokens or model.is_unknown(index) or model.is_control(index) or model.is_byte(index):
+            vocabulary.append((piece, _NEVER))
+        else:
+            vocabulary.append((piece.replace(SPACE_MARK, " "), model.get_score(index)))
+    made = huggingface.Tokenizer(huggingface.models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
+    made.decoder = huggingface.decoders.Sequence([huggingface.decoders.ByteFallback(), huggingface.decoders.Fuse()])
+    return made
+
+
+def _in_thread(train: Callable[[], _Made]) -> _Made:
+    """Calls `train` in a thread: the libraries' own loops don't notice Ctrl-C, and the main thread does."""
+    done: concurrent.futures.Future[_Made] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(train())
+        except BaseException as error:  # for whoever waits
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result()
+
+
+def _refuse_other_files(folder: epath.Path) -> None:
+    """Refuses a folder that holds more than an earlier tokenizer, e.g. a model, whose tokenizer would be replaced."""
+    own = {TOKENIZER_FILE, STATING_FILES[0]}
+    held = reading.names(os.fspath(folder)) if folder.exists() else []
+    if others := [name for name in held if name not in own]:
+        raise UserError(f"--output={folder} holds other files ({listed(others)}); give a new folder")
+
+
+def _write_folder(folder: epath.Path, made: huggingface.Tokenizer, eos: str) -> None:
+    """Writes what `HuggingFaceTokenizer` and transformers read. Raises OSError if it can't."""
+    found = HuggingFaceTokenizer(made, eos=eos)
+    usual = {"eos_token": found.eos_id, "bos_token": found.bos_id, "pad_token": found.pad_id}
+    stated = {name: made.id_to_token(index) for name, index in usual.items() if index is not None}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **stated}
+    for name, content in ((STATING_FILES[0], json.dumps(settings, indent=2)), (TOKENIZER_FILE, made.to_str())):
+        files.write_atomically(folder / name, [content])
+
+
+def _replace(path: epath.Path, content: bytes) -> None:
+    """Writes a local file. Raises OSError if it can't; the old content stays."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
