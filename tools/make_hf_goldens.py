@@ -40,6 +40,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+OLMO3_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] | trim }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -84,7 +91,8 @@ def sizes(vocab: int, dims: int, hidden: int, layers: int, heads: int, kv_heads:
 LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 QWEN3_MOE, MISTRAL, MIXTRAL = "Qwen3MoeForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"
 GLM4_MOE = "Glm4MoeForCausalLM"
-GEMMA2, GEMMA3, GPT2, OLMO2 = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel", "Olmo2ForCausalLM"
+GEMMA2, GEMMA3, GPT2 = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"
+OLMO2, OLMO3 = "Olmo2ForCausalLM", "Olmo3ForCausalLM"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 CASES = (
@@ -352,6 +360,24 @@ CASES = (
     Case("olmo2_tied", OLMO2, sizes(107, 24, 21, 4, 6, 2, tie_word_embeddings=True)),
     Case(
         "olmo2_wide", OLMO2, sizes(83, 20, 19, 2, 5, 5, rope_parameters={"rope_type": "default", "rope_theta": 300.0})
+    ),
+    Case("olmo3", OLMO3, sizes(97, 18, 22, 5, 3, 1, sliding_window=4)),
+    Case(
+        "olmo3_yarn",
+        OLMO3,
+        sizes(
+            83,
+            24,
+            19,
+            3,
+            6,
+            2,
+            head_dim=8,
+            sliding_window=5,
+            layer_types=[SLIDING, FULL, SLIDING],
+            tie_word_embeddings=True,
+            rope_parameters={FULL: OLMO3_YARN, SLIDING: {"rope_type": "default"}},
+        ),
     ),
 )
 

@@ -10,6 +10,7 @@ import pytest
 from facts import raises_naming
 from hf_models import DATA, NAMES
 
+from spmd_trainer.decoder import rotary
 from spmd_trainer.errors import UserError
 from spmd_trainer.hf import config_json
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
@@ -98,6 +99,35 @@ GLM4_AIR = {
 }
 
 
+# Olmo 3 7B, as its makers wrote it.
+OLMO3 = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 100278,
+}
+
+
 def golden(name):
     return json.loads((DATA / name / "config.json").read_text())
 
@@ -153,6 +183,26 @@ def test_defaults_are_those_of_the_family():
     assert spec.query_scale == 1 / 16
 
 
+def test_olmo_3_scales_the_frequencies_of_its_global_layers():
+    spec = config_json.spec_of(OLMO3, "config.json")
+    assert (spec.rotary_base, spec.local_rotary_base, spec.rotary_scaling.factor) == (5e5, 5e5, 8.0)
+    assert rotary.frequencies(spec, "global")[1] == rotary.yarn_attention_factor(RotaryScaling("yarn", 8.0))
+    assert rotary.frequencies(spec, "local")[1] == 1.0
+    without = {key: value for key, value in OLMO3.items() if key not in ("layer_types", "rope_scaling", "rope_theta")}
+    assert config_json.spec_of(without, "").layer_kinds == spec.layer_kinds
+
+
+def test_rotary_bases_of_olmo_3_that_versions_of_transformers_read_differently():
+    with raises_naming(UserError, "rope_theta=10000.0", "transformers 4", "sliding_attention"):
+        config_json.spec_of({**OLMO3, "rope_theta": 10000.0}, "config.json")
+    with raises_naming(UserError, "rope_parameters", "full_attention"):
+        config_json.spec_of({**OLMO3, "rope_scaling": None, "rope_parameters": OLMO3["rope_scaling"]}, "config.json")
+    by_type = {"full_attention": {"rope_theta": 300.0}, "sliding_attention": {"rope_theta": 20.0}}
+    spec = config_json.spec_of({**golden("olmo3"), "rope_parameters": by_type}, "config.json")
+    assert (spec.rotary_base, spec.local_rotary_base) == (300.0, 20.0)
+    assert config_json.spec_of(config_json.config_of(spec, "Olmo3ForCausalLM"), "") == spec
+
+
 def test_a_qwen_window_begins_at_its_layer():
     config = json.loads((DATA / "qwen2_window" / "config.json").read_text())
     del config["layer_types"]
@@ -162,7 +212,7 @@ def test_a_qwen_window_begins_at_its_layer():
 
 
 def test_a_spec_finds_its_architecture():
-    for name in ("llama_untied", "mistral", "qwen3_moe", "gemma3", "gpt2", "olmo2"):
+    for name in ("llama_untied", "mistral", "qwen3_moe", "gemma3", "gpt2", "olmo2", "olmo3"):
         config = json.loads((DATA / name / "config.json").read_text())
         assert config_json.config_of(config_json.spec_of(config, ""))["architectures"] == config["architectures"]
 
@@ -187,7 +237,7 @@ def test_routing_that_no_architecture_has_is_named():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LamaForCausalLM"]}, "Olmo2ForCausalLM are; did you mean LlamaForCausalLM"),
+        ({"architectures": ["LamaForCausalLM"]}, "Olmo3ForCausalLM are; did you mean LlamaForCausalLM"),
         ({"architectures": None, "model_type": "bert"}, "names no architecture: architectures is None"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope', which is not supported"),
         (

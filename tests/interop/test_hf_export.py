@@ -32,6 +32,7 @@ FAMILIES = [
     "gemma3",
     "gpt2",
     "olmo2_wide",
+    "olmo3_yarn",
 ]
 # Those of `make test`.
 SHORT = ("qwen2_tied", "mixtral", "gemma2_no_caps", "gpt2")

@@ -30,6 +30,8 @@ CASES = [
     ("gemma3_linear_rope", SPLIT),
     ("gpt2", UNEVEN),
     ("olmo2", CUBE),
+    ("olmo3", CUBE),
+    ("olmo3_yarn", UNEVEN),
 ]
 
 

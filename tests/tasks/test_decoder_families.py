@@ -62,6 +62,8 @@ PUBLISHED = {
     "olmo.Olmo2_7B": 7_298_617_344,
     "olmo.Olmo2_13B": 13_716_198_400,
     "olmo.Olmo2_32B": 32_234_279_936,
+    "olmo.Olmo3_7B": 7_298_011_136,
+    "olmo.Olmo3_32B": 32_233_522_176,
 }
 
 
@@ -84,6 +86,7 @@ SHORT = (
     "gemma.Gemma3_4B",
     "gpt2.Gpt2Small",
     "olmo.Olmo2_1B",
+    "olmo.Olmo3_7B",
 )
 
 
