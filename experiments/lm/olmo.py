@@ -55,7 +55,7 @@ class Olmo2_32B(Olmo2):
 
 
 class Olmo3(Olmo2):
-    """OLMo 3: three local layers, then a global one, whose frequencies alone are scaled."""
+    """OLMo 3 (arXiv:2512.13961): three local layers, then a global one, whose frequencies alone are scaled."""
 
     VOCAB_SIZE = 100_278
     MAX_POSITIONS = 65_536

@@ -294,10 +294,10 @@ def _comparable(spec: DecoderSpec, field: str) -> Any:
             return None  # only informative
         case "rotary_base" | "rotary_scaling" | "local_rotary_base" if spec.positions != "rotary":
             return None
-        case "local_rotary_base" if "local" not in spec.layer_kinds or (
-            value == spec.rotary_base and spec.rotary_scaling is None
-        ):
-            return None  # the local layers' frequencies are those of the others, or there are no local layers
+        case "local_rotary_base" if "local" not in spec.layer_kinds:
+            return None
+        case "local_rotary_base" if value == spec.rotary_base and spec.rotary_scaling is None:
+            return None  # the frequencies of the other layers
         case "moe" if value is not None:
             return dataclasses.replace(value, aux_loss_weight=0.0, z_loss_weight=0.0, choice_bias_rate=0.0)
     return value
@@ -320,7 +320,6 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any], *, by_laye
     # transformers 5 keeps it among the rotary settings.
     rotated = parameters.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1
     fields["rotary_dims"] = 0 if rotated == 1 else int(fields["head_dims"] * rotated)
-    # OLMo 3 does not have the key. See `read_olmo3` for its bases.
     local_base = settings.get("rope_local_base_freq") or (settings["rope_theta"] if by_layer_type else None)
     if (_GLOBAL in parameters or _LOCAL in parameters) and (by_layer_type or not older):
         # transformers gives rope_scaling to the global layers alone.

@@ -46,7 +46,7 @@ def write_window_of_all(spec: DecoderSpec, config: Settings) -> None:
 def _read_layer_types(config: Settings, fields: Settings) -> None:
     """Families whose config lists the kind of each layer."""
     if (types := config["layer_types"]) is None:
-        # One layer in this many is global. Gemma 2 and OLMo 3 lack the key.
+        # One layer in this many is global. Gemma 2, OLMo 3 and gpt-oss lack the key.
         every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or config["_every"]
         types = [_SLIDING if (i + 1) % every else _FULL for i in range(config["num_hidden_layers"])]
     unknown = sorted(set(types) - {_SLIDING, _FULL})
@@ -187,6 +187,49 @@ def write_mixtral(spec: DecoderSpec, config: Settings) -> None:
         config["num_local_experts"] = spec.moe.num_experts
         config["intermediate_size"] = spec.moe.hidden_dims
         _write_moe(spec.moe, config)
+
+
+def read_gpt_oss(config: Settings, fields: Settings) -> None:
+    read_llama(config, fields)
+    _read_layer_types(config, fields)
+    if fields["activation"] != "silu":
+        raise HfError(f"hidden_act={config['hidden_act']!r}: gpt-oss has 'silu'")
+    if (quantised := config["quantization_config"]) is not None:
+        _refuse_other_than_mxfp4(quantised)
+    fields["moe"] = MoeSpec(
+        num_experts=config["num_local_experts"],
+        num_experts_per_token=config["num_experts_per_tok"],
+        hidden_dims=config["intermediate_size"],
+        # The softmax over the logits of a token's experts alone.
+        normalise_top_k=True,
+        biases=True,
+        swiglu_limit=config["swiglu_limit"],
+        swiglu_alpha=config["swiglu_alpha"],
+        aux_loss_weight=config["router_aux_loss_coef"] if config["output_router_logits"] else 0.0,
+    )
+
+
+def _refuse_other_than_mxfp4(settings: object) -> None:
+    """Which tensors are quantised, the tensors' names show."""
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if not isinstance(settings, dict) or method != "mxfp4":
+        raise HfError(f"quantization_config={settings!r:.200} is not supported; the quant_method 'mxfp4' is")
+    if unknown := sorted(set(settings) - {"quant_method", "modules_to_not_convert", "dequantize"}):
+        raise HfError(f"quantization_config.{unknown[0]} is not supported")
+
+
+def write_gpt_oss(spec: DecoderSpec, config: Settings) -> None:
+    if spec.moe is None or spec.moe.swiglu_limit is None:
+        raise HfError("it has experts with a swiglu_limit, and the model has none")
+    write_llama(spec, config)
+    _write_layer_types(spec, config)
+    config["num_local_experts"] = spec.moe.num_experts
+    config["intermediate_size"] = spec.moe.hidden_dims
+    config["swiglu_limit"] = float(spec.moe.swiglu_limit)
+    config["swiglu_alpha"] = float(spec.moe.swiglu_alpha)
+    if spec.rotary_scaling is None:
+        config["rope_scaling"] = {"rope_type": "default"}  # transformers 4 scales the frequencies if it is missing
+    _write_moe(spec.moe, config)
 
 
 def read_gemma(config: Settings, fields: Settings) -> None:

@@ -9,11 +9,13 @@ import re
 import pytest
 from facts import raises_naming
 from hf_models import DATA, NAMES
+from praxis import pax_fiddle
 
 from spmd_trainer.decoder import rotary
 from spmd_trainer.errors import UserError
 from spmd_trainer.hf import config_json
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
+from spmd_trainer.training import experiment_config
 
 # Llama 3.1 8B as its makers wrote it, with transformers 4.
 LLAMA3 = {
@@ -128,6 +130,47 @@ OLMO3 = {
 }
 
 
+# gpt-oss-20b, as its makers wrote it.
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
 def golden(name):
     return json.loads((DATA / name / "config.json").read_text())
 
@@ -167,6 +210,7 @@ def test_experts_with_biases_groups_and_shared_ones():
     assert dataclasses.asdict(spec.moe) == {
         "num_experts": 128, "num_experts_per_token": 8, "hidden_dims": 1408, "dense_layers": 1, "score": "sigmoid",
         "normalise_top_k": True, "scaling_factor": 2.5, "num_groups": 8, "num_chosen_groups": 4, "shared_dims": 1408,
+        "biases": False, "swiglu_limit": None, "swiglu_alpha": 1.702,
         "choice_bias": True, "choice_bias_rate": 0.0, "aux_loss_weight": 0.0, "z_loss_weight": 0.0,
     }  # fmt: skip
     with raises_naming(UserError, "scoring_func", "softmax", "sigmoid"):
@@ -203,6 +247,23 @@ def test_rotary_bases_of_olmo_3_that_versions_of_transformers_read_differently()
     assert config_json.spec_of(config_json.config_of(spec, "Olmo3ForCausalLM"), "") == spec
 
 
+def test_gpt_oss_as_its_makers_wrote_it(caplog):
+    spec = config_json.spec_of(GPT_OSS, "config.json")
+    assert "not read" not in caplog.text
+    published = experiment_config.resolve("lm.gpt_oss.GptOss20B").task_p.model.lm_tpl.spec
+    assert config_json.differing_fields(spec, pax_fiddle.build(published)) == []
+    # What transformers takes for granted.
+    usual = ("rope_scaling", "rope_theta", "layer_types", "swiglu_limit", "attention_bias", "quantization_config")
+    assert config_json.spec_of({key: value for key, value in GPT_OSS.items() if key not in usual}, "") == spec
+
+
+def test_gpt_oss_without_scaled_frequencies_says_so():
+    spec = golden_spec("gpt_oss", rotary_scaling=None)
+    config = config_json.config_of(spec)
+    del config["rope_parameters"]
+    assert config_json.spec_of(config, "").rotary_scaling is None
+
+
 def test_a_qwen_window_begins_at_its_layer():
     config = json.loads((DATA / "qwen2_window" / "config.json").read_text())
     del config["layer_types"]
@@ -212,7 +273,7 @@ def test_a_qwen_window_begins_at_its_layer():
 
 
 def test_a_spec_finds_its_architecture():
-    for name in ("llama_untied", "mistral", "qwen3_moe", "gemma3", "gpt2", "olmo2", "olmo3"):
+    for name in ("llama_untied", "mistral", "qwen3_moe", "gpt_oss", "gemma3", "gpt2", "olmo2", "olmo3"):
         config = json.loads((DATA / name / "config.json").read_text())
         assert config_json.config_of(config_json.spec_of(config, ""))["architectures"] == config["architectures"]
 
@@ -275,6 +336,14 @@ def test_a_missing_setting_is_named():
         ("qwen3_moe", {"topk_group": 4}, "topk_group=4 is not supported"),
         ("qwen3_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5 is not supported"),
         ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "the quant_method 'mxfp4' is"),
+        (
+            "gpt_oss_mxfp4",
+            {"quantization_config": {"quant_method": "mxfp4", "group": 2}},
+            "quantization_config.group is not",
+        ),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu': gpt-oss has 'silu'"),
+        ("gpt_oss", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
         ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported; True is"),
         ("mixtral", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported"),
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 8"),
@@ -335,6 +404,7 @@ def test_the_older_spelling_of_rotary_settings_comes_first():
         ("gemma3", {"rope_parameters": {"full_attention": 3}}, "full_attention is 3; give an object"),
         ("gemma3", {"layer_types": [["full_attention"]] * 8}, "give a list of texts"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0; give a number above 0"),
+        ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit=None; give a number above 0"),
         ("qwen3_moe", {"num_experts": None}, "num_experts=None; give a whole number above 0"),
         ("llama_untied", {"architectures": None, "model_type": ["llama"]}, "names no architecture"),
     ],

@@ -47,6 +47,8 @@ PUBLISHED = {
     "mistral.Mixtral8x7B": 46_702_792_704,
     "glm.Glm4_5Air": 106_852_245_504,
     "glm.Glm4_5": 352_797_814_784,
+    "gpt_oss.GptOss20B": 20_914_757_184,
+    "gpt_oss.GptOss120B": 116_829_156_672,
     "gemma.Gemma2_2B": 2_614_341_888,
     "gemma.Gemma2_9B": 9_241_705_984,
     "gemma.Gemma2_27B": 27_227_128_320,
@@ -85,6 +87,7 @@ SHORT = (
     "glm.Glm4_5Air",
     "gemma.Gemma3_4B",
     "gpt2.Gpt2Small",
+    "gpt_oss.GptOss20B",
     "olmo.Olmo2_1B",
     "olmo.Olmo3_7B",
 )
