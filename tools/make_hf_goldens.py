@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import pathlib
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import tokenizers
 import torch
 import transformers
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 ROWS, LENGTH, NEW_TOKENS = 3, 11, 64
 PROMPT_LENGTHS = (7, 4, 2)
@@ -39,6 +42,13 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] | trim }}<|end|>{% endfor %}"
@@ -59,12 +69,14 @@ class Case:
       architecture: the model's class in transformers.
       config: arguments of its config class.
       has_tokenizer: True writes a tokenizer with a chat template too.
+      in_mxfp4: True stores the experts' matrices of gpt-oss as blocks and scales.
     """
 
     name: str
     architecture: str
     config: dict[str, Any]
     has_tokenizer: bool = False
+    in_mxfp4: bool = False
 
 
 def sizes(vocab: int, dims: int, hidden: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
@@ -84,7 +96,9 @@ def sizes(vocab: int, dims: int, hidden: int, layers: int, heads: int, kv_heads:
 LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 QWEN3_MOE, MISTRAL, MIXTRAL = "Qwen3MoeForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"
 GLM4_MOE = "Glm4MoeForCausalLM"
-GEMMA2, GEMMA3, GPT2, OLMO2 = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel", "Olmo2ForCausalLM"
+GEMMA2, GEMMA3, GPT2 = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"
+GPT_OSS = "GptOssForCausalLM"
+OLMO2, OLMO3 = "Olmo2ForCausalLM", "Olmo3ForCausalLM"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 CASES = (
@@ -251,6 +265,39 @@ CASES = (
             rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25},
         ),
     ),
+    Case(
+        "gpt_oss",
+        GPT_OSS,
+        sizes(97, 18, 9, 3, 6, 2, head_dim=6, num_local_experts=5, num_experts_per_tok=2, sliding_window=4),
+    ),
+    Case(
+        "gpt_oss_limit",
+        GPT_OSS,
+        sizes(
+            83,
+            16,
+            7,
+            2,
+            5,
+            1,
+            head_dim=4,
+            num_local_experts=3,
+            num_experts_per_tok=1,
+            sliding_window=5,
+            layer_types=[FULL, SLIDING],
+            swiglu_limit=0.5,
+            swiglu_alpha=1.3,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            rope_parameters={**YARN, "rope_theta": 300.0},
+        ),
+    ),
+    Case(
+        "gpt_oss_mxfp4",
+        GPT_OSS,
+        sizes(71, 32, 32, 2, 3, 1, head_dim=4, num_local_experts=3, num_experts_per_tok=2, sliding_window=4),
+        in_mxfp4=True,
+    ),
     Case("gemma2", GEMMA2, sizes(97, 18, 26, 3, 3, 1, head_dim=6, query_pre_attn_scalar=9, sliding_window=5)),
     Case(
         "gemma2_small_caps",
@@ -353,6 +400,24 @@ CASES = (
     Case(
         "olmo2_wide", OLMO2, sizes(83, 20, 19, 2, 5, 5, rope_parameters={"rope_type": "default", "rope_theta": 300.0})
     ),
+    Case("olmo3", OLMO3, sizes(97, 18, 22, 5, 3, 1, sliding_window=4)),
+    Case(
+        "olmo3_yarn",
+        OLMO3,
+        sizes(
+            83,
+            24,
+            19,
+            3,
+            6,
+            2,
+            head_dim=8,
+            sliding_window=5,
+            layer_types=[SLIDING, FULL, SLIDING],
+            tie_word_embeddings=True,
+            rope_parameters={FULL: YARN, SLIDING: {"rope_type": "default"}},
+        ),
+    ),
 )
 
 
@@ -392,9 +457,40 @@ def make_model(case: Case, seed: int) -> Any:
     model = model_class._from_config(
         config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
-    randomise(model, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    randomise(model, generator)
+    if case.in_mxfp4:
+        for name, (blocks, scales) in mxfp4_of(model, seed).items():
+            model.get_parameter(name).data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     model.tie_weights()
     return model.eval()
+
+
+def mxfp4_of(model: Any, seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns random blocks and scales for each matrix of the experts, by its name."""
+    random, found = np.random.default_rng(seed), {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = parameter.shape
+            # A byte is two values; the numbers 0 and 8 are zeros.
+            low, high = random.choice([*range(1, 8), *range(9, 16)], (2, experts, outputs, inputs // 32, 16))
+            blocks = (low + 16 * high).astype(np.uint8)
+            scales = random.integers(120, 124, blocks.shape[:-1], np.uint8)
+            found[name] = torch.tensor(blocks), torch.tensor(scales)
+    return found
+
+
+def store_in_mxfp4(folder: pathlib.Path, quantised: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Replaces tensors of a folder by their blocks and scales, as in OpenAI's folders."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, (blocks, scales) in quantised.items():
+        del tensors[name]
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def continuation(
@@ -511,6 +607,8 @@ def write(case: Case, directory: pathlib.Path) -> None:
         raise SystemExit(f"{case.name}: no seed below 200 gives a model with varied greedy tokens")
     folder = directory / case.name
     model.save_pretrained(folder)
+    if case.in_mxfp4:
+        store_in_mxfp4(folder, mxfp4_of(model, seed))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     np.savez_compressed(folder / "expected.npz", **arrays)

@@ -1,13 +1,14 @@
-"""OLMo 2 in the sizes that the Allen Institute published, on synthetic text.
+"""OLMo 2 and 3 in the sizes that the Allen Institute published, on synthetic text.
 
-Sizes are from the config.json of `allenai/OLMo-2-0425-1B`, `-1124-7B`, `-1124-13B` and `-0325-32B` on Hugging Face. To
-train on other data, subclass one and override `datasets`.
+Sizes are from the config.json of `allenai/OLMo-2-0425-1B`, `-1124-7B`, `-1124-13B` and `-0325-32B`, `Olmo-3-1025-7B` and
+`-1125-32B` on Hugging Face. To train on other data, subclass one and override `datasets`.
 """
 
 from __future__ import annotations
 
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder, TinySizes
+from spmd_trainer.models.decoder_spec import RotaryScaling
 
 
 class Olmo2(SyntheticDecoder):
@@ -53,6 +54,43 @@ class Olmo2_32B(Olmo2):
     ICI_MESH_SHAPE = (1, 32, 4)
 
 
+class Olmo3(Olmo2):
+    """OLMo 3 (arXiv:2512.13961): three local layers, then a global one, whose frequencies alone are scaled."""
+
+    VOCAB_SIZE = 100_278
+    MAX_POSITIONS = 65_536
+    LAYER_PATTERN = ("local",) * 3 + ("global",)
+    WINDOW = 4096
+    ROTARY_SCALING = RotaryScaling("yarn", 8.0, original_max_positions=8192)
+    LOCAL_ROTARY_BASE = 500_000.0
+
+
+@experiment_registry.register
+class Olmo3_7B(Olmo3):
+    """OLMo 3 7B on 32 chips."""
+
+    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 32, 4096, 11_008, 32, 32
+    ICI_MESH_SHAPE = (1, 8, 4)
+
+
+@experiment_registry.register
+class Olmo3_32B(Olmo3):
+    """OLMo 3 32B on 128 chips."""
+
+    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 64, 5120, 27_648, 40, 8
+    ICI_MESH_SHAPE = (1, 32, 4)
+
+
 @experiment_registry.register(tags=["tiny"])
 class TinyOlmo2(TinySizes, Olmo2):
     """OLMo 2's structure."""
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyOlmo3(TinySizes, Olmo3):
+    """OLMo 3's structure: two local layers with a window of 5 tokens, a global one, and an unrepeated local one."""
+
+    NUM_LAYERS = 4
+    LAYER_PATTERN = ("local", "local", "global")
+    WINDOW = 5
+    ROTARY_SCALING = RotaryScaling("yarn", 8.0, original_max_positions=8, beta_fast=1.0, beta_slow=0.1)

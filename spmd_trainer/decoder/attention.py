@@ -14,6 +14,7 @@ from spmd_trainer.decoder import rotary
 from spmd_trainer.decoder.axes import Norm, Projection, SpecLayer
 from spmd_trainer.kernels.attend import Split, attend
 from spmd_trainer.kernels.kernels import MASKED, Pattern
+from spmd_trainer.kernels.reference import softmax
 from spmd_trainer.kernels.sequence_order import SequenceOrder, num_shards
 
 # Segment id of padding.
@@ -80,6 +81,8 @@ class Attention(SpecLayer):
             bias_axes=("norm",) if spec.output_bias else (),
             output_axes=("batch", "length", "activation_embed"),
         )
+        if spec.attention_sinks:
+            self.add_weight("sinks", (spec.num_heads,), ("heads",), init=0.0)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """Attends over a whole row, and stores its keys and values if the decode cache is mutable. `x`: [batch, time,
@@ -95,6 +98,7 @@ class Attention(SpecLayer):
             value,
             self._pattern,
             segment_ids=context.segment_ids,
+            sinks=self._sinks,
             split=self._attention_split,
             kernel=None if self.is_initializing() else context.kernel,
             context_parallel=context.context_parallel,
@@ -115,7 +119,9 @@ class Attention(SpecLayer):
             self._keep(name, layout.write(self.get_decode_state(name), heads, context.cache_index))
             for name, heads in (("key_state", new_key), ("value_state", new_value))
         )
-        heads = attend_to_cache(query, key, value, self._pattern, layout, context.cache_index, context.first_index)
+        heads = attend_to_cache(
+            query, key, value, self._pattern, layout, context.cache_index, context.first_index, self._sinks
+        )
         return self._project(heads)
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
@@ -152,6 +158,10 @@ class Attention(SpecLayer):
         heads = self.split(heads, "batch", "length", "activation_heads", "head_dims")
         output: Any = self.output(heads)
         return checkpoint_name(output, "out_proj")
+
+    @property
+    def _sinks(self) -> jax.Array | None:
+        return self.theta.sinks.astype(jnp.float32) if self.spec.attention_sinks else None
 
     @property
     def _pattern(self) -> Pattern:
@@ -279,6 +289,7 @@ def attend_to_cache(
     layout: CacheLayout,
     query_index: jax.Array,
     first_index: jax.Array,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Computes attention of new tokens over the cache, which already holds them; logits and probabilities are float32.
     Returns [batch, new tokens, N, H].
@@ -290,6 +301,7 @@ def attend_to_cache(
       layout: the layout of the cache.
       query_index: int32 [new tokens], indices of the new tokens in the cache.
       first_index: int32 [batch], index of each row's first token in the cache.
+      sinks: float32 [N], see `kernels.attend`; None for none.
     """
     products = jnp.einsum("btkgh,bskh->bkgts", layout.grouped(query), key, preferred_element_type=jnp.float32)
     logits = pattern.logits(products)
@@ -299,7 +311,9 @@ def attend_to_cache(
     if pattern.window is not None:
         seen &= distance < pattern.window
     seen = seen & (key_index >= first_index[:, None])[:, None]
-    probabilities = jax.nn.softmax(jnp.where(seen[:, None, None], logits, MASKED), axis=-1).astype(value.dtype)
+    if sinks is not None:
+        sinks = layout.grouped(sinks[None, None, :, None]).transpose(0, 2, 3, 1, 4)
+    probabilities = softmax(jnp.where(seen[:, None, None], logits, MASKED), sinks).astype(value.dtype)
     return layout.ungrouped(jnp.einsum("bkgts,bskh->btkgh", probabilities, value))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +61,7 @@ class FeedForward(SpecLayer):
 
 
 class ExpertProjection(SpecLayer):
-    """A matrix for each expert, and the product of sorted rows with them.
+    """A matrix for each expert, and a bias if the spec has them; the product of sorted rows with them.
 
     Attributes:
       shape: E, K and N.
@@ -74,6 +75,8 @@ class ExpertProjection(SpecLayer):
         moe = moe_of(self)
         share = f"{masks.READ_PER_TOKEN}{moe.num_experts_per_token}/{moe.num_experts}"
         self.add_weight("w", self.shape, self.split_axes, collections=[share])
+        if moe.biases:
+            self.add_weight("b", self.shape[::2], self.split_axes[::2], init=0.0, collections=[share])
 
     def __call__(self, rows: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
         """Returns [S, X, M, N] for sorted rows [S, X, M, K]."""
@@ -87,6 +90,14 @@ class ExpertProjection(SpecLayer):
             num_pairs=groups.num_pairs,
             name=self.path,
         )
+        if moe_of(self).biases:
+            # As a product with one input, whose gradient sums over the rows of each group. Negated twice: LoRA takes variables
+            # that products alone read for matrices.
+            inputs, weights = jnp.full((*rows.shape[:3], 1), -1, rows.dtype), -self.read("b")[:, None]
+            of_bias = dataclasses.replace(split, inputs=())
+            out += grouped_dot(
+                inputs, weights, groups.sizes, split=of_bias, pair=groups.pair, num_pairs=groups.num_pairs
+            )
         # JAX's policies that save matrix products know them by their primitive. This one, with the number 1, makes them save the
         # experts' products too; XLA removes it.
         no_dims: tuple[int, ...] = ()
@@ -127,8 +138,15 @@ class MixtureOfExperts(SpecLayer):
         # Whole tokens on each device, as the sort needs them.
         rows = token_groups.dispatch(self.split(x, "batch", "length", "norm"), groups, parts)
         gate, up = self.gate(rows, groups, parts), self.up(rows, groups, parts)
-        hidden = checkpoint_name(ACTIVATION_FNS[self.spec.activation](gate) * up, "ffn1")
+        hidden = checkpoint_name(self._activated(gate, up), "ffn1")
         output = token_groups.combine(self.down(hidden, groups, parts), weights, groups, parts)
         output = self.split(output, "batch", "length", "norm")
         output = checkpoint_name(self.split(output, "batch", "length", "activation_embed"), "ffn2")
         return output + self.shared(x) if moe.shared_dims else output
+
+    def _activated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        moe = moe_of(self)
+        if moe.swiglu_limit is None:
+            return ACTIVATION_FNS[self.spec.activation](gate) * up
+        gate, up = jnp.minimum(gate, moe.swiglu_limit), jnp.clip(up, -moe.swiglu_limit, moe.swiglu_limit)
+        return gate * jax.nn.sigmoid(moe.swiglu_alpha * gate) * (up + 1)

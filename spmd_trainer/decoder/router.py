@@ -24,6 +24,8 @@ class Router(SpecLayer):
     def setup(self) -> None:
         moe, exact = moe_of(self), base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION
         self.add_weight("w", (self.spec.model_dims, moe.num_experts), ("embed", "router"), collections=[exact])
+        if moe.biases:
+            self.add_weight("b", (moe.num_experts,), ("router",), init=0.0, collections=[exact])
         if moe.choice_bias:
             moved = [exact, f"{masks.MOVED_BY_LOAD}{moe.choice_bias_rate}"] if moe.choice_bias_rate else [exact]
             self.add_weight(
@@ -42,6 +44,8 @@ class Router(SpecLayer):
         moe = moe_of(self)
         exact = jax.lax.Precision.HIGHEST  # by default a TPU multiplies in bfloat16, and a GPU in TF32
         logits = jnp.einsum("btd,de->bte", *(v.astype(jnp.float32) for v in (x, self.theta.w)), precision=exact)
+        if moe.biases:
+            logits = logits + self.theta.b.astype(jnp.float32)
         scores = jax.nn.softmax(logits, axis=-1) if moe.score == "softmax" else jax.nn.sigmoid(logits)
         experts = self._chosen(jax.lax.stop_gradient(scores))
         if moe.aux_loss_weight or not self.do_eval:

@@ -172,7 +172,7 @@ def _complete(settings: Settings, fields: Settings, family: Family) -> None:
             fields["head_dims"] = head_dims(
                 fields["model_dims"], fields["num_heads"], "hidden_size", "num_attention_heads"
             )
-        _read_rotary(settings, fields)
+        _read_rotary(settings, fields, by_layer_type=family.rotary_by_layer_type)
         if fields["rotary_dims"] and "partial_rotary_factor" not in family.defaults:
             raise HfError(
                 f"rope_parameters.partial_rotary_factor: {family.architecture} rotates whole heads; leave it out"
@@ -248,7 +248,7 @@ def _write(spec: DecoderSpec, family: Family) -> Settings:
     if spec.positions == "rotary":
         if not spec.max_positions:
             del config[family.keys["max_positions"]]
-        config.update(_write_rotary(spec, by_layer_type="rope_local_base_freq" in family.defaults))
+        config.update(_write_rotary(spec, by_layer_type=family.rotary_by_layer_type))
     # Otherwise transformers uses the ids of the family's first models.
     config.update(dict.fromkeys(TOKENS))
     family.write(spec, config)
@@ -294,17 +294,22 @@ def _comparable(spec: DecoderSpec, field: str) -> Any:
             return None  # only informative
         case "rotary_base" | "rotary_scaling" | "local_rotary_base" if spec.positions != "rotary":
             return None
+        case "local_rotary_base" if "local" not in spec.layer_kinds:
+            return None
+        case "local_rotary_base" if value == spec.rotary_base and spec.rotary_scaling is None:
+            return None  # the frequencies of the other layers
         case "moe" if value is not None:
             return dataclasses.replace(value, aux_loss_weight=0.0, z_loss_weight=0.0, choice_bias_rate=0.0)
     return value
 
 
-def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any]) -> None:
+def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any], *, by_layer_type: bool) -> None:
     """Adds `rotary_dims`, `rotary_base`, `rotary_scaling` and `local_rotary_base` to the fields of a spec.
 
     Args:
       settings: the content of config.json, with the family's defaults.
       fields: the fields, with the sizes already set.
+      by_layer_type: see `Family.rotary_by_layer_type`.
 
     Raises:
       HfError: the kind of scaling, or one of its settings, is not supported or missing.
@@ -315,7 +320,7 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any]) -> None:
     # transformers 5 keeps it among the rotary settings.
     rotated = parameters.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1
     fields["rotary_dims"] = 0 if rotated == 1 else int(fields["head_dims"] * rotated)
-    by_layer_type = "rope_local_base_freq" in settings
+    local_base = settings.get("rope_local_base_freq") or (settings["rope_theta"] if by_layer_type else None)
     if (_GLOBAL in parameters or _LOCAL in parameters) and (by_layer_type or not older):
         # transformers gives rope_scaling to the global layers alone.
         of_global = {**_object(parameters, _GLOBAL), **older}
@@ -324,7 +329,7 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any]) -> None:
         fields["rotary_scaling"] = _scaling(of_global, f"rope_parameters.{_GLOBAL}", longest)
         if _scaling(of_local, f"rope_parameters.{_LOCAL}", longest) is not None:
             raise HfError(f"rope_parameters.{_LOCAL} scales the frequencies, which is supported in {_GLOBAL} alone")
-        fields["local_rotary_base"] = of_local.get("rope_theta", settings.get("rope_local_base_freq"))
+        fields["local_rotary_base"] = of_local.get("rope_theta", local_base)
         return
     # transformers 5 prefers the older spelling, too.
     name = "rope_scaling" if older else "rope_parameters"
@@ -332,7 +337,7 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any]) -> None:
     fields["rotary_base"] = scaling.get("rope_theta", settings["rope_theta"])
     fields["rotary_scaling"] = _scaling(scaling, name, longest)
     if by_layer_type:
-        fields["local_rotary_base"] = settings["rope_local_base_freq"]
+        fields["local_rotary_base"] = local_base
 
 
 def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -155,6 +155,7 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
         if "torch_dtype" not in config:
             del dtypes["torch_dtype"]
         found = {**config, "architectures": [family.architecture], **dtypes}
+        found.pop("quantization_config", None)  # an export is not quantised
         if spec.max_positions not in (0, there.max_positions):
             found[family.keys["max_positions"]] = spec.max_positions
         # The length may also be that of the rotary scaling.

@@ -21,6 +21,7 @@ class Family:
       keys: {field of DecoderSpec: key} of values stored unchanged.
       defaults: transformers' values of keys that a config.json may lack.
       fixed: fields of DecoderSpec that all models of the family share.
+      rotary_by_layer_type: True if the config has rotary settings for each kind of layer.
       heads_divide_dims: True if transformers requires the number of heads to divide the hidden size.
       off: further unsupported options, as in `_SWITCHED_OFF`.
       without_effect: further keys without an effect.
@@ -35,6 +36,7 @@ class Family:
     fixed: Mapping[str, Any]
     read: Callable[[Settings, Settings], None]
     write: Callable[[DecoderSpec, Settings], None]
+    rotary_by_layer_type: bool = False
     heads_divide_dims: bool = False
     off: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     without_effect: frozenset[str] = frozenset()
@@ -225,6 +227,41 @@ FAMILIES = {
             off={"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
         ),
         Family(
+            "GptOssForCausalLM",
+            "gpt_oss",
+            _SHARED_KEYS,
+            {
+                **_SHARED_DEFAULTS,
+                **_MOE_DEFAULTS,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 150_000.0,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
+                "max_position_embeddings": 131072,
+                "attention_bias": True,
+                "sliding_window": 128,
+                "layer_types": None,
+                "_every": 2,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 4,
+                "swiglu_alpha": 1.702,
+                "swiglu_limit": 7.0,
+                "quantization_config": None,
+            },
+            {"attention_sinks": True},
+            own.read_gpt_oss,
+            own.write_gpt_oss,
+            without_effect=frozenset({"experts_per_token", "initial_context_length"}),
+        ),
+        Family(
             "Gemma2ForCausalLM",
             "gemma2",
             _GEMMA_KEYS,
@@ -257,6 +294,7 @@ FAMILIES = {
             {**_GEMMA_FIXED, "query_key_norm": "head"},
             own.read_gemma,
             own.write_gemma,
+            rotary_by_layer_type=True,
             heads_divide_dims=True,
             without_effect=frozenset({"hidden_act"}),
         ),
@@ -302,6 +340,25 @@ FAMILIES = {
             {"norm_placement": "post", "query_key_norm": "all"},
             own.read_llama,
             own.write_llama,
+        ),
+        Family(
+            "Olmo3ForCausalLM",
+            "olmo3",
+            _SHARED_KEYS,
+            {
+                **_SHARED_DEFAULTS,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": own.OLMO3_ROPE_THETA,
+                "max_position_embeddings": 2048,
+                "sliding_window": 4096,
+                "layer_types": None,
+                "_every": 4,
+            },
+            {"norm_placement": "post", "query_key_norm": "all"},
+            own.read_olmo3,
+            own.write_olmo3,
+            rotary_by_layer_type=True,
+            off={"rope_local_base_freq": (None,)},
         ),
     )
 }

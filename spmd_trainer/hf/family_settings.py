@@ -15,6 +15,8 @@ from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
 Settings: TypeAlias = dict[str, Any]
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+# The base of OLMo 3's rotary frequencies, unless its config has one for each kind of layer.
+OLMO3_ROPE_THETA = 500_000.0
 
 
 def head_dims(dims: int, heads: int, dims_key: str, heads_key: str) -> int:
@@ -43,7 +45,10 @@ def write_window_of_all(spec: DecoderSpec, config: Settings) -> None:
 
 def _read_layer_types(config: Settings, fields: Settings) -> None:
     """Families whose config lists the kind of each layer."""
-    types = config["layer_types"]
+    if (types := config["layer_types"]) is None:
+        # One layer in this many is global. Gemma 2, OLMo 3 and gpt-oss lack the key.
+        every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or config["_every"]
+        types = [_SLIDING if (i + 1) % every else _FULL for i in range(config["num_hidden_layers"])]
     unknown = sorted(set(types) - {_SLIDING, _FULL})
     if unknown:
         raise HfError(f"layer_types has {unknown[0]!r}; {_FULL!r} and {_SLIDING!r} are supported")
@@ -184,14 +189,53 @@ def write_mixtral(spec: DecoderSpec, config: Settings) -> None:
         _write_moe(spec.moe, config)
 
 
+def read_gpt_oss(config: Settings, fields: Settings) -> None:
+    read_llama(config, fields)
+    _read_layer_types(config, fields)
+    if fields["activation"] != "silu":
+        raise HfError(f"hidden_act={config['hidden_act']!r}: gpt-oss has 'silu'")
+    if (quantised := config["quantization_config"]) is not None:
+        _refuse_other_than_mxfp4(quantised)
+    fields["moe"] = MoeSpec(
+        num_experts=config["num_local_experts"],
+        num_experts_per_token=config["num_experts_per_tok"],
+        hidden_dims=config["intermediate_size"],
+        # The softmax over the logits of a token's experts alone.
+        normalise_top_k=True,
+        biases=True,
+        swiglu_limit=config["swiglu_limit"],
+        swiglu_alpha=config["swiglu_alpha"],
+        aux_loss_weight=config["router_aux_loss_coef"] if config["output_router_logits"] else 0.0,
+    )
+
+
+def _refuse_other_than_mxfp4(settings: object) -> None:
+    """Which tensors are quantised, the tensors' names show."""
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if not isinstance(settings, dict) or method != "mxfp4":
+        raise HfError(f"quantization_config={settings!r:.200} is not supported; the quant_method 'mxfp4' is")
+    if unknown := sorted(set(settings) - {"quant_method", "modules_to_not_convert", "dequantize"}):
+        raise HfError(f"quantization_config.{unknown[0]} is not supported")
+
+
+def write_gpt_oss(spec: DecoderSpec, config: Settings) -> None:
+    if spec.moe is None or spec.moe.swiglu_limit is None:
+        raise HfError("it has experts with a swiglu_limit, and the model has none")
+    write_llama(spec, config)
+    _write_layer_types(spec, config)
+    config["num_local_experts"] = spec.moe.num_experts
+    config["intermediate_size"] = spec.moe.hidden_dims
+    config["swiglu_limit"] = float(spec.moe.swiglu_limit)
+    config["swiglu_alpha"] = float(spec.moe.swiglu_alpha)
+    if spec.rotary_scaling is None:
+        config["rope_scaling"] = {"rope_type": "default"}  # transformers 4 scales the frequencies if it is missing
+    _write_moe(spec.moe, config)
+
+
 def read_gemma(config: Settings, fields: Settings) -> None:
     read_llama(config, fields)
     fields["query_scale"] = config["query_pre_attn_scalar"] ** -0.5
     fields["embedding_scale"] = config["hidden_size"] ** 0.5
-    if config["layer_types"] is None:
-        # One layer in this many is global. Gemma 2 lacks the key.
-        every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or config["_every"]
-        config["layer_types"] = [_SLIDING if (i + 1) % every else _FULL for i in range(config["num_hidden_layers"])]
     _read_layer_types(config, fields)
 
 
@@ -204,6 +248,26 @@ def write_gemma(spec: DecoderSpec, config: Settings) -> None:
     config["query_pre_attn_scalar"] = round(scalar)
     # vLLM reads hidden_act where transformers reads hidden_activation.
     config["hidden_act"] = config["hidden_activation"]
+
+
+def read_olmo3(config: Settings, fields: Settings) -> None:
+    read_llama(config, fields)
+    _read_layer_types(config, fields)
+    by_type = config.get("rope_parameters") or {}
+    if by_type and not {_FULL, _SLIDING} & by_type.keys():
+        raise HfError(f"rope_parameters has neither {_FULL} nor {_SLIDING}; give an object for each")
+    base = config["rope_theta"]
+    if base != OLMO3_ROPE_THETA and not all("rope_theta" in (by_type.get(kind) or {}) for kind in (_FULL, _SLIDING)):
+        raise HfError(
+            f"rope_theta={base}: transformers 4 gives it to all layers, and transformers 5 to those with {_FULL} alone. Give "
+            f"rope_parameters a rope_theta for {_FULL} and one for {_SLIDING}"
+        )
+
+
+def write_olmo3(spec: DecoderSpec, config: Settings) -> None:
+    write_llama(spec, config)
+    _write_layer_types(spec, config)
+    del config["rope_local_base_freq"]
 
 
 def read_gpt2(config: Settings, fields: Settings) -> None:

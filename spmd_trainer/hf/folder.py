@@ -15,7 +15,7 @@ from etils import epath
 
 from spmd_trainer.checkpointing import step_files
 from spmd_trainer.errors import did_you_mean
-from spmd_trainer.hf import config_json, tensor_names
+from spmd_trainer.hf import config_json, mxfp4, tensor_names
 from spmd_trainer.hf.errors import HfDamagedError, HfMismatchError, HfNotFoundError
 from spmd_trainer.hf.families import Family
 from spmd_trainer.hf.safetensors_file import Tensor, read_header
@@ -89,7 +89,9 @@ def open_folder(directory: epath.PathLike) -> HfFolder:
     path = os.fspath(directory)
     config, family, spec = _described(path)
     tensors = {name: tensor for file in _files(path) for name, tensor in read_header(os.path.join(path, file)).items()}
-    _refuse_beyond_files(path, spec)
+    _refuse_beyond_files(path, config, spec)
+    if config.get("quantization_config") is not None:
+        tensors = mxfp4.combined(tensors)
     variables = tensor_names.variables_of(spec, family)
     base = tensor_names.names_of(spec, family).base
     if not any(name.startswith(base) for name in tensors):
@@ -123,7 +125,7 @@ def read_model(directory: epath.PathLike) -> tuple[dict[str, Any], Family, Decod
       CheckpointReadError: storage does not answer, or refuses.
     """
     config, family, spec = _described(os.fspath(directory))
-    _refuse_beyond_files(os.fspath(directory), spec)
+    _refuse_beyond_files(os.fspath(directory), config, spec)
     return config, family, spec
 
 
@@ -135,7 +137,7 @@ def _described(path: str) -> tuple[dict[str, Any], Family, DecoderSpec]:
     return config, config_json.family_of(config, where), config_json.spec_of(config, where)
 
 
-def _refuse_beyond_files(path: str, spec: DecoderSpec) -> None:
+def _refuse_beyond_files(path: str, config: Mapping[str, Any], spec: DecoderSpec) -> None:
     """Refuses a model with more values than the folder's weights have bytes, before anything is made for each of its layers."""
 
     def weights() -> int:
@@ -143,7 +145,8 @@ def _refuse_beyond_files(path: str, spec: DecoderSpec) -> None:
         return sum(reading.for_each(found, reading.size))
 
     held, described = step_files.read(f"listing {path}", weights), spec.num_values_at_least
-    if held and described > held:
+    values_of_byte = 1 if config.get("quantization_config") is None else 2
+    if held and described > held * values_of_byte:
         raise HfMismatchError(
             f"{os.path.join(path, CONFIG)} describes a model of {described:,} values or more, and the {SUFFIX} files beside it "
             f"have {held:,} bytes. Copy the folder again, or correct {CONFIG}."

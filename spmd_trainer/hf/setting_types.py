@@ -39,7 +39,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "a number above 0": (
         lambda value: is_number(value) and value > 0,
         "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping "
-        "final_logit_softcapping routed_scaling_factor partial_rotary_factor",
+        "final_logit_softcapping routed_scaling_factor partial_rotary_factor swiglu_alpha swiglu_limit",
     ),
     "a number of 0 or more": (lambda value: is_number(value) and value >= 0, "router_aux_loss_coef"),
     "a number": (

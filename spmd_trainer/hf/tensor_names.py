@@ -2,7 +2,8 @@
 
 A layout writes both shapes as in einops: '(n h) d -> d n h' is a tensor with first dimension heads * head width, for a variable
 [D, N, H]. Letters: v vocabulary, p positions, d model width, n and k query and key/value heads, h head width, f feed-forward
-width, e experts, x an expert's width, s the shared experts' width; c parts fused in one tensor (GPT-2's query, key and value).
+width, e experts, x an expert's width, s the shared experts' width; c parts fused in one tensor (GPT-2's query, key and value;
+gpt-oss' gate and up, in turns).
 """
 
 from __future__ import annotations
@@ -159,6 +160,8 @@ def _llama_like(spec: DecoderSpec, model_type: str) -> Names:
     layer.append(Rule("attention/output/w", "self_attn.o_proj.weight", "d (n h) -> n h d"))
     if spec.output_bias:
         layer.append(Rule("attention/output/b", "self_attn.o_proj.bias", "d -> d"))
+    if spec.attention_sinks:
+        layer.append(Rule("attention/sinks", "self_attn.sinks", "n -> n"))
     for ours, n in (("query", "n"), ("key", "k")):
         if spec.query_key_norm is not None:
             layout = "h -> h" if spec.query_key_norm == "head" else f"({n} h) -> {n} h"
@@ -190,6 +193,8 @@ def _feed_forward(spec: DecoderSpec) -> list[Rule]:
 
 
 def _experts(moe: MoeSpec, model_type: str) -> list[Rule]:
+    if model_type == "gpt_oss":
+        return _experts_of_gpt_oss()
     if model_type == "mixtral":
         inside, theirs = "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
     else:
@@ -206,6 +211,19 @@ def _experts(moe: MoeSpec, model_type: str) -> list[Rule]:
     return found
 
 
+def _experts_of_gpt_oss() -> list[Rule]:
+    found = [
+        Rule("moe/router/w", "mlp.router.weight", "e d -> d e"),
+        Rule("moe/router/b", "mlp.router.bias", "e -> e"),
+        Rule("moe/down/w", "mlp.experts.down_proj", "e x d -> e x d"),
+        Rule("moe/down/b", "mlp.experts.down_proj_bias", "e d -> e d"),
+    ]
+    for part, ours in enumerate(("gate", "up")):
+        found.append(Rule(f"moe/{ours}/w", "mlp.experts.gate_up_proj", "e d (x c) -> e d x", part))
+        found.append(Rule(f"moe/{ours}/b", "mlp.experts.gate_up_proj_bias", "e (x c) -> e x", part))
+    return found
+
+
 def _norm(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
     found = [Rule(f"{ours}/scale", f"{theirs}.weight", "d -> d")]
     return [*found, Rule(f"{ours}/bias", f"{theirs}.bias", "d -> d")] if bias else found
@@ -213,7 +231,7 @@ def _norm(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
 
 def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
     """Returns the variables of a model by path, each with its tensors, named as in `family`."""
-    names, sizes = names_of(spec, family), _sizes(spec)
+    names, sizes = names_of(spec, family), {**_sizes(spec), FUSED: 2 if family.model_type == "gpt_oss" else 3}
     found = {}
     for rule in names.model:
         base = "" if rule.name.startswith("lm_head.") else names.base
@@ -280,5 +298,4 @@ def _sizes(spec: DecoderSpec) -> dict[str, int]:
         "e": 0 if spec.moe is None else spec.moe.num_experts,
         "x": 0 if spec.moe is None else spec.moe.hidden_dims,
         "s": 0 if spec.moe is None else spec.moe.shared_dims,
-        FUSED: 3,
     }

@@ -19,6 +19,7 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     segment_ids: jax.Array | None,
+    sinks: jax.Array | None,
     pattern: Pattern,
     axes: tuple[str, ...],
     kernel: Kernel,
@@ -30,6 +31,7 @@ def attend(
       query: this device's part of the queries, [B, T / n, N, H].
       key, value: this device's part, [B, T / n, K, H]; N is a multiple of K.
       segment_ids: this device's part, int32 [B, T / n]; None if each row is one segment.
+      sinks: float32 [B, N], see `Kernel.__call__`.
       pattern: which keys a query sees.
       axes: the mesh axes, n devices.
       kernel: computes whole rows, with the shapes of `shapes_of_kernel`.
@@ -41,7 +43,11 @@ def attend(
     )
     if segment_ids is not None:
         segment_ids = lax.all_gather(segment_ids, axes, axis=1, tiled=True)
-    out = kernel(query, key, value, segment_ids, pattern)
+    if sinks is not None:
+        count = query.shape[2]
+        sinks = jnp.pad(sinks, ((0, 0), (0, count * lax.axis_size(axes) - heads)))
+        sinks = lax.dynamic_slice_in_dim(sinks, count * lax.axis_index(axes), count, axis=1)
+    out = kernel(query, key, value, segment_ids, pattern, sinks)
     return lax.all_to_all(out, axes, split_axis=1, concat_axis=2, tiled=True)[:, :, :heads]
 
 

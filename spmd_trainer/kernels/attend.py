@@ -39,6 +39,7 @@ def attend(
     pattern: Pattern,
     *,
     segment_ids: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     split: Split = Split(),
     kernel: str | None = None,
     context_parallel: str | None = None,
@@ -55,6 +56,7 @@ def attend(
       key, value: [B, T, K, H]; N is a multiple of K. Query head n uses key head n // (N / K).
       pattern: which keys a query sees.
       segment_ids: int32 [B, T]; a token sees only tokens of its segment. None if each row is one segment.
+      sinks: [N], a further logit of each head's softmax, whose probability goes to no key; None for none.
       split: how the arrays are split over the ambient mesh (`jax.set_mesh`).
       kernel: name of the kernel to use; None for the first that can be used (see `kernels.choose`).
       context_parallel: form of attention for rows of a split length: 'ring', with tokens in the order of `sequence_order.py`,
@@ -74,7 +76,10 @@ def attend(
     mesh = jax.sharding.get_abstract_mesh()
     parts = _Parts.of(split, mesh, name)
     form = _context_parallel(parts, query.shape[1], context_parallel, name)
-    arrays = parts.padded(query, key, value, segment_ids)
+    if sinks is not None:
+        # One for each row, so that all arrays have the same axes.
+        sinks = jnp.broadcast_to(sinks.astype(jnp.float32), (query.shape[0], query.shape[2]))
+    arrays = parts.padded(query, key, value, segment_ids, sinks)
     call = Call(
         query=parts.local(arrays[0]),
         key=parts.local(arrays[1]),
@@ -82,12 +87,13 @@ def attend(
         segments=segment_ids is not None,
         dropout=dropout is not None,
         target=chips.current_target(),
+        sinks=sinks is not None,
     )
     choice = _choose(call, kernel, form, parts.count("length"))
     kernels.record(name, choice)
     if dropout is not None or (choice.kernel == "reference" and form is None):
         # XLA splits plain products itself, and dropout draws random numbers for whole arrays.
-        return REFERENCE(query, key, value, segment_ids, pattern, dropout=dropout)
+        return REFERENCE(query, key, value, segment_ids, pattern, sinks, dropout=dropout)
     local = _Local(choice, pattern, parts.length)
     return _on_each_device(local, parts, *arrays)[: query.shape[0], :, : query.shape[2]]
 
@@ -99,14 +105,16 @@ def _on_each_device(
     key: jax.Array,
     value: jax.Array,
     segment_ids: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     if not parts.any:
-        return local(query, key, value, segment_ids)
+        return local(query, key, value, segment_ids, sinks)
     of_heads = PartitionSpec(parts.batch or None, parts.length or None, parts.heads or None)
     of_segments = None if segment_ids is None else PartitionSpec(parts.batch or None, parts.length or None)
+    of_sinks = None if sinks is None else PartitionSpec(parts.batch or None, parts.heads or None)
     out: jax.Array = jax.shard_map(
         local,
-        in_specs=(of_heads, of_heads, of_heads, of_segments),
+        in_specs=(of_heads, of_heads, of_heads, of_segments, of_sinks),
         out_specs=of_heads,
         # With `check_vma`, the backward pass needs no exchange over axes that split nothing. Pallas and cuDNN calls don't support
         # it, nor does `jax.vmap` over a mesh axis (praxis' pipelines).
@@ -114,7 +122,7 @@ def _on_each_device(
             (local.choice.kernel, local.choice.context_parallel) == ("chunked", None)
             and not get_axis_env().spmd_axis_names
         ),
-    )(query, key, value, segment_ids)
+    )(query, key, value, segment_ids, sinks)
     return out
 
 
@@ -168,8 +176,13 @@ class _Parts:
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     def padded(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segment_ids: jax.Array | None,
+        sinks: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
         """Pads rows and heads to divide by the devices, so that each device has the keys of its query heads.
 
         Rows are padded with zeros. If the devices divide the query heads, key heads are repeated to at least one per device.
@@ -178,7 +191,9 @@ class _Parts:
         query, key, value = all_to_all.with_divisible_heads(query, key, value, self.count("heads"))
         rows = -query.shape[0] % self.count("batch")
         query, key, value = (_with_rows(x, rows) for x in (query, key, value))
-        return query, key, value, None if segment_ids is None else _with_rows(segment_ids, rows)
+        if sinks is not None:
+            sinks = jnp.pad(sinks, ((0, rows), (0, query.shape[2] - sinks.shape[1])))
+        return query, key, value, None if segment_ids is None else _with_rows(segment_ids, rows), sinks
 
 
 def _with_rows(x: jax.Array, rows: int) -> jax.Array:
@@ -241,11 +256,18 @@ class _Local:
     pattern: Pattern
     length_axes: tuple[str, ...]
 
-    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segment_ids: jax.Array | None,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
         kernel = kernels.kernel(self.choice.kernel)
         match self.choice.context_parallel:
             case "ring":
-                return ring.attend(query, key, value, segment_ids, self.pattern, self.length_axes)
+                return ring.attend(query, key, value, segment_ids, sinks, self.pattern, self.length_axes)
             case "all_to_all":
-                return all_to_all.attend(query, key, value, segment_ids, self.pattern, self.length_axes, kernel)
-        return kernel(query, key, value, segment_ids, self.pattern)
+                return all_to_all.attend(query, key, value, segment_ids, sinks, self.pattern, self.length_axes, kernel)
+        return kernel(query, key, value, segment_ids, self.pattern, sinks)

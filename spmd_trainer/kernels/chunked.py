@@ -9,7 +9,7 @@ computes the logits again from the log-sum-exp (Dao et al. 2022, arXiv:2205.1413
 uses them for keys that come from another device:
 
     queries, keys, values = query_blocks(query, key.shape[2], block), key_blocks(key, block), key_blocks(value, block)
-    sums = initial_sums(queries)
+    sums = initial_sums(queries, sinks)
     sums = forward(queries, keys, values, query_tokens, key_tokens, pairs, sums, pattern)  # for each device's keys
     outs, lse = finish(sums)
 
@@ -24,7 +24,7 @@ uses them for keys that come from another device:
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,11 @@ from spmd_trainer.kernels.kernels import MASKED, Call, Pattern
 _BLOCK, _BLOCK_ON_CPU = 512, 128
 # Index of a token that was added to fill a block: no real query sees it.
 PADDING_INDEX = np.iinfo(np.int32).max
+
+
+# Queries, keys, values, segment ids and sinks, see `Kernel.__call__`; and these with the output and the log-sum-exp.
+Inputs: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+Residuals: TypeAlias = tuple[Inputs, jax.Array, jax.Array]
 
 
 class Tokens(NamedTuple):
@@ -99,10 +104,16 @@ class Chunked:
         return ["it can't drop probabilities"] if call.dropout else []
 
     def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segment_ids: jax.Array | None,
+        pattern: Pattern,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """See `Kernel.__call__`."""
-        return _attention(query, key, value, segment_ids, pattern, block_length(query.shape[1]))
+        return _attention((query, key, value, segment_ids, sinks), pattern, block_length(query.shape[1]))
 
 
 KERNEL = Chunked()
@@ -169,9 +180,11 @@ def visible_pairs(length: int, block: int, pattern: Pattern) -> np.ndarray:
     return np.stack([queries, keys], axis=1)[seen]
 
 
-def initial_sums(queries: jax.Array) -> Sums:
-    """Returns the sums over zero keys, for queries in blocks."""
+def initial_sums(queries: jax.Array, sinks: jax.Array | None) -> Sums:
+    """Returns the sums over zero keys, for queries in blocks. A sink (float32 [B, N]) is like a key of the value 0."""
     weighted = jnp.zeros_like(queries, jnp.float32)
+    if sinks is not None:
+        return Sums(weighted[..., 0] + sinks.reshape(*weighted.shape[1:4], 1), weighted[..., 0] + 1, weighted)
     return Sums(weighted[..., 0] + MASKED, weighted[..., 0], weighted)
 
 
@@ -216,6 +229,14 @@ def forward(
 def finish(sums: Sums) -> tuple[jax.Array, jax.Array]:
     """Returns the output [n, B, K, G, block, H] and the log-sum-exp [n, B, K, G, block], float32, once all keys are added."""
     return sums.weighted / sums.total[..., None], sums.largest + jnp.log(sums.total)
+
+
+def sink_grads(sinks: jax.Array | None, rows: RowGrads) -> jax.Array | None:
+    """Returns the gradients of the sinks [B, N]. A sink adds nothing to the output: only the probability that it takes counts."""
+    if sinks is None:
+        return None
+    probabilities = jnp.exp(sinks.reshape(*rows.lse.shape[1:4], 1) - rows.lse)
+    return -jnp.sum(probabilities * rows.row_sum, axis=(0, -1)).reshape(sinks.shape)
 
 
 def row_sums(outs: jax.Array, out_grads: jax.Array) -> jax.Array:
@@ -330,53 +351,45 @@ def _padded(x: jax.Array, block: int) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % block)] + [(0, 0)] * (x.ndim - 2))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern, block: int
-) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _attention(inputs: Inputs, pattern: Pattern, block: int) -> jax.Array:
     """See `Kernel.__call__`; `block` is the number of tokens of a block."""
-    return _attention_forward(query, key, value, segment_ids, pattern, block)[0]
+    return _attention_forward(inputs, pattern, block)[0]
 
 
-_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
-
-
-def _attention_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern, block: int
-) -> tuple[jax.Array, _Residuals]:
-    length = query.shape[1]
-    queries, keys, values, tokens, pairs = _blocks(query, key, value, segment_ids, pattern, block)
-    outs, lse = finish(forward(queries, keys, values, tokens, tokens, pairs, initial_sums(queries), pattern))
-    out = from_query_blocks(outs, length).astype(value.dtype)
+def _attention_forward(inputs: Inputs, pattern: Pattern, block: int) -> tuple[jax.Array, Residuals]:
+    query, _, value, _, sinks = inputs
+    queries, keys, values, tokens, pairs = _blocks(inputs, pattern, block)
+    outs, lse = finish(forward(queries, keys, values, tokens, tokens, pairs, initial_sums(queries, sinks), pattern))
+    out = from_query_blocks(outs, query.shape[1]).astype(value.dtype)
     # Both are named like the layers' outputs, so a rematerialisation policy that saves these needs no second forward pass.
     out, lse = checkpoint_name(out, "context"), checkpoint_name(lse, "context")
-    return out, (query, key, value, segment_ids, out, lse)
+    return out, (inputs, out, lse)
 
 
-def _attention_backward(
-    pattern: Pattern, block: int, residuals: _Residuals, out_grad: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    query, key, value, segment_ids, out, lse = residuals
+def _attention_backward(pattern: Pattern, block: int, residuals: Residuals, out_grad: jax.Array) -> tuple[Inputs]:
+    inputs, out, lse = residuals
+    query, key, value, _, sinks = inputs
     length, kv_heads = key.shape[1:3]
-    queries, keys, values, tokens, pairs = _blocks(query, key, value, segment_ids, pattern, block)
+    queries, keys, values, tokens, pairs = _blocks(inputs, pattern, block)
     out_grads = query_blocks(out_grad, kv_heads, block)
     rows = RowGrads(out_grads, lse, row_sums(query_blocks(out, kv_heads, block), out_grads))
-    grads = initial_grads(queries, keys)
-    grads = backward(queries, keys, values, tokens, tokens, pairs, rows, grads, pattern)
-    return (
+    grads = backward(queries, keys, values, tokens, tokens, pairs, rows, initial_grads(queries, keys), pattern)
+    of_inputs = (
         from_query_blocks(grads.query, length).astype(query.dtype),
         from_key_blocks(grads.key, length).astype(key.dtype),
         from_key_blocks(grads.value, length).astype(value.dtype),
         None,
+        sink_grads(sinks, rows),
     )
+    return (of_inputs,)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _blocks(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern, block: int
-) -> tuple[jax.Array, jax.Array, jax.Array, Tokens, np.ndarray]:
+def _blocks(inputs: Inputs, pattern: Pattern, block: int) -> tuple[jax.Array, jax.Array, jax.Array, Tokens, np.ndarray]:
+    query, key, value, segment_ids, _ = inputs
     length = query.shape[1]
     return (
         query_blocks(query, key.shape[2], block),

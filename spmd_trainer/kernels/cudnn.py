@@ -118,9 +118,16 @@ class Cudnn:
         return [*_device_reasons(call), *_call_reasons(call)]
 
     def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segment_ids: jax.Array | None,
+        pattern: Pattern,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """See `Kernel.__call__`."""
+        """See `Kernel.__call__`. `sinks`: None, see `reasons_against`."""
+        assert sinks is None
         packed = None if segment_ids is None else packing(segment_ids, self.max_segments)
         return _attention(pattern, query, key, value, segment_ids, packed)
 
@@ -153,6 +160,7 @@ def _call_reasons(call: Call) -> list[str]:
     batch, length, heads, width = call.query.shape
     checks = {
         "it can't drop probabilities": call.dropout,
+        "it has no sinks": call.sinks,
         f"it can't cap logits, and softcap is {call.pattern.softcap}": call.pattern.softcap is not None,
         f"queries are {call.query.dtype} and keys are {call.key.dtype}; both must be bfloat16, or both float16": (
             call.query.dtype not in _DTYPES or call.key.dtype != call.query.dtype

@@ -84,6 +84,7 @@ class Call:
       pattern: which keys a query sees.
       segments: True if rows hold several segments.
       dropout: True if probabilities are dropped.
+      sinks: True if heads have sinks.
       target: the device that the program is compiled for.
     """
 
@@ -93,6 +94,7 @@ class Call:
     segments: bool
     dropout: bool
     target: Target
+    sinks: bool = False
 
 
 class Kernel(Protocol):
@@ -105,7 +107,13 @@ class Kernel(Protocol):
         ...
 
     def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segment_ids: jax.Array | None,
+        pattern: Pattern,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Computes attention on one device. Returns [B, T, N, H], of value's dtype.
 
@@ -117,6 +125,8 @@ class Kernel(Protocol):
           key, value: [B, T, K, H]; N is a multiple of K. Query head n uses key head n // (N / K).
           segment_ids: int32 [B, T]; None if each row is one segment.
           pattern: which keys a query sees.
+          sinks: float32 [B, N], a further logit of each head's softmax, whose probability goes to no key. Neither the scale nor
+            the cap of the pattern applies to it. None for none.
         """
         ...
 

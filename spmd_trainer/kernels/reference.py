@@ -27,6 +27,7 @@ class Reference:
         value: jax.Array,
         segment_ids: jax.Array | None,
         pattern: Pattern,
+        sinks: jax.Array | None = None,
         *,
         dropout: Callable[[jax.Array], jax.Array] | None = None,
     ) -> jax.Array:
@@ -39,13 +40,22 @@ class Reference:
         logits = pattern.logits(products).reshape(batch, heads, length, length)
         if (seen := seen_keys(length, segment_ids, pattern)) is not None:
             logits = jnp.where(seen[:, None], logits, MASKED)
-        probabilities = jax.nn.softmax(logits, axis=-1)
+        probabilities = softmax(logits, None if sinks is None else sinks[:, :, None, None])
         if dropout is not None:
             grouped_shape = (batch, kv_heads, heads // kv_heads, length, length)
             probabilities = dropout(probabilities.reshape(grouped_shape))
         probabilities = probabilities.astype(value.dtype).reshape(batch, kv_heads, -1, length)
         out = jnp.einsum("bkqs,bskh->bkqh", probabilities, value)
         return checkpoint_name(out.reshape(batch, heads, length, width).transpose(0, 2, 1, 3), "context")
+
+
+def softmax(logits: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Returns the softmax over the last dimension and one more logit, `sinks` [..., 1], if it is not None."""
+    if sinks is None:
+        return jax.nn.softmax(logits, axis=-1)
+    largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sinks))
+    exps = jnp.exp(logits - largest)
+    return exps / (jnp.sum(exps, axis=-1, keepdims=True) + jnp.exp(sinks - largest))
 
 
 def seen_keys(length: int, segment_ids: jax.Array | None, pattern: Pattern) -> jax.Array | None:

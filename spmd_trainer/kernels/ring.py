@@ -28,12 +28,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.kernels import chunked, sequence_order
-from spmd_trainer.kernels.chunked import Tokens
+from spmd_trainer.kernels.chunked import Inputs, Residuals, Tokens
 from spmd_trainer.kernels.kernels import Pattern
 
 State = TypeVar("State")
 Arrays = TypeVar("Arrays")
-_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
 
 
 def attend(
@@ -41,6 +40,7 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     segment_ids: jax.Array | None,
+    sinks: jax.Array | None,
     pattern: Pattern,
     axes: tuple[str, ...],
 ) -> jax.Array:
@@ -51,11 +51,12 @@ def attend(
       query: this device's part of the queries, [B, T / n, N, H]; T / n is even.
       key, value: the same of the keys and values, [B, T / n, K, H]; N is a multiple of K.
       segment_ids: the same of the segment ids, int32 [B, T / n]; None if each row is one segment.
+      sinks: float32 [B, N], see `Kernel.__call__`.
       pattern: which keys a query sees.
       axes: the mesh axes, n devices.
     """
     ring = Ring.of(axes, lax.axis_size(axes), query.shape[1], pattern)
-    return _attention(query, key, value, segment_ids, ring)
+    return _attention((query, key, value, segment_ids, sinks), ring)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,17 +207,13 @@ def tables(visible: np.ndarray) -> np.ndarray:
     return np.stack(np.divmod(chosen, visible.shape[-1]), axis=-1).astype(np.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, ring: Ring
-) -> jax.Array:
-    return _forward(query, key, value, segment_ids, ring)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attention(inputs: Inputs, ring: Ring) -> jax.Array:
+    return _forward(inputs, ring)[0]
 
 
-def _forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, ring: Ring
-) -> tuple[jax.Array, _Residuals]:
-    """Returns the output, and the residuals: the inputs, the output and the log-sum-exp."""
+def _forward(inputs: Inputs, ring: Ring) -> tuple[jax.Array, Residuals]:
+    query, key, value, segment_ids, sinks = inputs
     queries, own = _blocks(query, key, value, ring)
     segments = _gathered(segment_ids, ring)
     query_tokens = ring.tokens(0, segments)
@@ -229,16 +226,16 @@ def _forward(
         return chunked.forward(queries, *keys_values, query_tokens, tokens, pairs, sums, ring.pattern)
 
     # Own keys first: every query sees itself, so blocks without a visible key add nothing afterwards.
-    sums = add(chunked.initial_sums(queries), own, 0)
+    sums = add(chunked.initial_sums(queries, sinks), own, 0)
     outs, lse = chunked.finish(ring.around(sums, own, add))
     out = ring.unpadded(chunked.from_query_blocks(outs, 2 * ring.blocks * ring.block)).astype(value.dtype)
     # As in the chunked kernel, a rematerialisation policy that saves the layers' outputs needs no second forward pass.
     out, lse = checkpoint_name(out, "context"), checkpoint_name(lse, "context")
-    return out, (query, key, value, segment_ids, out, lse)
+    return out, (inputs, out, lse)
 
 
-def _backward(ring: Ring, residuals: _Residuals, out_grad: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    query, key, value, segment_ids, out, lse = residuals
+def _backward(ring: Ring, residuals: Residuals, out_grad: jax.Array) -> tuple[Inputs]:
+    (query, key, value, segment_ids, sinks), out, lse = residuals
     queries, own = _blocks(query, key, value, ring)
     outs, out_grads = (chunked.query_blocks(ring.padded(x), key.shape[2], ring.block) for x in (out, out_grad))
     rows = chunked.RowGrads(out_grads, lse, chunked.row_sums(outs, out_grads))
@@ -268,7 +265,7 @@ def _backward(ring: Ring, residuals: _Residuals, out_grad: jax.Array) -> tuple[j
         ring.unpadded(chunked.from_key_blocks(x, length)).astype(like.dtype)
         for x, like in zip(of_keys, (key, value), strict=True)
     )
-    return of_query, of_key, of_value, None
+    return ((of_query, of_key, of_value, None, chunked.sink_grads(sinks, rows)),)
 
 
 _attention.defvjp(_forward, _backward)

@@ -77,7 +77,13 @@ class Splash:
         return reasons
 
     def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None, pattern: Pattern
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segment_ids: jax.Array | None,
+        pattern: Pattern,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """See `Kernel.__call__`. Segment ids must be larger than -2**31."""
         length = query.shape[1]
@@ -101,15 +107,19 @@ class Splash:
             interpret=chips.current_target().platform != "tpu",
         )
 
-        def of_row(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array | None) -> Any:
+        def of_row(
+            query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array | None, sinks: jax.Array | None
+        ) -> Any:
             segments = None if ids is None else splash_attention_kernel.SegmentIds(ids, ids)
-            return kernel(query, key, value, segments)
+            return kernel(query, key, value, segments, sinks)
 
         queries, keys, values = (
             jnp.pad(x.astype(dtype).transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, padding), (0, 0)))
             for x in (query, key, value)
         )
-        out: jax.Array = jax.vmap(of_row)(queries, keys, values, segment_ids)
+        if sinks is not None:
+            sinks = _with_float32_gradient(sinks)
+        out: jax.Array = jax.vmap(of_row)(queries, keys, values, segment_ids, sinks)
         return out[:, :, :length].transpose(0, 2, 1, 3).astype(value.dtype)
 
     def _blocks_that_fit(self, width: int, dtype: Any) -> list[int]:
@@ -132,6 +142,15 @@ class Splash:
 
 
 KERNEL = Splash()
+
+
+@jax.custom_vjp
+def _with_float32_gradient(sinks: jax.Array) -> jax.Array:
+    """Returns float32 sinks. JAX's kernel gives their gradient the dtype of the output."""
+    return sinks
+
+
+_with_float32_gradient.defvjp(lambda sinks: (sinks, None), lambda _, grads: (grads.astype(jnp.float32),))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ H the width of a head, F the feed-forward width, E the experts:
 | LAYER/`attention/query/b`; `.../key/b`, `.../value/b` | [N, H]; [K, H] | qkv_bias |
 | LAYER/`attention/output/w` | [N, H, D] | always |
 | LAYER/`attention/output/b` | [D] | output_bias |
+| LAYER/`attention/sinks` | [N] | attention_sinks |
 | LAYER/`attention/query_norm/scale`, `.../key_norm/scale` | [H] | query_key_norm='head' |
 | LAYER/`attention/query_norm/scale`; `.../key_norm/scale` | [N, H]; [K, H] | query_key_norm='all' |
 | LAYER/`mlp/gate/w` | [D, F] | gated, no moe |
@@ -21,6 +22,8 @@ H the width of a head, F the feed-forward width, E the experts:
 | LAYER/`mlp/gate/b`, `mlp/up/b`; `mlp/down/b` | [F]; [D] | mlp_bias, no moe |
 | LAYER/`moe/router/w` | [D, E] | moe |
 | LAYER/`moe/gate/w`, `moe/up/w`; `moe/down/w` | [E, D, F]; [E, F, D] | moe |
+| LAYER/`moe/router/b` | [E] | moe.biases |
+| LAYER/`moe/gate/b`, `moe/up/b`; `moe/down/b` | [E, F]; [E, D] | moe.biases |
 | LAYER/`moe/shared/gate/w`, `moe/shared/up/w`; `moe/shared/down/w` | [D, S]; [S, D] | moe.shared_dims = S |
 | `final_norm/scale` | [D] | always |
 | `logits/w` | [D, V] | not tied_embeddings |
@@ -111,6 +114,10 @@ class MoeSpec:
         is the sum of the scores of its two best experts (DeepSeek V3, arXiv:2412.19437). 1: no groups.
       num_chosen_groups: groups of a token.
       shared_dims: width of a feed-forward layer that computes all tokens, beside the experts (shared experts); 0: none.
+      biases: the router and the experts have biases; shared experts have none.
+      swiglu_limit: clips an expert's gate to at most this, and its `up` to between minus and plus this. The expert is then
+        down(gate * sigmoid(swiglu_alpha * gate) * (up + 1)), as in gpt-oss (arXiv:2508.10925). None: `DecoderSpec.activation`.
+      swiglu_alpha: see there.
       choice_bias: experts and groups are chosen by score + bias, one bias for each expert; an expert's weight doesn't have it.
         After each training step, the bias of an expert with less than the mean load rises by `choice_bias_rate`, and that of one
         with more falls by it (arXiv:2408.15664). The load is that of the whole batch, without padding. Adapters keep the biases
@@ -132,6 +139,9 @@ class MoeSpec:
     num_groups: int = 1
     num_chosen_groups: int = 1
     shared_dims: int = 0
+    biases: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
     choice_bias: bool = False
     choice_bias_rate: float = 0.001
     aux_loss_weight: float = 0.0
@@ -140,6 +150,8 @@ class MoeSpec:
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each."""
         found = _not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims", "scaling_factor"))
+        if self.swiglu_limit is not None:
+            found += _not_positive(self, ("swiglu_limit", "swiglu_alpha"))
         found += _not_one_of("score", self.score, ROUTER_SCORES)
         if self.num_experts_per_token > self.num_experts:
             found.append(
@@ -191,6 +203,8 @@ class DecoderSpec:
       query_key_norm: RMS norm of queries and keys before the rotary embedding: None, 'head' (over a head's width, the same
         scale for all heads) or 'all' (over all heads together).
       query_scale: factor of the attention logits; None for head_dims ** -0.5.
+      attention_sinks: each head has a further logit in its softmax, which is learned; its probability goes to no token
+        (arXiv:2309.17453).
       positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
       max_positions: longest sequence. With positions='learned' it is a dimension of a variable; otherwise it is only
         informative.
@@ -229,6 +243,7 @@ class DecoderSpec:
     mlp_bias: bool = False
     query_key_norm: str | None = None
     query_scale: float | None = None
+    attention_sinks: bool = False
     positions: str = "rotary"
     max_positions: int = 0
     rotary_dims: int = 0

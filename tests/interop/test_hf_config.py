@@ -9,10 +9,13 @@ import re
 import pytest
 from facts import raises_naming
 from hf_models import DATA, NAMES
+from praxis import pax_fiddle
 
+from spmd_trainer.decoder import rotary
 from spmd_trainer.errors import UserError
 from spmd_trainer.hf import config_json
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
+from spmd_trainer.training import experiment_config
 
 # Llama 3.1 8B as its makers wrote it, with transformers 4.
 LLAMA3 = {
@@ -98,6 +101,76 @@ GLM4_AIR = {
 }
 
 
+# Olmo 3 7B, as its makers wrote it.
+OLMO3 = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 100278,
+}
+
+
+# gpt-oss-20b, as its makers wrote it.
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
 def golden(name):
     return json.loads((DATA / name / "config.json").read_text())
 
@@ -137,6 +210,7 @@ def test_experts_with_biases_groups_and_shared_ones():
     assert dataclasses.asdict(spec.moe) == {
         "num_experts": 128, "num_experts_per_token": 8, "hidden_dims": 1408, "dense_layers": 1, "score": "sigmoid",
         "normalise_top_k": True, "scaling_factor": 2.5, "num_groups": 8, "num_chosen_groups": 4, "shared_dims": 1408,
+        "biases": False, "swiglu_limit": None, "swiglu_alpha": 1.702,
         "choice_bias": True, "choice_bias_rate": 0.0, "aux_loss_weight": 0.0, "z_loss_weight": 0.0,
     }  # fmt: skip
     with raises_naming(UserError, "scoring_func", "softmax", "sigmoid"):
@@ -153,6 +227,43 @@ def test_defaults_are_those_of_the_family():
     assert spec.query_scale == 1 / 16
 
 
+def test_olmo_3_scales_the_frequencies_of_its_global_layers():
+    spec = config_json.spec_of(OLMO3, "config.json")
+    assert (spec.rotary_base, spec.local_rotary_base, spec.rotary_scaling.factor) == (5e5, 5e5, 8.0)
+    assert rotary.frequencies(spec, "global")[1] == rotary.yarn_attention_factor(RotaryScaling("yarn", 8.0))
+    assert rotary.frequencies(spec, "local")[1] == 1.0
+    without = {key: value for key, value in OLMO3.items() if key not in ("layer_types", "rope_scaling", "rope_theta")}
+    assert config_json.spec_of(without, "").layer_kinds == spec.layer_kinds
+
+
+def test_rotary_bases_of_olmo_3_that_versions_of_transformers_read_differently():
+    with raises_naming(UserError, "rope_theta=10000.0", "transformers 4", "sliding_attention"):
+        config_json.spec_of({**OLMO3, "rope_theta": 10000.0}, "config.json")
+    with raises_naming(UserError, "rope_parameters", "full_attention"):
+        config_json.spec_of({**OLMO3, "rope_scaling": None, "rope_parameters": OLMO3["rope_scaling"]}, "config.json")
+    by_type = {"full_attention": {"rope_theta": 300.0}, "sliding_attention": {"rope_theta": 20.0}}
+    spec = config_json.spec_of({**golden("olmo3"), "rope_parameters": by_type}, "config.json")
+    assert (spec.rotary_base, spec.local_rotary_base) == (300.0, 20.0)
+    assert config_json.spec_of(config_json.config_of(spec, "Olmo3ForCausalLM"), "") == spec
+
+
+def test_gpt_oss_as_its_makers_wrote_it(caplog):
+    spec = config_json.spec_of(GPT_OSS, "config.json")
+    assert "not read" not in caplog.text
+    published = experiment_config.resolve("lm.gpt_oss.GptOss20B").task_p.model.lm_tpl.spec
+    assert config_json.differing_fields(spec, pax_fiddle.build(published)) == []
+    # What transformers takes for granted.
+    usual = ("rope_scaling", "rope_theta", "layer_types", "swiglu_limit", "attention_bias", "quantization_config")
+    assert config_json.spec_of({key: value for key, value in GPT_OSS.items() if key not in usual}, "") == spec
+
+
+def test_gpt_oss_without_scaled_frequencies_says_so():
+    spec = golden_spec("gpt_oss", rotary_scaling=None)
+    config = config_json.config_of(spec)
+    del config["rope_parameters"]
+    assert config_json.spec_of(config, "").rotary_scaling is None
+
+
 def test_a_qwen_window_begins_at_its_layer():
     config = json.loads((DATA / "qwen2_window" / "config.json").read_text())
     del config["layer_types"]
@@ -162,7 +273,7 @@ def test_a_qwen_window_begins_at_its_layer():
 
 
 def test_a_spec_finds_its_architecture():
-    for name in ("llama_untied", "mistral", "qwen3_moe", "gemma3", "gpt2", "olmo2"):
+    for name in ("llama_untied", "mistral", "qwen3_moe", "gpt_oss", "gemma3", "gpt2", "olmo2", "olmo3"):
         config = json.loads((DATA / name / "config.json").read_text())
         assert config_json.config_of(config_json.spec_of(config, ""))["architectures"] == config["architectures"]
 
@@ -187,7 +298,7 @@ def test_routing_that_no_architecture_has_is_named():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LamaForCausalLM"]}, "Olmo2ForCausalLM are; did you mean LlamaForCausalLM"),
+        ({"architectures": ["LamaForCausalLM"]}, "Olmo3ForCausalLM are; did you mean LlamaForCausalLM"),
         ({"architectures": None, "model_type": "bert"}, "names no architecture: architectures is None"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope', which is not supported"),
         (
@@ -225,6 +336,14 @@ def test_a_missing_setting_is_named():
         ("qwen3_moe", {"topk_group": 4}, "topk_group=4 is not supported"),
         ("qwen3_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5 is not supported"),
         ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "the quant_method 'mxfp4' is"),
+        (
+            "gpt_oss_mxfp4",
+            {"quantization_config": {"quant_method": "mxfp4", "group": 2}},
+            "quantization_config.group is not",
+        ),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu': gpt-oss has 'silu'"),
+        ("gpt_oss", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
         ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported; True is"),
         ("mixtral", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported"),
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 8"),
@@ -285,6 +404,7 @@ def test_the_older_spelling_of_rotary_settings_comes_first():
         ("gemma3", {"rope_parameters": {"full_attention": 3}}, "full_attention is 3; give an object"),
         ("gemma3", {"layer_types": [["full_attention"]] * 8}, "give a list of texts"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0; give a number above 0"),
+        ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit=None; give a number above 0"),
         ("qwen3_moe", {"num_experts": None}, "num_experts=None; give a whole number above 0"),
         ("llama_untied", {"architectures": None, "model_type": ["llama"]}, "names no architecture"),
     ],

@@ -28,10 +28,12 @@ FAMILIES = [
     "mistral_wide_heads",
     "mixtral",
     "glm4_moe_groups",
+    "gpt_oss",
     "gemma2_no_caps",
     "gemma3",
     "gpt2",
     "olmo2_wide",
+    "olmo3_yarn",
 ]
 # Those of `make test`.
 SHORT = ("qwen2_tied", "mixtral", "gemma2_no_caps", "gpt2")
@@ -96,6 +98,20 @@ def test_biases_of_experts_stay_float32(tmp_path):
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     np.testing.assert_array_equal(exported[name], originals[name])
     assert {array.dtype.name for key, array in exported.items() if "e_score" not in key} == {"bfloat16"}
+
+
+@pytest.mark.full
+def test_what_is_quantised_is_exported_without(tmp_path):
+    folder = DATA / "gpt_oss_mxfp4"
+    job = make_job(folder, mesh_of(1, 4, 2))
+    hf.export(read(folder, job), job, tmp_path / "out", "bfloat16", imported_from=folder)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    originals, exported = values(folder), values(tmp_path / "out")
+    assert originals.keys() == exported.keys()
+    for name, array in originals.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            np.testing.assert_array_equal(exported[name], array)
 
 
 def test_a_failed_export_leaves_nothing(llama, tmp_path, monkeypatch):

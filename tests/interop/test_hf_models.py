@@ -26,10 +26,15 @@ CASES = [
     ("glm4_moe", UNEVEN),
     ("glm4_moe_groups", SPLIT),
     ("glm4_moe_rope", CUBE),
+    ("gpt_oss", UNEVEN),
+    ("gpt_oss_limit", CUBE),
+    ("gpt_oss_mxfp4", SPLIT),
     ("gemma2_small_caps", UNEVEN),
     ("gemma3_linear_rope", SPLIT),
     ("gpt2", UNEVEN),
     ("olmo2", CUBE),
+    ("olmo3", CUBE),
+    ("olmo3_yarn", UNEVEN),
 ]
 
 

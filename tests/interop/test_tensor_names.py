@@ -45,6 +45,14 @@ def test_the_parts_of_a_fused_projection():
             assert piece.part == part
 
 
+def test_gate_and_up_take_turns_in_gpt_oss():
+    moe = MoeSpec(num_experts=2, num_experts_per_token=1, hidden_dims=6, biases=True, swiglu_limit=7.0)
+    for part, ours in enumerate(("gate", "up")):
+        (piece,) = pieces("GptOssForCausalLM", f"{LAYER}0/moe/{ours}/w", num_layers=1, moe=moe)
+        assert (piece.name, piece.shape) == ("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 12))
+        assert (piece.part, piece.groups[-1], piece.leading) == (part, ("x", "c"), (0,))
+
+
 def test_layers_of_a_pattern_take_turns():
     fields = {"num_layers": 7, "layer_pattern": ("local", "local", "global"), "window": 2}
     path = "attention/query/w"

@@ -12,6 +12,7 @@ import test_golden_generation as golden_generation
 from hf_models import NAMES, expected, lm_batch, make_job, mesh_of, read
 
 from spmd_trainer import hf
+from spmd_trainer.hf import mxfp4
 from spmd_trainer.step import step_fns
 
 pytestmark = pytest.mark.slow  # runs by `make interop`
@@ -48,6 +49,17 @@ def test_what_is_exported_opens_in_transformers(name, folders, torch_side, tmp_p
         hf.export(state, job, exported, imported_from=imported_from, architecture=family, max_file_bytes=20_000)
         torch_side(TORCH_SIDE, "logits", exported, tmp_path / "ids.npy", found)
         np.testing.assert_allclose(np.load(found), expected(folder)["logits"], rtol=0, atol=1e-5)
+
+
+def test_weights_in_mxfp4_are_those_of_transformers_bit_for_bit(torch_side, tmp_path):
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (2, 256, 3, 16), np.uint8)
+    scales = random.permuted(np.arange(256 * 6, dtype=np.int64).reshape(2, 256, 3)).astype(np.uint8)
+    for name, array in (("blocks", blocks), ("scales", scales)):
+        np.save(tmp_path / f"{name}.npy", array)
+    torch_side(TORCH_SIDE, "mxfp4", *(tmp_path / f"{name}.npy" for name in ("blocks", "scales", "values")))
+    found = mxfp4.dequantised(blocks, scales).transpose(0, 2, 1).astype(np.float32)
+    np.testing.assert_array_equal(found.view(np.uint32), np.load(tmp_path / "values.npy").view(np.uint32))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 python torch_side.py logits FOLDER IDS.npy LOGITS.npy
 python torch_side.py train FOLDER BATCHES.npy LOSSES.npy     AdamW on batches [steps, rows, length]
+python torch_side.py mxfp4 BLOCKS.npy SCALES.npy VALUES.npy  the values of blocks, as float32
 
 FOLDER is a model, or adapters whose adapter_config.json names their base; then the adapters alone are trained.
 """
@@ -15,6 +16,7 @@ import numpy as np
 import peft
 import torch
 import transformers
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 # Those of `SETTINGS` in test_live_models.py.
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-6, 0.1
@@ -53,7 +55,14 @@ def train(folder: str, batches: np.ndarray) -> np.ndarray:
     return np.array(losses)
 
 
+def mxfp4(blocks: str, scales: np.ndarray) -> np.ndarray:
+    """Returns [experts, inputs, outputs]."""
+    stored = torch.tensor(np.load(blocks)), torch.tensor(scales)
+    found: np.ndarray = convert_moe_packed_tensors(*stored, dtype=torch.bfloat16).float().numpy()
+    return found
+
+
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     command, folder, source, target = sys.argv[1:]
-    np.save(target, {"logits": logits, "train": train}[command](folder, np.load(source)))
+    np.save(target, {"logits": logits, "train": train, "mxfp4": mxfp4}[command](folder, np.load(source)))

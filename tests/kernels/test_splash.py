@@ -216,7 +216,9 @@ needs_tpu_compiler = pytest.mark.skipif(
 )
 
 
-def traced_train_step(mesh: Mesh | AbstractMesh, pattern: Pattern, *, packed: bool, kernel: str | None = None):
+def traced_train_step(
+    mesh: Mesh | AbstractMesh, pattern: Pattern, *, packed: bool, kernel: str | None = None, sinks: bool = False
+):
     """Returns a traced train step of two layers with 4 query and 2 key heads, for a mesh with the axes data and mdl."""
     split = Split(batch=("data",), heads=("mdl",))
 
@@ -227,13 +229,23 @@ def traced_train_step(mesh: Mesh | AbstractMesh, pattern: Pattern, *, packed: bo
         "query": array((2, 96, 4, 32), None, "data", "mdl"),
         "key_value": array((2, 96, 2, 64), None, "data", "mdl"),
         "out": array((2, 4, 32, 96), None, "mdl", None, "data"),
+        "sinks": array((2, 4), dtype=jnp.float32),
     }
     rows, ids = array((4, LENGTH, 96), "data"), array((4, LENGTH), "data", dtype=jnp.int32)
 
     def layer(x, w, ids):
         query = jnp.einsum("btd,dnh->btnh", x, w["query"])
         key, value = jnp.split(jnp.einsum("btd,dnh->btnh", x, w["key_value"]), 2, axis=-1)
-        heads = attend(query, key, value, pattern, segment_ids=ids if packed else None, split=split, kernel=kernel)
+        heads = attend(
+            query,
+            key,
+            value,
+            pattern,
+            segment_ids=ids if packed else None,
+            sinks=w["sinks"] if sinks else None,
+            split=split,
+            kernel=kernel,
+        )
         return x + jnp.einsum("btnh,nhd->btd", heads, w["out"])
 
     def train_step(weights, rows, ids):
@@ -246,12 +258,14 @@ def traced_train_step(mesh: Mesh | AbstractMesh, pattern: Pattern, *, packed: bo
     return jax.jit(train_step).trace(weights, rows, ids)
 
 
-def compiled_train_step(topology: str, pattern: Pattern, *, packed: bool, kernel: str | None = None) -> str:
+def compiled_train_step(
+    topology: str, pattern: Pattern, *, packed: bool, kernel: str | None = None, sinks: bool = False
+) -> str:
     """Returns the program of `traced_train_step` on four chips of a topology."""
     devices = np.array(topology_devices(topology)[:4]).reshape(2, 2)
     mesh = Mesh(devices, ("data", "mdl"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
-        return traced_train_step(mesh, pattern, packed=packed, kernel=kernel).lower().compile().as_text()
+        return traced_train_step(mesh, pattern, packed=packed, kernel=kernel, sinks=sinks).lower().compile().as_text()
 
 
 def test_train_step_lowered_for_tpus_has_splash_kernels_and_no_array_over_queries_and_keys():
@@ -264,7 +278,7 @@ def test_train_step_lowered_for_tpus_has_splash_kernels_and_no_array_over_querie
     )
 
     def lowered(kernel):
-        traced = traced_train_step(mesh, Pattern(scale=0.2, softcap=30.0), packed=True, kernel=kernel)
+        traced = traced_train_step(mesh, Pattern(scale=0.2, softcap=30.0), packed=True, kernel=kernel, sinks=True)
         return traced.lower(lowering_platforms=("tpu",)).as_text()
 
     over_both = re.compile(rf"tensor<[\dx]*(?:{LENGTH}|{PADDED})x(?:{LENGTH}|{PADDED})x")
@@ -281,15 +295,15 @@ def test_train_step_lowered_for_tpus_has_splash_kernels_and_no_array_over_querie
 
 @needs_tpu_compiler
 @pytest.mark.parametrize(
-    ("topology", "pattern", "packed"),
+    ("topology", "pattern", "packed", "sinks"),
     [
-        ("v5e:2x2", Pattern(scale=0.2, softcap=30.0), True),
-        ("v5p:2x2x1", Pattern(scale=0.2, window=200), False),
-        ("v5p:2x2x1", Pattern(causal=False), True),
+        ("v5e:2x2", Pattern(scale=0.2, softcap=30.0), True, False),
+        ("v5p:2x2x1", Pattern(scale=0.2, window=200), False, True),
+        ("v5p:2x2x1", Pattern(causal=False), True, False),
     ],
 )
-def test_tpu_train_step_has_splash_kernels_and_no_array_over_queries_and_keys(topology, pattern, packed):
-    hlo = compiled_train_step(topology, pattern, packed=packed)
+def test_tpu_train_step_has_splash_kernels_and_no_array_over_queries_and_keys(topology, pattern, packed, sinks):
+    hlo = compiled_train_step(topology, pattern, packed=packed, sinks=sinks)
     segmented = "_segmented" if packed else ""
     assert splash_kernels(hlo) == {
         f"splash_mha_{kind}{segmented}_{residuals}"

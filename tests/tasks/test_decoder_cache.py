@@ -41,6 +41,7 @@ FORMS = {
         "norm_placement": "pre_and_post",
     },
     "last layers only": {"num_layers": 1, "layer_pattern": ("local", "global"), "window": 3},
+    "sinks": {**LOCAL, "attention_sinks": True},
     "experts": {"moe": Config(MoeSpec, num_experts=3, num_experts_per_token=2, hidden_dims=5), "query_key_norm": "all"},
     "all of a router": {
         "moe": Config(

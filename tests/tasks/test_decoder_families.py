@@ -47,6 +47,8 @@ PUBLISHED = {
     "mistral.Mixtral8x7B": 46_702_792_704,
     "glm.Glm4_5Air": 106_852_245_504,
     "glm.Glm4_5": 352_797_814_784,
+    "gpt_oss.GptOss20B": 20_914_757_184,
+    "gpt_oss.GptOss120B": 116_829_156_672,
     "gemma.Gemma2_2B": 2_614_341_888,
     "gemma.Gemma2_9B": 9_241_705_984,
     "gemma.Gemma2_27B": 27_227_128_320,
@@ -62,6 +64,8 @@ PUBLISHED = {
     "olmo.Olmo2_7B": 7_298_617_344,
     "olmo.Olmo2_13B": 13_716_198_400,
     "olmo.Olmo2_32B": 32_234_279_936,
+    "olmo.Olmo3_7B": 7_298_011_136,
+    "olmo.Olmo3_32B": 32_233_522_176,
 }
 
 
@@ -83,7 +87,9 @@ SHORT = (
     "glm.Glm4_5Air",
     "gemma.Gemma3_4B",
     "gpt2.Gpt2Small",
+    "gpt_oss.GptOss20B",
     "olmo.Olmo2_1B",
+    "olmo.Olmo3_7B",
 )
 
 

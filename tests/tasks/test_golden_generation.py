@@ -23,7 +23,7 @@ from spmd_trainer.training.decode import DecodeDataset
 GOLDEN = pathlib.Path(__file__).parents[1] / "interop" / "data" / "hf"
 WITH_TEXT = "llama_tokenizer"
 # One folder of each family that is not generated from on a mesh below.
-FAMILIES = ["qwen2", "qwen3", "mistral", "mixtral", "glm4_moe", "gemma3", "gpt2", "olmo2"]
+FAMILIES = ["qwen2", "qwen3", "mistral", "mixtral", "glm4_moe", "gpt_oss", "gemma3", "gpt2", "olmo2", "olmo3_yarn"]
 
 
 class Prompts(ArrayInput):

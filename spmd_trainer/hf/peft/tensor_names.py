@@ -125,16 +125,16 @@ def _piece(path: str, part: str, weight: Piece, dims: MatrixDims, rank: int, slo
 
 
 def _check(path: str, weight: Piece, dims: MatrixDims) -> None:
-    if any(FUSED in group for group in weight.groups):
-        raise HfMismatchError(
-            f"{path}: transformers keeps query, key and value in one tensor ({weight.name}), for which PEFT has one pair of "
-            "adapters; here each has separate adapters. Merge the adapters into the base instead (--mode=export without "
-            "--export_adapter), or choose other task.lora.targets"
-        )
     if "/moe/" in path:
         raise HfMismatchError(
             f"{path}: transformers keeps the experts of a layer, and their router, as parameters without a module of their own, "
             "for which PEFT has no such adapters. Merge the adapters into the base instead (--mode=export without "
+            "--export_adapter), or choose other task.lora.targets"
+        )
+    if any(FUSED in group for group in weight.groups):
+        raise HfMismatchError(
+            f"{path}: transformers keeps query, key and value in one tensor ({weight.name}), for which PEFT has one pair of "
+            "adapters; here each has separate adapters. Merge the adapters into the base instead (--mode=export without "
             "--export_adapter), or choose other task.lora.targets"
         )
     if dims.stack != tuple(range(len(weight.leading))):

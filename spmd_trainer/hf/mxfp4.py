@@ -1,0 +1,82 @@
+"""Weights in MXFP4, as gpt-oss is published in: 4-bit floats in blocks of 32, which share a power of two (OCP Microscaling 1.0).
+
+A tensor NAME [experts, inputs, outputs] is stored as two of uint8. `NAME_blocks` [experts, outputs, inputs / 32, 16] has two
+values in a byte, the first one in the lower bits. `NAME_scales` [experts, outputs, inputs / 32] has exponents of 2, plus 127.
+bfloat16 holds every such value exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from spmd_trainer.hf.errors import HfDamagedError
+from spmd_trainer.hf.safetensors_file import OpenFiles, Tensor
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BYTES_OF_BLOCK, _EXPONENT_BIAS = 16, 127
+_POSITIVE = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
+# The two values of each byte, the lower bits first.
+_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4Tensor(Tensor):
+    """A tensor of bfloat16 that is made of its blocks and scales while it is read; see `Tensor`.
+
+    Attributes:
+      blocks, scales: the stored tensors.
+    """
+
+    blocks: Tensor
+    scales: Tensor
+
+    def read_rows(self, first: int, last: int, files: OpenFiles) -> npt.NDArray[ml_dtypes.bfloat16]:
+        """See `Tensor.read_rows`."""
+        stored = (tensor.read_rows(first, last, files) for tensor in (self.blocks, self.scales))
+        return dequantised(*stored).transpose(0, 2, 1)
+
+
+def dequantised(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[ml_dtypes.bfloat16]:
+    """Returns the values [..., 32 * number of blocks] of blocks [..., number, 16] with scales [..., number]."""
+    exponents = scales.astype(np.int32) - _EXPONENT_BIAS
+    with np.errstate(over="ignore"):  # the largest ones end in infinity, as in transformers
+        values = np.ldexp(np.take(_PAIRS, blocks, axis=0), exponents[..., None, None])
+    return values.astype(ml_dtypes.bfloat16).reshape(*scales.shape[:-1], -1)
+
+
+def combined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a folder with an `Mxfp4Tensor` in place of each pair of blocks and scales.
+
+    Raises:
+      HfDamagedError: blocks have no scales, or their shapes or dtypes don't fit.
+    """
+    found = dict(tensors)
+    for name, blocks in tensors.items():
+        if not name.endswith(_BLOCKS):
+            continue
+        base = name.removesuffix(_BLOCKS)
+        scales = found.pop(base + _SCALES, None)
+        if scales is None:
+            raise HfDamagedError(f"{blocks.path} has {name} and no {base + _SCALES}. Copy the folder again.")
+        if (
+            (len(blocks.shape), *blocks.shape[3:]) != (4, _BYTES_OF_BLOCK)
+            or scales.shape != blocks.shape[:3]
+            or {blocks.dtype, scales.dtype} != {np.dtype(np.uint8)}
+        ):
+            raise HfDamagedError(
+                f"{blocks.path}: {name} is {blocks.dtype.name} {blocks.shape}, and {scales.name} {scales.dtype.name} "
+                f"{scales.shape}; MXFP4 has uint8 [experts, outputs, inputs / 32, 16], and the same without the last dimension"
+            )
+        experts, outputs, number, _ = blocks.shape
+        shape = (experts, number * 2 * _BYTES_OF_BLOCK, outputs)
+        del found[name]
+        found[base] = Mxfp4Tensor(
+            base, blocks.path, np.dtype(ml_dtypes.bfloat16), shape, blocks.start, blocks=blocks, scales=scales
+        )
+    return found
