@@ -47,7 +47,8 @@ def dequantised(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) ->
     exponents = scales.astype(np.int32) - _EXPONENT_BIAS
     with np.errstate(over="ignore"):  # the largest ones end in infinity, as in transformers
         values = np.ldexp(np.take(_PAIRS, blocks, axis=0), exponents[..., None, None])
-    return values.astype(ml_dtypes.bfloat16).reshape(*scales.shape[:-1], -1)
+    found: npt.NDArray[ml_dtypes.bfloat16] = values.astype(ml_dtypes.bfloat16).reshape(*scales.shape[:-1], -1)
+    return found
 
 
 def combined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -64,7 +64,8 @@ def on_mesh(query, key, value, sinks, *, ids, split, kernel=None, form=None):
     return order.undo(out)
 
 
-@pytest.mark.parametrize("kernel", ["reference", pytest.param("chunked", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", ["reference", "chunked"])
 def test_on_one_device(kernel):
     assert_like_plain(functools.partial(on_mesh, split=Split(), kernel=kernel), 259, 6, 2)
 
