@@ -249,7 +249,19 @@ class PreferenceInput(MessagesInput):
         ]
         batch.pair_index = np.array(numbers, np.int32)
         if self.reference:
-            logps = self._logps[np.maximum(batch.pair_index, 0)].view(np.int32)
+            logps = self._logps_of(batch.pair_index).view(np.int32)
             for column, side in enumerate(_SIDES):
                 batch[side][_REFERENCE] = np.ascontiguousarray(logps[:, column])
         return batch
+
+    def _logps_of(self, pairs: np.ndarray) -> np.ndarray:
+        """Returns the reference's log-probabilities of pairs, float32 [B, 2]; 0 for -1."""
+        found: np.ndarray = np.where(pairs[:, np.newaxis] >= 0, self._logps[pairs], np.float32(0))
+        lacking = pairs[np.isnan(found).any(axis=1)]
+        if len(lacking):
+            raise self.error(
+                f"pair {lacking[0]} of the files (from 0) has no reference log-probabilities: it was left out when the run "
+                "computed them, or the reference gives NaN. If the run has no checkpoint yet, remove the folder "
+                "reference_logps of its job_log_dir, and they are computed again; otherwise begin a new run"
+            )
+        return found

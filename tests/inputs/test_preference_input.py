@@ -151,6 +151,19 @@ def test_the_reference(tmp_path, folder):
     assert source.pairs_checksum != make(path, folder, start="bos").pairs_checksum
 
 
+def test_a_pair_without_a_reference_is_refused_and_rows_that_fill_up_need_none(tmp_path, folder):
+    short, long = TEXTS[1], {**TEXTS[0], "chosen": " blue" * 40}
+    source = make(write(tmp_path, [long, short]), folder, reference="file", too_long="drop", batch_size=2)
+    source.use_reference(np.array([[np.nan, np.nan], [-1, -2]], np.float32))
+    (batch,) = drain(source)
+    assert batch.pair_index.tolist() == [1, -1]
+    assert batch.chosen.reference_logps.view(np.float32).tolist() == [-1, 0]
+    source = make(write(tmp_path, TEXTS), folder, reference="file")
+    source.use_reference(np.array([[-1, -2], [np.nan, -1]], np.float32))
+    with raises_naming(UserError, "'pairs'", "pair 1", "no reference log-probabilities", "folder reference_logps"):
+        source.get_next()
+
+
 def test_pairs_that_are_too_long(tmp_path, folder, caplog):
     path = write(tmp_path, [TEXTS[1], TEXTS[0]])
     longest = len("The sky is green and red.") + 1
