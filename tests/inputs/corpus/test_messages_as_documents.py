@@ -166,6 +166,15 @@ def test_conversations_mix_with_conversations_and_with_text_by_weight(tmp_path):
         make(CorpusInput, source=chat, packing="split")
 
 
+def test_an_end_of_text_of_id_0_counts_among_conversations(tmp_path):
+    text = Documents(write(tmp_path / "c.jsonl", ({"text": f"plain {n}"} for n in range(4))))
+    chat = Documents(write(tmp_path / "a.jsonl", map(talk, range(4))), processor=Chat(chat_template=TEMPLATE))
+    mixed = {"source": Mixture({"text": text, "chat": chat}), "is_training": False}
+    batch, expected = (drain(make(CorpusInput, eos_id=eos_id, **mixed))[0] for eos_id in (0, 5))
+    np.testing.assert_array_equal(batch.weights, expected.weights)
+    assert (expected.labels[expected.weights > 0] == 5).sum() == 4
+
+
 def test_a_first_batch_needs_the_first_windows_and_not_all_conversations(tmp_path, monkeypatch):
     files, made = write(tmp_path / "a.jsonl", map(talk, range(3000))), []
     encode = chat_text.Chat.encode
