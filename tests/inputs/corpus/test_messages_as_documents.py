@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 
@@ -182,6 +183,25 @@ def test_a_first_batch_needs_the_first_windows_and_not_all_conversations(tmp_pat
     source = make(ChatInput, files=files, window_rows=4)
     source.get_next()
     assert len(made) < 300
+
+
+def test_bytes_in_columns_are_utf_8_and_other_values_without_json_are_bad_records(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    settings = {"files": str(tmp_path / "a.parquet"), "is_training": False, "start": "none"}
+
+    def rows(**columns):
+        table = {"prompt": ["a "], "chosen": ["x"], "rejected": ["y"], **columns}
+        parquet.write_table(pyarrow.table(table), settings["files"])
+        return drain(make(PreferenceInput, **settings))
+
+    assert_equal(rows(prompt=["é "], chosen=["ü"]), rows(prompt=["é ".encode()], chosen=["ü".encode()]))
+    with raises_naming(UserError, "row 1", "column 'chosen'", "not UTF-8"):
+        rows(chosen=[b"\xff"])
+    with raises_naming(UserError, "row 1", "column 'prompt'", "type date"):
+        rows(prompt=[datetime.date(2020, 1, 1)])
+    parquet.write_table(pyarrow.table({"image": [b"\xff"]}), settings["files"])
+    with raises_naming(UserError, "no `chosen`", "it has image"):
+        drain(make(PreferenceInput, **settings))
 
 
 def test_files_without_records_of_messages_are_refused(tmp_path):
