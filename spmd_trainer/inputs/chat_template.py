@@ -50,6 +50,7 @@ class ChatTemplate:
     Attributes:
       name: its origin, for errors.
       text: the template.
+      special_tokens: those of the tokenizer's tokens that it names: {'bos_token': '<s>', ...}.
       has_marks: True if it marks the assistant's text by `{% generation %}...{% endgeneration %}`.
     """
 
@@ -83,7 +84,7 @@ class ChatTemplate:
             raise UserError(f"{name} needs jinja2: pip install 'spmd-trainer[hf]'") from error
         self.name = name
         self.text = text
-        self._special_tokens = dict(special_tokens or {})
+        self.special_tokens = {kind: token for kind, token in (special_tokens or {}).items() if kind in text}
         self._limits = max_render_seconds, max_rendered_chars
         self.has_marks = bool(self._ask(None)["has_marks"])
 
@@ -125,7 +126,7 @@ class ChatTemplate:
 
     def _rendering(self, messages: Sequence[Mapping[str, Any]], *, is_marked: bool, **variables: Any) -> Rendering:
         given = {
-            **self._special_tokens,
+            **self.special_tokens,
             **variables,
             "messages": [_as_templates_expect(message) for message in messages],
         }

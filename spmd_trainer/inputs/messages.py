@@ -194,11 +194,16 @@ class Templated:
     def fingerprint(self) -> dict[str, Any]:
         """Returns the settings that decide a text, as JSON values."""
         try:
-            texts = [self.template(has_tools=has_tools).text for has_tools in (False, True)]
+            templates = [self.template(has_tools=has_tools) for has_tools in (False, True)]
         except UserError:  # pairs of texts need none, and messages will say what is wrong with it
-            texts = []
+            templates = []
         variables = json.dumps(self.template_variables or {}, sort_keys=True, default=str)
-        return {"chat_template": short_hash(json.dumps(texts)), "template_variables": variables}
+        found = {
+            "chat_template": short_hash(json.dumps([one.text for one in templates])),
+            "template_variables": variables,
+        }
+        special = {kind: token for one in templates for kind, token in one.special_tokens.items()}
+        return {**found, "special_tokens": special} if special else found
 
 
 def refuse_surrogates(text: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import gzip
 import json
+import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -47,7 +49,7 @@ def make(kind, *, host=0, hosts=1, **fields):
     settings = {"tokenizer": TOKENIZER, "is_training": True, "input_random_seed": 3, "batch_size": 4 // hosts, **LONG}
     settings |= {"num_infeed_hosts": hosts, "infeed_host_index": host, **fields}
     if kind is not CorpusInput:
-        settings["chat_template"] = TEMPLATE
+        settings.setdefault("chat_template", TEMPLATE)
     return base_hyperparams.instantiate(pax_fiddle.Config(kind, name="mine", **settings))
 
 
@@ -127,6 +129,27 @@ def test_a_store_says_which_tokens_count_and_how_they_were_made(tmp_path):
         make(ChatInput, files=store, turns="last")
     with raises_naming(UserError, "another processor", "most_tokens was 65 and is None"):
         make(CorpusInput, source=Documents(store))
+
+
+def test_a_position_and_a_store_belong_to_the_special_tokens_that_the_template_names(tmp_path):
+    files, template = write(tmp_path / "a.jsonl", map(talk, range(12))), tmp_path / "bos.jinja"
+    template.write_text("{{ bos_token }}" + pathlib.Path(TEMPLATE).read_text())
+
+    def source(bos, files=files, template=template):
+        folder = tmp_path / bos.strip("<|>")
+        if not folder.exists():
+            shutil.copytree(TOKENIZER, folder)
+            (folder / "special_tokens_map.json").unlink(missing_ok=True)
+            stated = json.loads((folder / "tokenizer_config.json").read_text())
+            (folder / "tokenizer_config.json").write_text(json.dumps({**stated, "bos_token": bos}))
+        return make(ChatInput, files=files, tokenizer=str(folder), chat_template=str(template))
+
+    one, other = (source(bos) for bos in ("<|eot_id|>", "<|eom_id|>"))
+    assert one.store_names() != other.store_names()
+    with raises_naming(ValueError, "special_tokens was", "'<|eot_id|>'", "'<|eom_id|>'"):
+        other.set_state(one.get_state())
+    plain = [source(bos, template=TEMPLATE) for bos in ("<|eot_id|>", "<|eom_id|>")]
+    plain[1].set_state(plain[0].get_state())
 
 
 def test_the_mode_prepares_conversations(tmp_path, capsys):
