@@ -199,7 +199,7 @@ class PreferenceInput(MessagesInput):
     @functools.cached_property
     def pairs_checksum(self) -> str:
         """Checksum of the files and of what makes their tokens: they decide log-probabilities. Reads the files."""
-        made = [self.tokenizer.fingerprint(), [one.documents.processor.fingerprint() for one in self.sources]]
+        made = [self.tokenizer.fingerprint(), [one.made_by for one in self.sources]]
         found = hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode())
         for path in self.paths:
             with readable(path), open_bytes(path) as file:

@@ -152,6 +152,20 @@ def test_a_position_and_a_store_belong_to_the_special_tokens_that_the_template_n
     plain[1].set_state(plain[0].get_state())
 
 
+def test_a_position_and_a_reference_belong_to_the_largest_record(tmp_path):
+    files = write(tmp_path / "a.jsonl", [pair(1), {**pair(2), "note": "x" * 1000}])
+
+    def source(most):
+        return make(PreferenceInput, source=Documents(files, max_record_bytes=most), bad_records="skip")
+
+    one, other = source(500), source(5000)
+    with raises_naming(ValueError, "max_record_bytes was 500 and is 5000"):
+        other.set_state(one.get_state())
+    assert one.pairs_checksum != other.pairs_checksum
+    usual = make(PreferenceInput, files=files)
+    assert b"max_record_bytes" not in usual.get_state()
+
+
 def test_the_mode_prepares_conversations(tmp_path, capsys):
     fields = {"files": write(tmp_path / "a.jsonl", map(talk, range(12))), "is_training": False, "turns": "last"}
     given = {"output": tmp_path / "tokens", "tokenizer": TOKENIZER, "seq_len": 64, "workers": 1}
