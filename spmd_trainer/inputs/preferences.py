@@ -181,20 +181,35 @@ class PreferenceInput(MessagesInput):
 
     @property
     def num_pairs(self) -> int:
-        """Records of one epoch, also those that are left out."""
-        return int(self._firsts[-1][-1])
+        """Records of one epoch, also those that are left out. Compressed and remote JSON lines are read to count them."""
+        return self._first_of(len(self._opened), 0)
+
+    def _first_of(self, source: int, chunk: int) -> int:
+        """Returns the number of the first pair of a chunk, counted over all sources. Counts no chunk after it."""
+        before = sum(self._in_source(number, self._opened[number].num_chunks) for number in range(source))
+        return before + (self._in_source(source, chunk) if chunk else 0)
+
+    def _in_source(self, source: int, chunk: int) -> int:
+        """Returns the pairs of a source before a chunk."""
+        ends, opened, sizes = self._ends[source], self._opened[source], self._sizes[source]
+        while len(ends) <= chunk:
+            number = len(ends) - 1
+            if sizes is None:
+                with self._reading:
+                    size = sum(1 for _ in opened.read_chunk(number, 0))
+            else:
+                size = int(sizes[number])
+            ends.append(ends[-1] + size)
+        return ends[chunk]
 
     @functools.cached_property
-    def _firsts(self) -> list[np.ndarray]:
-        """For each source, the number of the first pair of each chunk and after the last; counted over all sources."""
-        found, end = [], 0
-        for source in self._opened:
-            sizes = source.chunk_sizes()
-            if sizes is None:  # compressed files, and JSON lines of object stores: read once to count them
-                sizes = [sum(1 for _ in source.read_chunk(chunk, 0)) for chunk in range(source.num_chunks)]
-            found.append(np.concatenate([[end], end + np.cumsum(sizes)]).astype(np.int64))
-            end = int(found[-1][-1])
-        return found
+    def _ends(self) -> list[list[int]]:
+        """For each source, the pairs before each of its first chunks, as far as they are counted."""
+        return [[0] for _ in self._opened]
+
+    @functools.cached_property
+    def _sizes(self) -> list[np.ndarray | None]:
+        return [source.chunk_sizes() for source in self._opened]
 
     @functools.cached_property
     def pairs_checksum(self) -> str:
@@ -245,7 +260,7 @@ class PreferenceInput(MessagesInput):
         batch = super()._batch(table, rows)
         places = table.places[rows]
         numbers = [
-            self._firsts[source][chunk] + number if source >= 0 else -1 for source, chunk, number in places.tolist()
+            self._first_of(source, chunk) + number if source >= 0 else -1 for source, chunk, number in places.tolist()
         ]
         batch.pair_index = np.array(numbers, np.int32)
         if self.reference:

@@ -18,7 +18,7 @@ from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import Chat, ChatInput, CorpusInput, Documents, Mixture, PreferenceInput, chat_text
-from spmd_trainer.inputs.corpus import prepare, prepared_source
+from spmd_trainer.inputs.corpus import prepare, prepared_source, text_files
 from spmd_trainer.inputs.text_settings import TokeniseConfig
 
 TOKENIZER, TEMPLATE = tokenizer_of("chatml"), str(DATA / "templates" / "chatml_marked.jinja")
@@ -239,6 +239,19 @@ def test_bytes_in_columns_are_utf_8_and_other_values_without_json_are_bad_record
     parquet.write_table(pyarrow.table({"image": [b"\xff"]}), settings["files"])
     with raises_naming(UserError, "no `chosen`", "it has image"):
         drain(make(PreferenceInput, **settings))
+
+
+def test_a_first_batch_of_pairs_counts_no_later_file(tmp_path, monkeypatch):
+    files, read = [tmp_path / f"{name}.jsonl.gz" for name in "abc"], []
+    for path, numbers in zip(files, (range(3), range(3, 6), range(6, 1000)), strict=True):
+        path.write_bytes(gzip.compress("".join(json.dumps(pair(number)) + "\n" for number in numbers).encode()))
+    record_of = text_files.record_of
+    monkeypatch.setattr(text_files, "record_of", lambda *args: read.append(1) or record_of(*args))
+    source = make(PreferenceInput, files=list(map(str, files)), shuffle=False, window_rows=4, batch_size=4)
+    batches = take(source, 2)
+    assert [batch.pair_index.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(read) < 200
+    assert source.num_pairs == 1000
 
 
 def test_files_without_records_of_messages_are_refused(tmp_path):
