@@ -90,6 +90,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
@@ -114,17 +115,19 @@ class ChatTemplate:
           UserError: the template rejects the conversation, fails, or violates the sandbox.
         """
         given = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
-        return self._rendering(messages, is_marked=False, **given, **variables).text
+        return self._rendering(messages, {**given, **variables}, is_marked=False).text
 
-    def render_marked(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendering:
+    def render_marked(self, /, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendering:
         """Renders a conversation and locates each `{% generation %}` block. Arguments are those of `render`.
 
         Raises:
           UserError: as `render`; or a block can't be located in the text.
         """
-        return self._rendering(messages, is_marked=True, **{**_USUAL, **variables})
+        return self._rendering(messages, {**_USUAL, **variables}, is_marked=True)
 
-    def _rendering(self, messages: Sequence[Mapping[str, Any]], *, is_marked: bool, **variables: Any) -> Rendering:
+    def _rendering(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, is_marked: bool
+    ) -> Rendering:
         given = {
             **self.special_tokens,
             **variables,

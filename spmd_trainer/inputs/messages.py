@@ -62,7 +62,9 @@ def list_of_objects(name: str, given: object, where: str) -> list[dict[str, Any]
     return given
 
 
-def readable_messages(messages: list[dict[str, Any]], template: ChatTemplate, **variables: Any) -> list[dict[str, Any]]:
+def readable_messages(
+    messages: list[dict[str, Any]], template: ChatTemplate, /, **variables: Any
+) -> list[dict[str, Any]]:
     """Converts the messages' contents to a form that the template can render.
 
     Contents may be lists of parts: [{'type': 'text', 'text': ...}]. Templates that read lists get them, as in

@@ -90,6 +90,16 @@ def test_the_rows_of_a_small_file(tmp_path):
     np.testing.assert_array_equal(batch.eval_sample_weights, [1])
 
 
+@pytest.mark.parametrize("name", ["template", "self", "is_marked"])
+def test_a_variable_of_the_template_may_have_any_name(name, tmp_path):
+    path = write(
+        tmp_path / "a.jsonl", talk(user("hi"), own("ok"), chat_template_kwargs={name: 1}), talk(user("a"), own("b"))
+    )
+    batches = drain(make(path, chat_template=SHORT, seq_len=12))
+    assert counted_texts(batches) == ["ok<|eot_id|>", "b<|eot_id|>"]
+    assert_same(drain(make(path, chat_template=SHORT, seq_len=12, template_variables={name: 2})), batches)
+
+
 def test_batches_are_what_input_specs_says(chats):
     source = make(chats, seq_len=160)
     specs = {name: (spec.shape, spec.dtype) for name, spec in source.input_specs().items()}

@@ -229,6 +229,13 @@ def test_the_date_is_that_of_the_settings(tmp_path, folder):
     assert counted(batch.chosen, 0)[0].startswith(f"26 Jul 2024{SYSTEM}")
 
 
+def test_variables_of_a_pair_may_have_any_name(tmp_path, folder):
+    names = {"self": 1, "template": 2, "is_marked": 3}
+    (batch,) = drain(make(write(tmp_path, [{**TALKS[0], "chat_template_kwargs": names}]), folder))
+    (expected,) = drain(make(write(tmp_path, TALKS[:1]), folder))
+    jax.tree.map(np.testing.assert_array_equal, batch, expected)
+
+
 def test_roles_that_the_template_knows(tmp_path, folder):
     path = write(tmp_path, [{**TALKS[0], "prompt": [{"role": "critic", "content": "Hi"}]}])
     with raises_naming(UserError, "pairs.jsonl:1:", "role 'critic'", "other_roles=[...]"):
