@@ -232,6 +232,7 @@ class MessageProcessor(Templated):
       seq_len: tokens per row; set by the input, and a setting where there is none.
     """
 
+    gives_pairs: ClassVar[bool] = False
     _too_long: ClassVar[tuple[str, ...]] = (ERROR, DROP)
 
     too_long: str = ERROR

@@ -51,6 +51,7 @@ class Pairs(MessageProcessor):
     """
 
     entries: ClassVar[tuple[str, ...]] = preference_pairs.ENTRIES
+    gives_pairs: ClassVar[bool] = True
 
     start_id: int | None = None
 

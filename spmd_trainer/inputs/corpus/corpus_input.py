@@ -228,6 +228,14 @@ class CorpusInput(text_base.TokenizedInput):
         processor = documents.processor or self._processor
         if processor is None:
             return documents
+        if processor.gives_pairs != (self.packing == row_plan.PAIR):
+            given, wanted, fix = "documents", "pairs of answers", "leave `processor` out"
+            if processor.gives_pairs:
+                given, wanted, fix = wanted, given, "give them to a PreferenceInput"
+            raise UserError(
+                f"the processor is a {type(processor).__name__}, which makes {given}, and a {type(self).__name__} takes "
+                f"{wanted}; {fix}"
+            )
         if self.packing == row_plan.SPLIT:
             raise UserError(
                 "packing='split' cuts through texts, and conversations are not cut; use 'best_fit' or 'pad'"

@@ -19,6 +19,7 @@ from praxis import base_hyperparams, pax_fiddle
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import Chat, ChatInput, CorpusInput, Documents, Mixture, PreferenceInput, chat_text
 from spmd_trainer.inputs.corpus import prepare, prepared_source, text_files
+from spmd_trainer.inputs.preferences import Pairs
 from spmd_trainer.inputs.text_settings import TokeniseConfig
 
 TOKENIZER, TEMPLATE = tokenizer_of("chatml"), str(DATA / "templates" / "chatml_marked.jinja")
@@ -252,6 +253,25 @@ def test_a_first_batch_of_pairs_counts_no_later_file(tmp_path, monkeypatch):
     assert [batch.pair_index.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert len(read) < 200
     assert source.num_pairs == 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "processor", "facts"),
+    [
+        (
+            PreferenceInput,
+            Chat(chat_template=TEMPLATE),
+            ("a Chat", "PreferenceInput takes pairs", "leave `processor` out"),
+        ),
+        (CorpusInput, Pairs(), ("a Pairs", "CorpusInput takes documents", "to a PreferenceInput")),
+        (ChatInput, Pairs(), ("a Pairs", "ChatInput takes documents", "to a PreferenceInput")),
+    ],
+    ids=["chat as pairs", "pairs as text", "pairs as chat"],
+)
+def test_a_processor_that_an_input_has_no_use_for_is_refused(kind, processor, facts, tmp_path):
+    source = Documents(write(tmp_path / "a.jsonl", [pair(1)]), processor=processor)
+    with raises_naming(UserError, f"{kind.__name__} 'mine'", *facts):
+        make(kind, source=source)
 
 
 def test_files_without_records_of_messages_are_refused(tmp_path):
