@@ -159,7 +159,9 @@ class WindowMaker:
         )
         return encoding.EncodedStream(
             stream,
-            encoding.Encoder(settings.tokenizer, settings.limit, one.documents.processor),
+            encoding.Encoder(
+                settings.tokenizer, settings.limit, one.documents.processor, room=encoding.KEPT_BYTES // num_sources
+            ),
             one.name if num_sources > 1 else "",
             bad_records=settings.bad_records,
             bytes_ahead=_BYTES_AHEAD // num_sources,

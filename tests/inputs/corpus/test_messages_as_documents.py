@@ -18,9 +18,12 @@ from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import Chat, ChatInput, CorpusInput, Documents, Mixture, PreferenceInput, chat_text
-from spmd_trainer.inputs.corpus import prepare, prepared_source, text_files
+from spmd_trainer.inputs.corpus import encoding, prepare, prepared_source, text_files
+from spmd_trainer.inputs.corpus.documents import Document
+from spmd_trainer.inputs.corpus.tokens import CountedTokens
 from spmd_trainer.inputs.preferences import Pairs
 from spmd_trainer.inputs.text_settings import TokeniseConfig
+from spmd_trainer.inputs.tokenizers import ByteTokenizer
 
 TOKENIZER, TEMPLATE = tokenizer_of("chatml"), str(DATA / "templates" / "chatml_marked.jinja")
 # Conversations have 38 to 65 tokens, and pairs 38 to 44.
@@ -240,6 +243,23 @@ def test_bytes_in_columns_are_utf_8_and_other_values_without_json_are_bad_record
     parquet.write_table(pyarrow.table({"image": [b"\xff"]}), settings["files"])
     with raises_naming(UserError, "no `chosen`", "it has image"):
         drain(make(PreferenceInput, **settings))
+
+
+def test_tokens_that_are_kept_have_room_for_their_bytes_and_those_of_the_record():
+    made = []
+
+    class Hundred:
+        def encode(self, documents):
+            made.extend(documents)
+            return [CountedTokens(np.arange(100, dtype=np.int32), np.ones(100, bool)) for _ in documents]
+
+    encoder = encoding.Encoder(ByteTokenizer(), 256, Hundred(), room=1600)
+    documents = [Document(b"%010d" % number, "x") for number in range(10)]
+    first = encoder.encode(documents)
+    again = encoder.encode(documents)
+    assert len(made) == 10 + 10 - 3
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
 
 
 def test_a_first_batch_of_pairs_counts_no_later_file(tmp_path, monkeypatch):
