@@ -398,7 +398,7 @@ def test_what_is_left_of_a_conversation_must_have_an_answer(tmp_path):
     path = write(tmp_path / "a.jsonl", talk(user("a" * 50), own("b")))
     with raises_naming(UserError, "a.jsonl:1:", "too_long='cut'", "seq_len + 1 = 31", "assistant"):
         drain(make(path, chat_template=SHORT, seq_len=30, too_long="cut"))
-    with raises_naming(UserError, "no document", "1 record", "left out"):
+    with raises_naming(UserError, "no record that can be used", "1 record", "left out"):
         drain(make(path, chat_template=SHORT, seq_len=30, too_long="drop"))
 
 

@@ -91,6 +91,8 @@ def test_batches_are_rows_of_a_language_model(tmp_path, folder):
     for batch in (first, last):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == specs
     assert last.eval_sample_weights.tolist() == [1, 1, 0]
+    filled = sum((side.segment_ids > 0).sum() for batch in (first, last) for side in (batch.chosen, batch.rejected))
+    assert source.fill == filled / (5 * 2 * source.seq_len)
     assert (first.pair_index.tolist(), last.pair_index.tolist()) == ([0, 1, 2], [3, 4, -1])
     assert [rows.weights[2].sum() for rows in (last.chosen, last.rejected)] == [0, 0]
     rows = first.rejected
@@ -173,8 +175,10 @@ def test_pairs_that_are_too_long(tmp_path, folder, caplog):
     source = make(path, folder, seq_len=longest - 2, too_long="drop")
     assert counted(source.get_next().chosen, 0)[0] == "1 + 1 = 2</s>"
     assert_names(caplog.text, "pairs.jsonl:2", f"{longest} tokens", f"seq_len={longest - 2}", "left out")
-    with raises_naming(UserError, "no document", "2 records", "left out"):
+    with raises_naming(UserError, "no record that can be used", "2 records", "left out"):
         drain(make(path, folder, seq_len=3, too_long="drop"))
+    with raises_naming(UserError, "no record can be used", "the last is", "pairs.jsonl:"):
+        make(path, folder, seq_len=3, too_long="drop", is_training=True).get_next()
 
 
 def test_a_template_that_ends_the_prompt_in_another_way(tmp_path, folder, caplog):

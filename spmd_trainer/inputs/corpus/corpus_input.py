@@ -133,7 +133,8 @@ class CorpusInput(text_base.TokenizedInput):
     @property
     def fill(self) -> float | None:
         """Fraction of positions that hold a token, in the windows read so far; None before the first."""
-        return self._tokens_read / (self._rows_read * self.seq_len) if self._rows_read else None
+        positions = self._rows_read * self.seq_len * (2 if self.packing == row_plan.PAIR else 1)
+        return self._tokens_read / positions if positions else None
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -191,9 +191,8 @@ class EncodedStream:
                 self._last_good_epoch = self._after.epoch
                 return Encoded(tokens, place, self._after, skipped)
             if self._after.epoch > self._last_good_epoch + 1:  # the whole epoch in between
-                raise self._error(
-                    f"{self._prefix}no record has a document with text, the last is {record.where}; give at least one"
-                )
+                what = "has a document with text" if self._encoder.processor is None else "can be used"
+                raise self._error(f"{self._prefix}no record {what}, the last is {record.where}; give at least one")
         return Encoded(None, (0, 0), self._after, skipped)
 
     def _read(self) -> bool:
