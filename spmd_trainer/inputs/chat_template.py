@@ -50,6 +50,7 @@ class ChatTemplate:
     Attributes:
       name: its origin, for errors.
       text: the template.
+      special_tokens: those of the tokenizer's tokens that it names: {'bos_token': '<s>', ...}.
       has_marks: True if it marks the assistant's text by `{% generation %}...{% endgeneration %}`.
     """
 
@@ -83,12 +84,13 @@ class ChatTemplate:
             raise UserError(f"{name} needs jinja2: pip install 'spmd-trainer[hf]'") from error
         self.name = name
         self.text = text
-        self._special_tokens = dict(special_tokens or {})
+        self.special_tokens = {kind: token for kind, token in (special_tokens or {}).items() if kind in text}
         self._limits = max_render_seconds, max_rendered_chars
         self.has_marks = bool(self._ask(None)["has_marks"])
 
     def render(
         self,
+        /,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
@@ -113,19 +115,21 @@ class ChatTemplate:
           UserError: the template rejects the conversation, fails, or violates the sandbox.
         """
         given = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
-        return self._rendering(messages, is_marked=False, **given, **variables).text
+        return self._rendering(messages, {**given, **variables}, is_marked=False).text
 
-    def render_marked(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendering:
+    def render_marked(self, /, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendering:
         """Renders a conversation and locates each `{% generation %}` block. Arguments are those of `render`.
 
         Raises:
           UserError: as `render`; or a block can't be located in the text.
         """
-        return self._rendering(messages, is_marked=True, **{**_USUAL, **variables})
+        return self._rendering(messages, {**_USUAL, **variables}, is_marked=True)
 
-    def _rendering(self, messages: Sequence[Mapping[str, Any]], *, is_marked: bool, **variables: Any) -> Rendering:
+    def _rendering(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, is_marked: bool
+    ) -> Rendering:
         given = {
-            **self._special_tokens,
+            **self.special_tokens,
             **variables,
             "messages": [_as_templates_expect(message) for message in messages],
         }

@@ -62,7 +62,9 @@ def list_of_objects(name: str, given: object, where: str) -> list[dict[str, Any]
     return given
 
 
-def readable_messages(messages: list[dict[str, Any]], template: ChatTemplate, **variables: Any) -> list[dict[str, Any]]:
+def readable_messages(
+    messages: list[dict[str, Any]], template: ChatTemplate, /, **variables: Any
+) -> list[dict[str, Any]]:
     """Converts the messages' contents to a form that the template can render.
 
     Contents may be lists of parts: [{'type': 'text', 'text': ...}]. Templates that read lists get them, as in
@@ -194,11 +196,16 @@ class Templated:
     def fingerprint(self) -> dict[str, Any]:
         """Returns the settings that decide a text, as JSON values."""
         try:
-            texts = [self.template(has_tools=has_tools).text for has_tools in (False, True)]
+            templates = [self.template(has_tools=has_tools) for has_tools in (False, True)]
         except UserError:  # pairs of texts need none, and messages will say what is wrong with it
-            texts = []
+            templates = []
         variables = json.dumps(self.template_variables or {}, sort_keys=True, default=str)
-        return {"chat_template": short_hash(json.dumps(texts)), "template_variables": variables}
+        found = {
+            "chat_template": short_hash(json.dumps([one.text for one in templates])),
+            "template_variables": variables,
+        }
+        special = {kind: token for one in templates for kind, token in one.special_tokens.items()}
+        return {**found, "special_tokens": special} if special else found
 
 
 def refuse_surrogates(text: str) -> None:
@@ -225,6 +232,7 @@ class MessageProcessor(Templated):
       seq_len: tokens per row; set by the input, and a setting where there is none.
     """
 
+    gives_pairs: ClassVar[bool] = False
     _too_long: ClassVar[tuple[str, ...]] = (ERROR, DROP)
 
     too_long: str = ERROR

@@ -51,6 +51,7 @@ class Pairs(MessageProcessor):
     """
 
     entries: ClassVar[tuple[str, ...]] = preference_pairs.ENTRIES
+    gives_pairs: ClassVar[bool] = True
 
     start_id: int | None = None
 
@@ -181,25 +182,40 @@ class PreferenceInput(MessagesInput):
 
     @property
     def num_pairs(self) -> int:
-        """Records of one epoch, also those that are left out."""
-        return int(self._firsts[-1][-1])
+        """Records of one epoch, also those that are left out. Compressed and remote JSON lines are read to count them."""
+        return self._first_of(len(self._opened), 0)
+
+    def _first_of(self, source: int, chunk: int) -> int:
+        """Returns the number of the first pair of a chunk, counted over all sources. Counts no chunk after it."""
+        before = sum(self._in_source(number, self._opened[number].num_chunks) for number in range(source))
+        return before + (self._in_source(source, chunk) if chunk else 0)
+
+    def _in_source(self, source: int, chunk: int) -> int:
+        """Returns the pairs of a source before a chunk."""
+        ends, opened, sizes = self._ends[source], self._opened[source], self._sizes[source]
+        while len(ends) <= chunk:
+            number = len(ends) - 1
+            if sizes is None:
+                with self._reading:
+                    size = sum(1 for _ in opened.read_chunk(number, 0))
+            else:
+                size = int(sizes[number])
+            ends.append(ends[-1] + size)
+        return ends[chunk]
 
     @functools.cached_property
-    def _firsts(self) -> list[np.ndarray]:
-        """For each source, the number of the first pair of each chunk and after the last; counted over all sources."""
-        found, end = [], 0
-        for source in self._opened:
-            sizes = source.chunk_sizes()
-            if sizes is None:  # compressed files, and JSON lines of object stores: read once to count them
-                sizes = [sum(1 for _ in source.read_chunk(chunk, 0)) for chunk in range(source.num_chunks)]
-            found.append(np.concatenate([[end], end + np.cumsum(sizes)]).astype(np.int64))
-            end = int(found[-1][-1])
-        return found
+    def _ends(self) -> list[list[int]]:
+        """For each source, the pairs before each of its first chunks, as far as they are counted."""
+        return [[0] for _ in self._opened]
+
+    @functools.cached_property
+    def _sizes(self) -> list[np.ndarray | None]:
+        return [source.chunk_sizes() for source in self._opened]
 
     @functools.cached_property
     def pairs_checksum(self) -> str:
         """Checksum of the files and of what makes their tokens: they decide log-probabilities. Reads the files."""
-        made = [self.tokenizer.fingerprint(), [one.documents.processor.fingerprint() for one in self.sources]]
+        made = [self.tokenizer.fingerprint(), [one.made_by for one in self.sources]]
         found = hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode())
         for path in self.paths:
             with readable(path), open_bytes(path) as file:
@@ -245,11 +261,23 @@ class PreferenceInput(MessagesInput):
         batch = super()._batch(table, rows)
         places = table.places[rows]
         numbers = [
-            self._firsts[source][chunk] + number if source >= 0 else -1 for source, chunk, number in places.tolist()
+            self._first_of(source, chunk) + number if source >= 0 else -1 for source, chunk, number in places.tolist()
         ]
         batch.pair_index = np.array(numbers, np.int32)
         if self.reference:
-            logps = self._logps[np.maximum(batch.pair_index, 0)].view(np.int32)
+            logps = self._logps_of(batch.pair_index).view(np.int32)
             for column, side in enumerate(_SIDES):
                 batch[side][_REFERENCE] = np.ascontiguousarray(logps[:, column])
         return batch
+
+    def _logps_of(self, pairs: np.ndarray) -> np.ndarray:
+        """Returns the reference's log-probabilities of pairs, float32 [B, 2]; 0 for -1."""
+        found: np.ndarray = np.where(pairs[:, np.newaxis] >= 0, self._logps[pairs], np.float32(0))
+        lacking = pairs[np.isnan(found).any(axis=1)]
+        if len(lacking):
+            raise self.error(
+                f"pair {lacking[0]} of the files (from 0) has no reference log-probabilities: it was left out when the run "
+                "computed them, or the reference gives NaN. If the run has no checkpoint yet, remove the folder "
+                "reference_logps of its job_log_dir, and they are computed again; otherwise begin a new run"
+            )
+        return found

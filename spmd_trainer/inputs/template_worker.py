@@ -114,7 +114,7 @@ def _rendered(template: jinja2.Template, given: Mapping[str, Any], longest: int)
         variables["strftime_now"] = functools.partial(_formatted, variables["strftime_now"])
     _recorder.length, _recorder.blocks = 0, []
     parts = []
-    for part in template.generate(**variables):
+    for part in template.generate(variables):
         parts.append(part)
         _recorder.length += len(part)
         if _recorder.length > longest:

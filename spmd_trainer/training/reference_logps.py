@@ -68,7 +68,8 @@ class _Dataset(FiniteDataset):
     """A dataset of pairs, each of them once, and the step that runs the reference on a batch."""
 
     def __init__(self, job: Job, input_p: Any, model: str):
-        super().__init__(job, input_p.clone().set(is_training=False), "eval", 0)
+        # Values are kept in the order of the files.
+        super().__init__(job, input_p.clone().set(is_training=False, shuffle=False), "eval", 0)
         self._num_pairs = self._input.num_pairs
         # Evaluating the model also compares it with a reference, whatever it is.
         self._input.use_reference(np.zeros((self._num_pairs, 2), np.float32))

@@ -90,6 +90,16 @@ def test_the_rows_of_a_small_file(tmp_path):
     np.testing.assert_array_equal(batch.eval_sample_weights, [1])
 
 
+@pytest.mark.parametrize("name", ["template", "self", "is_marked"])
+def test_a_variable_of_the_template_may_have_any_name(name, tmp_path):
+    path = write(
+        tmp_path / "a.jsonl", talk(user("hi"), own("ok"), chat_template_kwargs={name: 1}), talk(user("a"), own("b"))
+    )
+    batches = drain(make(path, chat_template=SHORT, seq_len=12))
+    assert counted_texts(batches) == ["ok<|eot_id|>", "b<|eot_id|>"]
+    assert_same(drain(make(path, chat_template=SHORT, seq_len=12, template_variables={name: 2})), batches)
+
+
 def test_batches_are_what_input_specs_says(chats):
     source = make(chats, seq_len=160)
     specs = {name: (spec.shape, spec.dtype) for name, spec in source.input_specs().items()}
@@ -388,7 +398,7 @@ def test_what_is_left_of_a_conversation_must_have_an_answer(tmp_path):
     path = write(tmp_path / "a.jsonl", talk(user("a" * 50), own("b")))
     with raises_naming(UserError, "a.jsonl:1:", "too_long='cut'", "seq_len + 1 = 31", "assistant"):
         drain(make(path, chat_template=SHORT, seq_len=30, too_long="cut"))
-    with raises_naming(UserError, "no document", "1 record", "left out"):
+    with raises_naming(UserError, "no record that can be used", "1 record", "left out"):
         drain(make(path, chat_template=SHORT, seq_len=30, too_long="drop"))
 
 

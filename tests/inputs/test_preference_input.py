@@ -91,6 +91,8 @@ def test_batches_are_rows_of_a_language_model(tmp_path, folder):
     for batch in (first, last):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == specs
     assert last.eval_sample_weights.tolist() == [1, 1, 0]
+    filled = sum((side.segment_ids > 0).sum() for batch in (first, last) for side in (batch.chosen, batch.rejected))
+    assert source.fill == filled / (5 * 2 * source.seq_len)
     assert (first.pair_index.tolist(), last.pair_index.tolist()) == ([0, 1, 2], [3, 4, -1])
     assert [rows.weights[2].sum() for rows in (last.chosen, last.rejected)] == [0, 0]
     rows = first.rejected
@@ -151,6 +153,19 @@ def test_the_reference(tmp_path, folder):
     assert source.pairs_checksum != make(path, folder, start="bos").pairs_checksum
 
 
+def test_a_pair_without_a_reference_is_refused_and_rows_that_fill_up_need_none(tmp_path, folder):
+    short, long = TEXTS[1], {**TEXTS[0], "chosen": " blue" * 40}
+    source = make(write(tmp_path, [long, short]), folder, reference="file", too_long="drop", batch_size=2)
+    source.use_reference(np.array([[np.nan, np.nan], [-1, -2]], np.float32))
+    (batch,) = drain(source)
+    assert batch.pair_index.tolist() == [1, -1]
+    assert batch.chosen.reference_logps.view(np.float32).tolist() == [-1, 0]
+    source = make(write(tmp_path, TEXTS), folder, reference="file")
+    source.use_reference(np.array([[-1, -2], [np.nan, -1]], np.float32))
+    with raises_naming(UserError, "'pairs'", "pair 1", "no reference log-probabilities", "folder reference_logps"):
+        source.get_next()
+
+
 def test_pairs_that_are_too_long(tmp_path, folder, caplog):
     path = write(tmp_path, [TEXTS[1], TEXTS[0]])
     longest = len("The sky is green and red.") + 1
@@ -160,8 +175,10 @@ def test_pairs_that_are_too_long(tmp_path, folder, caplog):
     source = make(path, folder, seq_len=longest - 2, too_long="drop")
     assert counted(source.get_next().chosen, 0)[0] == "1 + 1 = 2</s>"
     assert_names(caplog.text, "pairs.jsonl:2", f"{longest} tokens", f"seq_len={longest - 2}", "left out")
-    with raises_naming(UserError, "no document", "2 records", "left out"):
+    with raises_naming(UserError, "no record that can be used", "2 records", "left out"):
         drain(make(path, folder, seq_len=3, too_long="drop"))
+    with raises_naming(UserError, "no record can be used", "the last is", "pairs.jsonl:"):
+        make(path, folder, seq_len=3, too_long="drop", is_training=True).get_next()
 
 
 def test_a_template_that_ends_the_prompt_in_another_way(tmp_path, folder, caplog):
@@ -214,6 +231,13 @@ def test_the_date_is_that_of_the_settings(tmp_path, folder):
     template = f"{{{{ strftime_now('%d %b %Y') }}}}{CHATML}"
     (batch,) = drain(make(write(tmp_path, TALKS[:1]), folder, chat_template=template, date="2024-07-26"))
     assert counted(batch.chosen, 0)[0].startswith(f"26 Jul 2024{SYSTEM}")
+
+
+def test_variables_of_a_pair_may_have_any_name(tmp_path, folder):
+    names = {"self": 1, "template": 2, "is_marked": 3}
+    (batch,) = drain(make(write(tmp_path, [{**TALKS[0], "chat_template_kwargs": names}]), folder))
+    (expected,) = drain(make(write(tmp_path, TALKS[:1]), folder))
+    jax.tree.map(np.testing.assert_array_equal, batch, expected)
 
 
 def test_roles_that_the_template_knows(tmp_path, folder):

@@ -165,6 +165,13 @@ def test_pairs_that_are_left_out_have_no_values_and_the_others_keep_theirs(tmp_p
 
 
 @pytest.mark.full
+def test_a_dataset_that_is_shuffled_gives_the_same_values(tmp_path, pairs):
+    computed(make_job(tmp_path / "whole", pairs, mesh=(1, 1, 1)))
+    computed(make_job(tmp_path / "run", pairs, "train_datasets[0].shuffle=True", mesh=(1, 1, 1)))
+    np.testing.assert_array_equal(values(tmp_path / "run")[0], values(tmp_path / "whole")[0])
+
+
+@pytest.mark.full
 def test_any_mesh_gives_the_same_values(tmp_path, pairs):
     found = []
     for number, mesh in enumerate([(1, 1, 1), (1, 8, 1), (2, 2, 2)]):

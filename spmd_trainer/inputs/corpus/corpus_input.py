@@ -133,7 +133,8 @@ class CorpusInput(text_base.TokenizedInput):
     @property
     def fill(self) -> float | None:
         """Fraction of positions that hold a token, in the windows read so far; None before the first."""
-        return self._tokens_read / (self._rows_read * self.seq_len) if self._rows_read else None
+        positions = self._rows_read * self.seq_len * (2 if self.packing == row_plan.PAIR else 1)
+        return self._tokens_read / positions if positions else None
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -228,6 +229,14 @@ class CorpusInput(text_base.TokenizedInput):
         processor = documents.processor or self._processor
         if processor is None:
             return documents
+        if processor.gives_pairs != (self.packing == row_plan.PAIR):
+            given, wanted, fix = "documents", "pairs of answers", "leave `processor` out"
+            if processor.gives_pairs:
+                given, wanted, fix = wanted, given, "give them to a PreferenceInput"
+            raise UserError(
+                f"the processor is a {type(processor).__name__}, which makes {given}, and a {type(self).__name__} takes "
+                f"{wanted}; {fix}"
+            )
         if self.packing == row_plan.SPLIT:
             raise UserError(
                 "packing='split' cuts through texts, and conversations are not cut; use 'best_fit' or 'pad'"

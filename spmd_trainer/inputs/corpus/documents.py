@@ -79,10 +79,12 @@ class Processor(Protocol):
 
     Attributes:
       entries: entries of a record that it reads.
+      gives_pairs: True if the tokens of a record are two sequences, for `PreferenceInput`.
       seq_len: tokens per row; set by the input, and a setting where there is none.
     """
 
     entries: ClassVar[tuple[str, ...]]
+    gives_pairs: ClassVar[bool]
 
     @property
     def seq_len(self) -> int: ...

@@ -19,7 +19,8 @@ from spmd_trainer.inputs.corpus.tokens import CountedTokens, StoredTokens, Token
 BAD_RECORDS = RAISE, SKIP = "raise", "skip"
 # Most documents read and encoded at a time.
 MOST_AHEAD = 64
-_KEPT_BYTES = 2**24
+# Bytes of records and their tokens that an input keeps.
+KEPT_BYTES = 2**24
 # Skipped records per source that are logged individually.
 _LOGGED = 10
 
@@ -60,14 +61,14 @@ class Encoder:
       tokenizer: the tokenizer.
       limit: every token must be below this: the vocabulary size of the tokenizer, or of the model if smaller.
       processor: makes tokens of records that aren't texts.
+      room: bytes of records and their tokens that may still be kept.
     """
 
     tokenizer: tokenizers.Tokenizer
     limit: int
     processor: Processor | None = None
+    room: int = KEPT_BYTES
     _kept: dict[Any, Tokens] = dataclasses.field(default_factory=dict, init=False, repr=False)
-    # Bytes of records of which tokens may still be kept.
-    _room: int = dataclasses.field(default=_KEPT_BYTES, init=False, repr=False)
 
     def encode(self, records: Sequence[Record]) -> list[Tokens | BadRecord]:
         """Returns each record's tokens without end-of-text, of `tokenizers.token_dtype`, or a BadRecord.
@@ -100,9 +101,11 @@ class Encoder:
         found = [made[id(one)] if id(one) in made else self._kept[one.content] for one in documents]
         for one in new:
             tokens = made[id(one)]
-            if self._room > 0 and not isinstance(tokens, BadRecord):
-                self._kept[one.content] = tokens
-                self._room -= size_of(one)
+            if isinstance(tokens, CountedTokens):
+                size = size_of(one) + tokens.tokens.nbytes + tokens.counted.nbytes
+                if size <= self.room and one.content not in self._kept:
+                    self._kept[one.content] = tokens
+                    self.room -= size
         return found
 
     def _checked(self, found: Tokens, where: str, dtype: np.dtype) -> Tokens | BadRecord:
@@ -188,9 +191,8 @@ class EncodedStream:
                 self._last_good_epoch = self._after.epoch
                 return Encoded(tokens, place, self._after, skipped)
             if self._after.epoch > self._last_good_epoch + 1:  # the whole epoch in between
-                raise self._error(
-                    f"{self._prefix}no record has a document with text, the last is {record.where}; give at least one"
-                )
+                what = "has a document with text" if self._encoder.processor is None else "can be used"
+                raise self._error(f"{self._prefix}no record {what}, the last is {record.where}; give at least one")
         return Encoded(None, (0, 0), self._after, skipped)
 
     def _read(self) -> bool:

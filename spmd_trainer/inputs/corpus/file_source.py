@@ -273,7 +273,7 @@ def document_of(record: Any, column: Column, where: str) -> Record:
       where: file and record, for messages.
     """
     if isinstance(column, tuple):
-        return Document(json.dumps(_without_nulls(record), default=str).encode(), where)
+        return _entries_document(record, column, where)
     if isinstance(record, dict | Mapping) and column in record:
         return text_document(record[column], column, where)
     if not isinstance(record, Mapping):
@@ -285,6 +285,27 @@ def document_of(record: Any, column: Column, where: str) -> Record:
             return BadRecord(where, f"has no key {column!r}{did_you_mean(name, keys)}; {_ASKED}")
         value = value[name]
     return text_document(value, column, where)
+
+
+def _entries_document(record: Mapping[str, Any], entries: tuple[str, ...], where: str) -> Record:
+    """Makes a document of the entries of a row of pyarrow. Bytes are UTF-8; other values that JSON lacks give a BadRecord."""
+    texts = []
+    for name, value in _without_nulls(record).items():
+        try:
+            # Columns besides the entries are read where a file has none of them, to name them.
+            text = json.dumps(value, default=_text_of_bytes) if name in entries else "null"
+        except UnicodeDecodeError as error:
+            return BadRecord(where, f"has bytes in the column {name!r} that are not UTF-8: {error.reason}")
+        except TypeError as error:
+            return BadRecord(where, f"has a value in the column {name!r} that JSON does not have: {error}")
+        texts.append(f"{json.dumps(name)}: {text}")
+    return Document(f"{{{', '.join(texts)}}}".encode(), where)
+
+
+def _text_of_bytes(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.decode()
+    raise TypeError(f"it is of the type {type(value).__name__}; write it as a text or a number")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 
 from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.inputs.corpus import order
-from spmd_trainer.inputs.corpus.documents import Documents, Source
+from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, Documents, Source
 from spmd_trainer.inputs.corpus.open_source import open_documents
 
 TOKENS, DOCUMENTS = "tokens", "documents"
@@ -121,14 +121,21 @@ class OpenSource:
         """The share at the beginning."""
         return self.share.shares[0] if isinstance(self.share, ChangingShare) else self.share
 
+    @property
+    def made_by(self) -> dict[str, Any]:
+        """The settings besides the tokenizer that decide which tokens a record gives, as JSON values."""
+        most, processor = self.documents.max_record_bytes, self.documents.processor
+        # Left out at its default, so that positions that were saved before stay valid.
+        limit = {} if most == MAX_RECORD_BYTES else {"max_record_bytes": most}
+        return {**limit, **({} if processor is None else processor.fingerprint())}
+
     def settings(self) -> dict[str, Any]:
         """Returns the settings that decide its order, as JSON values."""
         named = {"column": self.documents.column, "separator": self.documents.separator}
         share: Any = self.share
         if isinstance(share, ChangingShare):
             share = [list(phase) for phase in zip(share.begins, share.shares, strict=True)]
-        made = {} if self.documents.processor is None else self.documents.processor.fingerprint()
-        return {**named, **made, "share": share, "shuffle": self.shuffle, "epochs": self.epochs}
+        return {**named, **self.made_by, "share": share, "shuffle": self.shuffle, "epochs": self.epochs}
 
 
 def as_mixture(given: Any, *, is_training: bool) -> Mixture:

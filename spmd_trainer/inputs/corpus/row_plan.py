@@ -243,9 +243,11 @@ def _values(pieces: Sequence[_Piece], *, counted: bool = False) -> np.ndarray:
     for ((tokens, frame), start, stop), content in zip(pieces, fetch(ranges, counted=counted), strict=True):
         before = frame.before[start:stop]
         after = frame.after[: max(0, stop - len(frame.before) - len(tokens))]
-        found += [np.array(before, content.dtype), content] if before else [content]
-        if after:
-            found.append(np.array(after, content.dtype))
+        for part in (before, content, after):
+            # An id may be 0.
+            found.append(
+                np.ones(len(part), bool) if counted and part is not content else np.asarray(part, content.dtype)
+            )
     return np.concatenate(found)
 
 

@@ -140,6 +140,7 @@ class WindowMaker:
         self._carried: list[_PendingDocument] = []
         self._cancelled = threading.Event()
         self._frames = [_frame(one, settings) for one in sources]
+        self._are_texts = all(one.documents.processor is None for one in sources)
         by_tokens = settings.weigh_by == TOKENS
         self._weighed = (lambda cursor: cursor.tokens) if by_tokens else (lambda cursor: cursor.documents)
         self._schedule = Schedule([one.share for one in sources], [self._weighed(one) for one in self._cursors])
@@ -159,7 +160,9 @@ class WindowMaker:
         )
         return encoding.EncodedStream(
             stream,
-            encoding.Encoder(settings.tokenizer, settings.limit, one.documents.processor),
+            encoding.Encoder(
+                settings.tokenizer, settings.limit, one.documents.processor, room=encoding.KEPT_BYTES // num_sources
+            ),
             one.name if num_sources > 1 else "",
             bad_records=settings.bad_records,
             bytes_ahead=_BYTES_AHEAD // num_sources,
@@ -181,8 +184,9 @@ class WindowMaker:
         if not pending:
             if self._begin.window == 0:
                 left_out = sum(one.skipped for one in self._cursors)
-                those = f"; {count_text(left_out, 'record')} were left out, see the log" if left_out else ""
-                raise self._error(f"the sources have no document with text{those}; give at least one")
+                those = f"; left out: {count_text(left_out, 'record')}, see the log" if left_out else ""
+                what = "document with text" if self._are_texts else "record that can be used"
+                raise self._error(f"the sources have no {what}{those}; give at least one")
             return Ended(self._begin._replace(sources=tuple(self._cursors)))
         settings = self._settings
         plan, end = self._split(pending, ended) if settings.packing == SPLIT else self._pack(pending)
@@ -199,7 +203,9 @@ class WindowMaker:
             table = row_plan.make_rows(plan, in_order[own], [one.framed for one in pending], settings.seq_len)
         places = np.full(plan.num_rows, -1)
         places[own] = np.arange(len(own))
-        window = Window(self._begin, end, table, places, plan.num_tokens)
+        # Both sequences of a pair have one label fewer than tokens, and `size` takes off one. The plan counts pairs.
+        num_tokens = sum(one.size - 1 for one in pending) if settings.packing == PAIR else plan.num_tokens
+        window = Window(self._begin, end, table, places, num_tokens)
         self._begin = end
         return window
 
