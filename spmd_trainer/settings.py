@@ -82,7 +82,7 @@ class Setting:
     def _valid_numbers(self) -> str:
         noun = "a whole number" if self.kind is int else "a number"
         if self.at_most < math.inf:
-            return f"{noun} from {self.at_least:g} to {self.at_most:g}"
+            return f"{noun} from {self.at_least:.15g} to {self.at_most:.15g}"
         return f"{noun}, {self.at_least:g} or more" if self.at_least > -math.inf else noun
 
     def checked(self, value: Any) -> Any:

@@ -131,7 +131,8 @@ def spec_of(config: Mapping[str, Any], where: str) -> DecoderSpec:
     """
     family = family_of(config, where)
     _refuse_options(config, family, where)
-    settings: Settings = {**family.defaults, **config}
+    given = {key: value for key, value in config.items() if value is not None or key != "rope_parameters"}
+    settings: Settings = {**family.defaults, **given}
     if missing := [key for key in family.keys.values() if key not in settings]:
         raise HfError(f"{where} has no {', '.join(missing)}")
     fields: Settings = {**family.fixed, **{field: settings[key] for field, key in family.keys.items()}}
@@ -332,8 +333,7 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any], *, by_laye
         fields["local_rotary_base"] = of_local.get("rope_theta", local_base)
         return
     # transformers 5 prefers the older spelling, too.
-    name = "rope_scaling" if older else "rope_parameters"
-    scaling = older or parameters
+    name, scaling = ("rope_scaling", older) if older else ("rope_parameters", parameters)
     fields["rotary_base"] = scaling.get("rope_theta", settings["rope_theta"])
     fields["rotary_scaling"] = _scaling(scaling, name, longest)
     if by_layer_type:

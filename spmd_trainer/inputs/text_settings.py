@@ -110,7 +110,11 @@ class TokenizerConfig(_TextConfig):
     """Settings of `--mode=tokenizer`."""
 
     vocab_size: int = _text(
-        4096, "With --mode=tokenizer: number of tokens, special ones included.", value="N", at_least=1
+        4096,
+        "With --mode=tokenizer: number of tokens, special ones included.",
+        value="N",
+        at_least=1,
+        at_most=2**24,
     )
     algorithm: str = _text(
         "bpe",

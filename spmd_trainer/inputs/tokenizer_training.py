@@ -8,9 +8,11 @@ becomes a space. The same files and settings give the same tokenizer.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import io
 import json
 import os
+import re
 import string
 import sys
 import threading
@@ -52,6 +54,8 @@ _LINE_EVERY = 10.0
 # Score of tokens of a unigram model that text must not become while it has any other.
 _NEVER = -1e9
 _EOS, _SENTENCEPIECE_EOS = "<|endoftext|>", "</s>"
+# Tokens of SentencePiece's own.
+_UNKNOWN_OR_NEWLINE, _BYTE = ("<unk>", "\n"), re.compile("<0x[0-9A-F]{2}>")
 
 
 def train_tokenizer(config: TokenizerConfig) -> None:
@@ -69,6 +73,7 @@ def train_tokenizer(config: TokenizerConfig) -> None:
     access.check_writable("--output", path.parent if to_model else path)
     if not to_model:
         _refuse_other_files(path)
+    config = _with_special_tokens(config, _SENTENCEPIECE_EOS if to_model else _EOS)
     texts = Texts(config)
     try:
         if to_model:
@@ -78,6 +83,23 @@ def train_tokenizer(config: TokenizerConfig) -> None:
     except OSError as error:
         raise UserError(f"--output={path} can't be written: {reading.problem(os.fspath(path), error)}") from error
     terminal.write(f"{config.output}: {config.vocab_size:,} tokens of {config.algorithm} from {texts.counted()}\n")
+
+
+def _with_special_tokens(config: TokenizerConfig, eos: str) -> TokenizerConfig:
+    """Returns the settings with end-of-text, which the other special tokens leave out.
+
+    Raises:
+      UserError: a special token has the name of a piece that SentencePiece makes itself.
+    """
+    eos = config.eos or eos
+    special = tuple(dict.fromkeys(token for token in config.special_tokens if token != eos))
+    if config.algorithm == "unigram" or config.output.endswith(_MODEL_SUFFIX):
+        for token in (eos, *special):
+            if token in _UNKNOWN_OR_NEWLINE or _BYTE.fullmatch(token):
+                raise UserError(
+                    f"{token!r} can't be a special token: SentencePiece has a token of its own with this name"
+                )
+    return dataclasses.replace(config, eos=eos, special_tokens=special)
 
 
 class Texts(Iterable[str]):
@@ -287,13 +309,14 @@ def _write_folder(folder: epath.Path, made: huggingface.Tokenizer, eos: str) -> 
     usual = {"eos_token": found.eos_id, "bos_token": found.bos_id, "pad_token": found.pad_id}
     stated = {name: made.id_to_token(index) for name, index in usual.items() if index is not None}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **stated}
-    for name, content in ((STATING_FILES[0], json.dumps(settings, indent=2)), (TOKENIZER_FILE, made.to_str())):
+    # The larger one first: if the disk has no room for it, an earlier tokenizer stays whole.
+    for name, content in ((TOKENIZER_FILE, made.to_str()), (STATING_FILES[0], json.dumps(settings, indent=2))):
         files.write_atomically(folder / name, [content])
 
 
 def _replace(path: epath.Path, content: bytes) -> None:
     """Writes a local file. Raises OSError if it can't; the old content stays."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         partial.write_bytes(content)
         partial.replace(path)

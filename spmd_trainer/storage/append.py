@@ -96,11 +96,13 @@ class _LocalFile:
     def write(self, data: bytes) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         reading.require_regular(self._path)
-        with self._path.open("ab") as file:
+        # Without a buffer: closing the file would write what a full disk did not take, after it is cut off.
+        with open(os.fspath(self._path), "ab", buffering=0) as file:
             start = file.tell()
+            left = memoryview(data if start else self._header + data)
             try:
-                file.write(data if start else self._header + data)
-                file.flush()
+                while left:
+                    left = left[file.write(left) :]
             except OSError as error:
                 error.filename = os.fspath(self._path)
                 # A full disk may have accepted half a line. Truncating needs no space.

@@ -1,5 +1,6 @@
 """`--mode=tokenizer`: a tokenizer.json of any corpus, the same each time, whose decoding restores every text."""
 
+import errno
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import token_bytes, tokenizer_training
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.text_settings import TokenizerConfig
+from spmd_trainer.inputs.tokenizers import SentencePieceTokenizer
 
 ALGORITHMS = ("bpe", "unigram")
 TEXTS = [
@@ -97,6 +99,9 @@ def test_bad_records_are_named_or_left_out_and_counted(tmp_path, capsys):
         ({"vocab_size": 100_000}, ("--vocab_size=100000", "or give more text")),
         ({"vocab_size": 200}, ("--vocab_size=200", "257 tokens", "--vocab_size=257")),
         ({"vocab_size": 100_000, "algorithm": "unigram"}, ("can't train 100000 pieces of unigram",)),
+        ({"vocab_size": 10**11}, ("--vocab_size=100000000000", "16777216")),
+        ({"special_tokens": ["<unk>"], "algorithm": "unigram"}, ("'<unk>'", "special token")),
+        ({"eos": "<0x41>", "algorithm": "unigram"}, ("'<0x41>'", "special token")),
         ({"bad_records": "rasie"}, ("bad_records='rasie'", "raise?")),
         ({"algorithm": "bpee"}, ("--algorithm=bpee", "bpe", "unigram")),
         ({"column": "bodi"}, ("bodi", "body?", "--bad_records=skip")),
@@ -106,6 +111,30 @@ def test_wrong_settings_are_refused(corpus, tmp_path, given, facts):
     with raises_naming(UserError, *facts):
         train(corpus, tmp_path / "new", **{"column": "body", **given})
     assert not (tmp_path / "new").exists()
+
+
+def test_end_of_text_may_be_named_twice(corpus, tmp_path):
+    path = tmp_path / "words.model"
+    given = {"vocab_size": 400, "special_tokens": ["</s>,<pad>"], "column": "body"}
+    tokenizer_training.train_tokenizer(TokenizerConfig([str(corpus)], output=str(path), **given))
+    tokenizer = SentencePieceTokenizer(str(path))
+    assert (tokenizer.eos_id, len(tokenizer.encode(b"<pad>", ""))) == (1, 1)
+    assert os.listdir(tmp_path) == ["words.model"]
+
+
+def test_a_tokenizer_stays_whole_on_a_disk_without_room_for_the_next(corpus, tmp_path, monkeypatch):
+    before = train(corpus, tmp_path / "new", column="body")
+    written = []
+
+    def full(path, content):
+        written.append(path.name)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tokenizer_training.files, "write_atomically", full)
+    with raises_naming(UserError, "No space left"):
+        train(corpus, tmp_path / "new", column="body", eos="<end>")
+    assert written == ["tokenizer.json"]  # the larger one
+    assert {path.name: path.read_text() for path in (tmp_path / "new").iterdir()} == before
 
 
 def test_what_else_a_folder_holds_is_not_touched(corpus, tmp_path):

@@ -257,6 +257,20 @@ def test_gpt_oss_as_its_makers_wrote_it(caplog):
     assert config_json.spec_of({key: value for key, value in GPT_OSS.items() if key not in usual}, "") == spec
 
 
+def test_null_is_the_usual_scaling_of_gpt_oss_as_in_transformers():
+    config = json.loads((DATA / "gpt_oss" / "config.json").read_text())
+    config.pop("rope_scaling", None)
+    found = [
+        config_json.spec_of(given, "config.json")
+        for given in (
+            {**config, "rope_parameters": None},
+            {name: value for name, value in config.items() if name != "rope_parameters"},
+        )
+    ]
+    assert found[0] == found[1]
+    assert found[0].rotary_scaling.kind == "yarn"
+
+
 def test_gpt_oss_without_scaled_frequencies_says_so():
     spec = golden_spec("gpt_oss", rotary_scaling=None)
     config = config_json.config_of(spec)

@@ -117,7 +117,9 @@ class Worker:
         environment = os.environ | {
             "TOKENIZERS_PARALLELISM": "false",
             "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the tokenizer's class may be the user's
+            "PYTHONPATH": os.pathsep.join(
+                path or os.getcwd() for path in sys.path
+            ),  # the tokenizer's class may be the user's
             "TMPDIR": self._scratch.name,
         }
         # In a session of its own: Ctrl-C in a terminal is its parent's to handle.

@@ -48,6 +48,7 @@ class RandomResizedCrop:
         for field, largest, end in (("scale", 1.0, " <= 1"), ("ratio", math.inf, "")):
             value = getattr(self, field)
             is_pair = isinstance(value, tuple | list) and len(value) == 2
+            is_pair = is_pair and all(isinstance(one, int | float) and math.isfinite(one) for one in value)
             if not is_pair or not 0 < value[0] <= value[1] <= largest:
                 raise UserError(f"RandomResizedCrop({field}={value!r}); give (low, high) with 0 < low <= high{end}")
 

@@ -34,7 +34,7 @@ _GRACE_SECONDS = 5
 
 
 class DecodeWorkers:
-    """Processes that decode images as `decoder` does. Each starts with its first image, and again after its death."""
+    """Processes that decode images as `decoder` does. Each starts with its first image, and after its death with another one."""
 
     def __init__(self, count: int, decoder: Decoder):
         """Prepares `count` processes. Raises UserError if `augment` can't be sent to them."""
@@ -49,13 +49,26 @@ class DecodeWorkers:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in workers:
             self._idle.put(worker)
+        # Index of the image at which a process died, and how.
+        self._death: tuple[int, str] | None = None
         weakref.finalize(self, _stop, workers)
 
+    def revive(self) -> None:
+        """Lets images be decoded again after the death of a process."""
+        self._death = None
+
     def decode(self, content: bytes, index: int) -> np.ndarray:
-        """As `Decoder.decode`. Several threads may call it. Also raises DecodingError if the process ends."""
+        """As `Decoder.decode`. Several threads may call it. Also raises DecodingError if a process ends, until `revive`."""
         worker = self._idle.get()
         try:
+            # Threads have later images ahead, which may be as deadly.
+            if self._death is not None and index > self._death[0]:
+                raise DecodingError(f"was not decoded, because at an earlier image {self._death[1]}")
             answer = worker.ask(index.to_bytes(_INDEX_BYTES, "little") + content)
+        except DecodingError as error:
+            if self._death is None or index < self._death[0]:
+                self._death = index, str(error)
+            raise
         finally:
             self._idle.put(worker)
         if answer[0] == _PIXELS:
@@ -88,7 +101,7 @@ class _Worker:
     def _start(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
         # `augment` may be in the user's module, and that may import JAX.
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+        environment = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "JAX_PLATFORMS": "cpu"}
         with theirs:
             # In a session of its own: Ctrl-C in a terminal is for the trainer.
             self._process = subprocess.Popen(

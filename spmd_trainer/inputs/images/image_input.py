@@ -178,10 +178,16 @@ class ImageInput(examples.ExamplesInput):
         return dict(self._skipped)
 
     def batch_at(self, position: int) -> NestedMap:
+        self._revive()
         indices = itertools.count(self.first_index(position))
         return self._batch(position, map(self._row, self.examples_at(position).tolist(), indices))
 
+    def _revive(self) -> None:
+        if isinstance(self._decoder, DecodeWorkers):
+            self._decoder.revive()
+
     def _iterate(self, start: int) -> Iterator[NestedMap]:
+        self._revive()
         grain = import_grain(self.error)
         stop = sys.maxsize if self.num_batches is None else self.num_batches * self.batch_size
         # This process' rows, numbered across all its batches.

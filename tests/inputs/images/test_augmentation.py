@@ -1,5 +1,6 @@
 """Random augmentation of images depends on the seed and the index alone, in threads and in worker processes."""
 
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,8 @@ from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import Images, RandomResizedCrop
-from spmd_trainer.inputs.images.decode import Decoder
+from spmd_trainer.inputs.images import decode_worker
+from spmd_trainer.inputs.images.decode import Decoder, DecodingError
 from spmd_trainer.inputs.images.image_input import ImageInput
 
 PIL = pytest.importorskip("PIL.Image")
@@ -149,11 +151,38 @@ def test_settings_that_do_not_fit_say_why(images, settings, facts):
 
 
 @pytest.mark.parametrize(
-    ("scale", "ratio"), [((0.5, 0.1), (1, 1)), ((0.1, 2), (1, 1)), (0.5, (1, 1)), ((0.1, 1), (0, 1))]
+    ("scale", "ratio"),
+    [
+        ((0.5, 0.1), (1, 1)),
+        ((0.1, 2), (1, 1)),
+        (0.5, (1, 1)),
+        ((0.1, 1), (0, 1)),
+        (("a", "b"), (1, 1)),
+        ((0.1, 1), (1, math.inf)),
+    ],
 )
 def test_bounds_of_a_random_part_are_checked(scale, ratio):
     with raises_naming(UserError, "RandomResizedCrop(", "(low, high)"):
         RandomResizedCrop(scale, ratio)
+
+
+def test_after_a_death_later_images_end_no_more_processes(monkeypatch):
+    asked = []
+
+    def ask(self, request):
+        asked.append(int.from_bytes(request[:8], "little"))
+        raise DecodingError("the process ended")
+
+    monkeypatch.setattr(decode_worker._Worker, "ask", ask)
+    workers = decode_worker.DecodeWorkers(1, Decoder((2, 2, 3), "crop"))
+    for index in (5, 6, 7, 4):
+        with raises_naming(DecodingError, "the process ended"):
+            workers.decode(b"", index)
+    assert asked == [5, 4]
+    workers.revive()
+    with raises_naming(DecodingError, "the process ended"):
+        workers.decode(b"", 6)
+    assert asked == [5, 4, 6]
 
 
 def test_worker_processes_give_the_same_images_and_their_end_is_an_error(tmp_path):
