@@ -15,24 +15,24 @@ from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.corpus.prepared_source import Helpers, new_job_name
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage.paths import directory
-from spmd_trainer.training.run_config import TrainConfig
+from spmd_trainer.training.run_config import RunConfig, TrainConfig
 
 # Each takes the memory of a Python with the tokenizer.
 _MOST_WORKERS = 32
 
 
 @contextlib.contextmanager
-def tokenised_ahead(built: Any, config: TrainConfig) -> Iterator[None]:
+def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
     """Tokenises an input's corpora in the background, as `config.data_cache_dir` says. Called by every process.
 
     Args:
       built: the built input, of any class. No batch has been taken.
-      config: the run's settings.
+      config: the settings of the mode. Only training tokenises.
 
     Raises:
       UserError: the folder can't be used.
     """
-    if not isinstance(built, CorpusInput) or not config.data_cache_dir:
+    if not isinstance(built, CorpusInput) or not isinstance(config, TrainConfig) or not config.data_cache_dir:
         yield
         return
     folder = directory("--data_cache_dir", config.data_cache_dir)

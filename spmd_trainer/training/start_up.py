@@ -301,5 +301,5 @@ def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Pref
         check(batch)
         return job.partitioner.layout.put(batch)
 
-    with tokenised_ahead(built, job.config.of(TrainConfig)), Prefetcher(train_input, put) as batches:
+    with tokenised_ahead(built, job.config), Prefetcher(train_input, put) as batches:
         yield batches

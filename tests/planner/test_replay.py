@@ -23,7 +23,7 @@ from spmd_trainer.planner.value_flags import Frame
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.step import shard_map
 from spmd_trainer.step.packing import Scalars
-from spmd_trainer.training import train
+from spmd_trainer.training import start_up, train
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
 from spmd_trainer.training.summary_writers import read_metrics
@@ -36,6 +36,14 @@ TESTS = Path(__file__).parents[1]
 
 def make_job(directory, *overrides, exp=NanTiny, **settings):
     return Job.build(make_run_config(exp, directory, overrides=overrides, **settings))
+
+
+def test_a_replay_gets_the_batches_of_training(tmp_path):
+    job = make_job(tmp_path / "run", mode="replay", replay_step=1)
+    expected = job.build_train_input().get_next()
+    with start_up.train_batches(job, None) as batches:
+        found = next(batches)
+    jax.tree.map(np.testing.assert_array_equal, dict(found.batch), dict(expected))
 
 
 @functools.cache
