@@ -243,11 +243,9 @@ def _values(pieces: Sequence[_Piece], *, counted: bool = False) -> np.ndarray:
     for ((tokens, frame), start, stop), content in zip(pieces, fetch(ranges, counted=counted), strict=True):
         before = frame.before[start:stop]
         after = frame.after[: max(0, stop - len(frame.before) - len(tokens))]
-        for part in (before, content, after):
-            # An id may be 0.
-            found.append(
-                np.ones(len(part), bool) if counted and part is not content else np.asarray(part, content.dtype)
-            )
+        # An id of a frame may be 0, and counts all the same.
+        around = [np.ones(len(ids), bool) if counted else np.array(ids, content.dtype) for ids in (before, after)]
+        found += [around[0], content, around[1]]
     return np.concatenate(found)
 
 
