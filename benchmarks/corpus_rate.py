@@ -8,6 +8,9 @@ checks. Each turn reads the whole corpus once, from opening the files to the las
 library in parts of 3,000 bytes, and the tokenizer is a byte-level BPE of 4,096 tokens trained on them. On a shared machine, trust
 the ratio of processor times.
 
+Then the corpus, 12 times over, is tokenised into a store by one worker process and by one for each core, and encoded by the
+library's own threads on all cores in calls of 4,096 documents; the workers' start, which takes a second, counts.
+
 Also, each in a process of its own: how full the rows of the library's functions are, the memory and threads of a mixture of 35
 sources against one, and the start of an input over a billion documents that are made up when they are read.
 """
@@ -19,6 +22,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +40,7 @@ from spmd_trainer.inputs.corpus import row_plan
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.corpus.documents import Document, Documents, Record, Source
 from spmd_trainer.inputs.corpus.mixture import Mixture
+from spmd_trainer.inputs.corpus.prepare import Preparation, Preparing
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 
 LENGTH, BATCH, WINDOW_ROWS = 1024, 64, 256
@@ -45,6 +50,9 @@ SOURCES = 35
 # The bars of this benchmark.
 LEAST_RATE, LEAST_FILL, MOST_MEMORY, MOST_THREADS = 0.9, 0.97, 1.5, 2
 START_SECONDS, START_BYTES = 1.0, 100e6
+# Tokenising with two workers against one, and against the library's threads.
+LEAST_SPEEDUP, LEAST_OF_LIBRARY = 1.7, 0.9
+TIMES_OVER, TOKENISE_ROUNDS, LIBRARY_TOGETHER = 12, 3, 4096
 
 
 def main() -> int:
@@ -61,6 +69,7 @@ def main() -> int:
         corpus = Corpus(pathlib.Path(directory), int(args.megabytes * 2**20))
         for name, (ours, baseline) in corpus.pairs().items():
             compare(report, name, ours, baseline, args.rounds)
+        report_tokenising(report, corpus, pathlib.Path(directory), min(args.rounds, TOKENISE_ROUNDS))
     report_processes(report)
     return report.finish()
 
@@ -86,6 +95,31 @@ def compare(
         report.ratio(f"{name}: {what}, trainer / baseline", found["trainer"], found["baseline"], bar=1 / LEAST_RATE)
     if tokens["trainer"] != tokens["baseline"]:
         report.fails(f"{name}: the programs don't do the same work: {tokens}")
+
+
+def report_tokenising(report: reporting.Report, corpus: Corpus, directory: pathlib.Path, rounds: int) -> None:
+    """Tokenises the corpus with worker processes, and with the library's threads; the three take turns."""
+    cores = os.cpu_count() or 1
+    sides = {
+        "one worker": lambda: corpus.tokenise(directory / "store", 1),
+        f"{cores} workers": lambda: corpus.tokenise(directory / "store", cores),
+        "the library": corpus.encode,
+    }
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    tokens = {}
+    for number in range(rounds + 1):
+        for side in random.sample(list(sides), len(sides)):
+            began = time.perf_counter()
+            tokens[side] = sides[side]()
+            if number:
+                seconds[side].append(time.perf_counter() - began)
+    one, many, library = seconds.values()
+    for side, values in seconds.items():
+        report.figure(f"tokenising, {side}", tokens[side] / np.array(values), "tokens/s")
+    report.ratio(f"tokenising: time, {cores} workers / one", many, one, bar=1 / LEAST_SPEEDUP)
+    report.ratio(f"tokenising: time, {cores} workers / the library", many, library, bar=1 / LEAST_OF_LIBRARY)
+    if len({*tokens.values()}) > 1:
+        report.fails(f"tokenising: the programs don't do the same work: {tokens}")
 
 
 def report_processes(report: reporting.Report) -> None:
@@ -156,16 +190,36 @@ class Corpus:
         self._wrapped = HuggingFaceTokenizer(self._tokenizer)
         self._paths = {kind: str(directory / f"corpus.{kind}") for kind in ("jsonl", "parquet", "arrayrecord")}
         _write_json_lines(documents, self._paths["jsonl"])
+        self._many = [str(directory / f"many-{number}.jsonl") for number in range(2 * TIMES_OVER)]
+        for number, path in enumerate(self._many):
+            _write_json_lines(documents[number % 2 :: 2], path)
         _write_parquet(documents, self._paths["parquet"])
         _write_array_record(documents, self._paths["arrayrecord"])
 
     def pairs(self) -> dict[str, tuple[Callable[[], int], Callable[[], int]]]:
         """Returns {name: (the trainer's program, the baseline)}. Each reads the corpus once, and returns the number of tokens."""
         return {
-            "JSON lines": (lambda: self._ours("jsonl"), lambda: self._baseline(self._json_lines())),
+            "JSON lines": (lambda: self._ours("jsonl"), lambda: self._baseline(self._json_lines(self._paths["jsonl"]))),
             "Parquet": (lambda: self._ours("parquet"), lambda: self._baseline(self._parquet())),
             "ArrayRecord": (lambda: self._ours("arrayrecord", "global"), lambda: self._baseline(self._array_record())),
         }
+
+    def tokenise(self, store: pathlib.Path, workers: int) -> int:
+        """Tokenises the corpus, `TIMES_OVER` times over, into a new store with worker processes; returns the number of tokens."""
+        shutil.rmtree(store, ignore_errors=True)
+        preparing = Preparing(Preparation(Documents(tuple(self._many)), self._wrapped, str(store)))
+        for _ in preparing.make(preparing.missing, workers, threading.Event(), nice=True):
+            pass
+        return preparing.tokens()
+
+    def encode(self) -> int:
+        """Encodes the same documents with the library alone; returns the number of tokens."""
+        count = 0
+        for path in self._many:
+            for some in _together(self._json_lines(path), LIBRARY_TOGETHER):
+                for encoding in self._tokenizer.encode_batch_fast(some, add_special_tokens=False):
+                    count += len(np.array(encoding.ids, np.uint16))
+        return count
 
     def _ours(self, kind: str, shuffle: str | None = None) -> int:
         documents = Documents(self._paths[kind], shuffle=shuffle)
@@ -183,8 +237,8 @@ class Corpus:
                     window, size = [], 0
         return count + (_pack(window) if window else 0)
 
-    def _json_lines(self) -> Iterator[str]:
-        with open(self._paths["jsonl"], encoding="utf-8") as lines:
+    def _json_lines(self, path: str) -> Iterator[str]:
+        with open(path, encoding="utf-8") as lines:
             for line in lines:
                 yield json.loads(line)["text"]
 
@@ -205,11 +259,11 @@ class Corpus:
         reader.close()
 
 
-def _together(texts: Iterable[str]) -> Iterator[list[str]]:
+def _together(texts: Iterable[str], count: int = TOGETHER) -> Iterator[list[str]]:
     some: list[str] = []
     for text in texts:
         some.append(text)
-        if len(some) == TOGETHER:
+        if len(some) == count:
             yield some
             some = []
     if some:
