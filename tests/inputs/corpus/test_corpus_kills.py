@@ -14,11 +14,11 @@ import pytest
 SCRIPT = pathlib.Path(killed_input.__file__)
 
 
-def run(position, count, stop_after=None):
+def run(kind, position, count, stop_after=None):
     """Returns {number: checksum} of the batches of one process, which is killed after so many lines."""
     here = [str(SCRIPT.parent), *sys.path]
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(position), str(count)],
+        [sys.executable, str(SCRIPT), kind, str(position), str(count)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(here), "JAX_PLATFORMS": "cpu"},
@@ -38,17 +38,18 @@ def run(position, count, stop_after=None):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_killed_input_resumes_with_the_same_batches(tmp_path, kills):
+@pytest.mark.parametrize("kind", ["texts", "conversations"])
+def test_a_killed_input_resumes_with_the_same_batches(tmp_path, kind, kills):
     rng = random.Random(kills)
     position, seen = tmp_path / "position", {}
     for _ in range(kills):
-        found = run(position, 10_000, stop_after=rng.randint(1, 60))
+        found = run(kind, position, 10_000, stop_after=rng.randint(1, 60))
         assert len(found) > 0
         assert {**found, **seen} == {**seen, **found}  # a batch that is read again is the same
         seen |= found
     count = max(seen) + 20
-    seen |= run(position, count)
-    source = killed_input.build()
+    seen |= run(kind, position, count)
+    source = killed_input.build(kind, tmp_path)
     expected = {}
     for number in range(count):
         batch = source.get_next()

@@ -5,16 +5,21 @@ import functools
 import gzip
 import json
 import os
+import pathlib
+import pickle
 import signal
 import subprocess
 import sys
 import time
 
+import chat_goldens
+import killed_input
 import numpy as np
 import pytest
 from input_helpers import assert_same, drain, take
 from praxis import base_hyperparams, pax_fiddle
 
+from spmd_trainer.inputs import HuggingFaceTokenizer
 from spmd_trainer.inputs.corpus import corpus_input, part_worker, prepare, prepared_source
 from spmd_trainer.inputs.corpus.documents import Documents
 from spmd_trainer.inputs.corpus.mixture import Mixture
@@ -246,26 +251,34 @@ def test_a_job_of_several_processes_makes_a_damaged_store_again(tmp_path):
 
 
 @pytest.mark.full
-def test_kills_while_it_is_made_lose_no_finished_part(tmp_path):
+@pytest.mark.parametrize("kind", ["texts", pytest.param("conversations", marks=pytest.mark.slow)])
+def test_kills_while_it_is_made_lose_no_finished_part(tmp_path, kind):
     """Real workers of a real process that is killed again and again."""
     files = tmp_path / "web"
     files.mkdir()
-    (files / "a.txt").write_text("\n".join(f"document {n} " + "x" * (n % 50) for n in range(60_000)))
+    if kind == "texts":
+        tokenizer, documents = None, Documents(str(files / "a.txt"), separator="\n")
+        lines = [f"document {n} " + "x" * (n % 50) for n in range(60_000)]
+    else:
+        tokenizer = HuggingFaceTokenizer(chat_goldens.tokenizer_of("chatml"))
+        documents = Documents(str(files / "a.jsonl"), processor=killed_input.chat().bound(tokenizer, 64))
+        lines = [json.dumps(killed_input.conversation(n)) for n in range(60_000)]
+    pathlib.Path(documents.files).write_text("\n".join(lines))
+    store = tmp_path / "store"
+    (tmp_path / "task").write_bytes(
+        pickle.dumps(prepare.Preparation(documents, tokenizer, str(store), documents_per_part=5_000))
+    )
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys, time\n"
-        "from spmd_trainer.inputs.corpus import prepare\n"
-        "from spmd_trainer.inputs.corpus.documents import Documents\n"
+        "import pathlib, pickle, sys, time\n"
         "from spmd_trainer.inputs.corpus.open_source import open_documents\n"
         "from spmd_trainer.inputs.corpus.prepared_source import Helpers, PreparedSource, tokenise\n"
-        "documents = Documents(sys.argv[1], separator='\\n')\n"
-        "task = prepare.Preparation(documents, None, sys.argv[2], documents_per_part=5_000)\n"
-        "source = PreparedSource(open_documents(documents), task, Helpers(0, 1, 2, str(time.time())))\n"
+        "task = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        "source = PreparedSource(open_documents(task.documents), task, Helpers(0, 1, 2, str(time.time())))\n"
         "tokenise([source])\n"
         "while not source.is_ready: time.sleep(0.01)\n"
     )
-    store = tmp_path / "store"
-    command = [sys.executable, str(program), str(files / "a.txt"), str(store)]
+    command = [sys.executable, str(program), str(tmp_path / "task")]
     times: dict[str, int] = {}
     for kill in range(20):
         process = subprocess.Popen(command, start_new_session=True)
@@ -278,5 +291,6 @@ def test_kills_while_it_is_made_lose_no_finished_part(tmp_path):
             assert times.setdefault(record.name, record.stat().st_mtime_ns) == record.stat().st_mtime_ns
     subprocess.run(command, check=True, timeout=300)
     assert (store / DESCRIPTION_FILE).exists()
-    documents = Documents(str(files / "a.txt"), separator="\n")
-    assert_same(take(make(Documents(str(store))), 5), take(make(documents), 5))
+    stored = dataclasses.replace(documents, files=str(store), separator=None)
+    settings = {"tokenizer": tokenizer, "seq_len": 64}
+    assert_same(take(make(stored, **settings), 5), take(make(documents, **settings), 5))
