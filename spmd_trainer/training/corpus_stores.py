@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +16,13 @@ from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.corpus.prepared_source import Helpers, new_job_name
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage.paths import directory
-from spmd_trainer.training.run_config import RunConfig, TrainConfig
+from spmd_trainer.training.run_config import RunConfig
 
 # Each takes the memory of a Python with the tokenizer.
 _MOST_WORKERS = 32
+# The thread that tokenises for the input before. All processes build their inputs in the same order, so they also wait for each
+# other in the same order.
+_newest: threading.Thread | None = None
 
 
 @contextlib.contextmanager
@@ -27,12 +31,13 @@ def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
 
     Args:
       built: the built input, of any class. No batch has been taken.
-      config: the settings of the mode. Only training tokenises.
+      config: the settings of the mode.
 
     Raises:
       UserError: the folder can't be used.
     """
-    if not isinstance(built, CorpusInput) or not isinstance(config, TrainConfig) or not config.data_cache_dir:
+    global _newest
+    if not isinstance(built, CorpusInput) or not config.data_cache_dir:
         yield
         return
     folder = directory("--data_cache_dir", config.data_cache_dir)
@@ -50,7 +55,7 @@ def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
     if names:
         helpers = Helpers(index, count, _workers(built.name), job)
         logging.info(
-            "%s: %s tokenised into %s with %s, while this run reads the text",
+            "%s: %s in token stores in %s, or tokenised into them with %s while this run reads the text",
             *(
                 built.name,
                 count_text(len(names), "source"),
@@ -58,7 +63,8 @@ def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
                 count_text(helpers.workers, "process", "processes"),
             ),
         )
-        built.tokenise_ahead({name: os.fspath(folder / store) for name, store in names.items()}, helpers)
+        stores = {name: os.fspath(folder / store) for name, store in names.items()}
+        _newest = built.tokenise_ahead(stores, helpers, _newest)
     try:
         yield
     finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from spmd_trainer.step.compiled_step import CompiledStep
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import same_settings
 from spmd_trainer.training.agreed_input import agree_on_input
+from spmd_trainer.training.corpus_stores import tokenised_ahead
 from spmd_trainer.training.job import Job, vocabulary_size
 from spmd_trainer.training.phases import Phase
 
@@ -59,9 +62,11 @@ class FiniteDataset:
         self._kind = kind
         self._activity = "evaluation" if kind == "eval" else kind
         self._index = index
-        self._input = agree_on_input(
-            job.build_input(input_p), self._activity, count=jax.process_count(), must_end_together=True
-        )
+        built = job.build_input(input_p)
+        self._input = agree_on_input(built, self._activity, count=jax.process_count(), must_end_together=True)
+        tokenising = contextlib.ExitStack()
+        tokenising.enter_context(tokenised_ahead(built, job.config))
+        weakref.finalize(self, tokenising.close)
         self._specs = dataset_input_specs(input_p)
         self.put = job.partitioner.layout.put
         self.shapes = job.global_shape_dtype(self._specs)

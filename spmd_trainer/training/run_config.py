@@ -86,6 +86,12 @@ class RunConfig(Settings):
         compared=False,
         empty=True,
     )
+    data_cache_dir: str | None = _training(
+        None,
+        "Tokenise text, conversations and pairs once, all processes together, into DIR, which all can read; later runs find it.",
+        value="DIR",
+        compared=False,
+    )
     writes_reports: bool = True
 
     @property
@@ -168,12 +174,6 @@ class TrainConfig(StepConfig):
         read=names,
         compared=False,
         room="tracking",
-    )
-    data_cache_dir: str | None = _training(
-        None,
-        "Tokenise text, conversations and pairs once, all processes together, into DIR, which all can read; later runs find it.",
-        value="DIR",
-        compared=False,
     )
     callbacks: Sequence[Callback] = ()
 

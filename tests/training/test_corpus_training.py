@@ -1,7 +1,11 @@
-"""Training on a packed mixture: a run that stops and resumes trains on the same batches as one that doesn't stop."""
+"""Runs on packed corpora: one that stops and resumes trains on the same batches, and evaluation finds tokens in their store."""
 
+import functools
+import json
 import sys
+import time
 
+import jax
 import numpy as np
 import pytest
 from facts import raises_naming
@@ -9,8 +13,10 @@ from praxis import pax_fiddle
 from trained_helpers import make_job
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs import CorpusInput, Mixture
+from spmd_trainer.inputs import CorpusInput, Documents, Mixture
+from spmd_trainer.inputs.corpus import encoding
 from spmd_trainer.training import train
+from spmd_trainer.training.dataset_batches import FiniteDataset
 from spmd_trainer.training.summary_writers import read_metrics
 
 STEPS, STOP = 6, 3
@@ -94,3 +100,36 @@ def test_a_token_outside_of_the_vocabulary_of_the_model_is_an_error_with_its_rec
     built = make_job(tmp_path, mesh=(1, 1, 1)).build_input(config)
     with raises_naming(UserError, "m0:2", "token 999", "vocabulary", "0 to 256"):
         built.get_next()
+
+
+@pytest.mark.parametrize("kind", ["eval", "decode"])
+def test_evaluation_and_decode_read_tokens_from_their_store(tmp_path, monkeypatch, kind):
+    texts = [f"document {number} " + "x" * (number % 30) for number in range(90)]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = pax_fiddle.Config(
+        CorpusInput,
+        name="held",
+        source=Documents(str(tmp_path / "held.jsonl")),
+        seq_len=32,
+        batch_size=4,
+        window_rows=8,
+    )
+    build = functools.partial(make_job, tmp_path, mesh=(1, 1, 1), mode=kind)
+
+    def batches(job):
+        return [batch for _, batch in FiniteDataset(job, config, kind, 0).each_batch("reading", lambda: None)]
+
+    expected, caching = batches(build()), build(data_cache_dir=str(tmp_path / "cache"))
+    dataset = FiniteDataset(caching, config, kind, 0)
+    ends = time.monotonic() + 30
+    while not list((tmp_path / "cache").glob("corpus-*/corpus.json")):
+        assert time.monotonic() < ends, "the store did not come"
+        time.sleep(0.05)
+    del dataset
+    encoded = []
+    monkeypatch.setattr(encoding, "encode_texts", lambda _, texts, wheres: encoded.extend(texts) or texts)
+    found = batches(caching)
+    assert encoded == []
+    assert len(found) == len(expected) > 10
+    for batch, other in zip(found, expected, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, batch, other)

@@ -11,6 +11,7 @@ ahead, `tokenise_ahead` during training. Of a store, a process reads the lengths
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -162,12 +163,18 @@ class CorpusInput(text_base.TokenizedInput):
                 found[one.name] = store_name(one.documents, one.source, self.tokenizer, self.bad_records)
         return found
 
-    def tokenise_ahead(self, stores: Mapping[str, str], helpers: Helpers) -> None:
+    def tokenise_ahead(
+        self, stores: Mapping[str, str], helpers: Helpers, after: threading.Thread | None = None
+    ) -> threading.Thread:
         """Tokenises sources into stores while batches are taken, and reads them from there afterwards. Call it before the first.
 
         Args:
           stores: {source: folder of its store}, local, gs:// or s3://, the same on all processes of the job.
           helpers: who does it.
+          after: what another input's call returned: that comes first.
+
+        Returns:
+          The thread that does it.
         """
         found = []
         for number, one in enumerate(self.sources):
@@ -175,7 +182,11 @@ class CorpusInput(text_base.TokenizedInput):
                 preparation = Preparation(one.documents, self.tokenizer, stores[one.name], self.bad_records)
                 found.append(PreparedSource(one.source, preparation, helpers))
                 self.sources[number] = dataclasses.replace(one, source=found[-1])
-        prepared_source.tokenise(found)
+        if not self.is_training:  # it may be over before a thread has found them; training doesn't wait for anything
+            for source in found:
+                with contextlib.suppress(UserError):  # it is made again
+                    source.use_finished()
+        return prepared_source.tokenise(found, after)
 
     def stop_tokenising(self) -> None:
         """Ends what `tokenise_ahead` has started; finished parts are kept."""

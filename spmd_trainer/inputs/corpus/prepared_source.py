@@ -1,4 +1,4 @@
-"""Tokenises a corpus while a run trains on it: once for all processes, which then read it as tokens.
+"""Tokenises a corpus while a run reads it: once for all processes, which then read it as tokens.
 
 A run begins by reading the text, as without this: the first window of a global shuffle needs documents from everywhere. Meanwhile
 each process of the job tokenises its share of the parts in processes beside the trainer, into a folder that all can read. Once
@@ -244,18 +244,27 @@ class _Ended(Exception):
     """The run ends."""
 
 
-def tokenise(sources: Sequence[PreparedSource]) -> None:
-    """Tokenises sources in a thread, which ends with the process: one after the other, because each takes all workers."""
+def tokenise(sources: Sequence[PreparedSource], after: threading.Thread | None = None) -> threading.Thread:
+    """Tokenises sources in a thread, which ends with the process: one after the other, because each takes all workers.
+
+    Args:
+      sources: the sources.
+      after: a thread that tokenises others, which come first.
+    """
 
     def work() -> None:
         for source in sources:
             with contextlib.suppress(UserError):  # `tokenise` makes it again
                 source.use_finished()
+        if after is not None:
+            after.join()
         for source in sources:
             if not source.is_ready:
                 source.tokenise()
 
-    threading.Thread(target=work, name="tokenise", daemon=True).start()
+    thread = threading.Thread(target=work, name="tokenise", daemon=True)
+    thread.start()
+    return thread
 
 
 def store_name(documents: Documents, source: FileSource, tokenizer: Any, bad_records: str) -> str:
