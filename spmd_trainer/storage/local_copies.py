@@ -50,7 +50,7 @@ def local_copy(path: str) -> str:
     return str(target)
 
 
-def cached_index(path: str, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+def cached_index(path: str, kind: str, make: Callable[[], np.ndarray], *, version: str | None = None) -> np.ndarray:
     """Returns the index of a file: an array that `make` computes once per size and modification time of the file.
 
     A large index is memory-mapped from the cache folder. If the folder can't be written, logs a warning and keeps the
@@ -60,8 +60,9 @@ def cached_index(path: str, kind: str, make: Callable[[], np.ndarray]) -> np.nda
       path: the file.
       kind: kind of index, e.g. 'lines'; part of the name in the cache.
       make: computes the array.
+      version: the file's `reading.version`, if it is known; None asks for it.
     """
-    target = cache_folder() / "index" / f"{_key(path)}-{kind}.npy"
+    target = cache_folder() / "index" / f"{_key(path, version)}-{kind}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # it is missing, or a machine stopped while it was written
         return _mapped(target)
     index = make()
@@ -102,7 +103,7 @@ def _replacing(target: pathlib.Path) -> Iterator[str]:
         raise
 
 
-def _key(path: str) -> str:
-    """Cache name of a file in its current state."""
+def _key(path: str, version: str | None = None) -> str:
+    """Cache name of a file in a version; None: in its current state."""
     name = path if is_remote(path) else os.path.abspath(path)
-    return short_hash(f"{name}:{reading.version(path)}", 24)
+    return short_hash(f"{name}:{version or reading.version(path)}", 24)

@@ -1,10 +1,15 @@
 """Files of inputs and tokenizers in object stores."""
 
+import numpy as np
 import pytest
 from facts import raises_naming
+from proxy import Proxy
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files, record_files, tokenizer_field, tokenizers
+from spmd_trainer.inputs.corpus import prepare, token_store
+from spmd_trainer.inputs.corpus.documents import Documents
+from spmd_trainer.inputs.corpus.token_store import TokenStore
 from spmd_trainer.storage.files import write_atomically
 
 
@@ -79,3 +84,23 @@ def test_tokenizers(anywhere):
     (anywhere / "words.model").write_bytes(b"not a model")
     with raises_naming(UserError, "words.model", "SentencePiece"):
         tokenizers.SentencePieceTokenizer(anywhere / "words.model")
+
+
+def test_lengths_of_a_store_are_asked_for_once(address_of, use, tmp_path, monkeypatch):
+    """A global shuffle jumps between more parts than are held in memory, and each time it asked for the part's version."""
+    monkeypatch.setenv("SPMD_TRAINER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(token_store, "_HELD", 2)
+    (tmp_path / "a.txt").write_text("\n".join(f"document {number}" for number in range(60)))
+    with Proxy(address_of("s3")) as proxy:
+        use("s3", proxy.address)
+        documents = Documents(str(tmp_path / "a.txt"), separator="\n")
+        prepare.prepare(prepare.Preparation(documents, None, "s3://bkt/lengths", documents_per_part=10))
+        store = TokenStore("s3://bkt/lengths")
+        requests = []
+        for _ in range(3):
+            proxy.requests.clear()
+            lengths = [len(one.content) for one in store.read(np.arange(60).reshape(6, 10).T.ravel())]
+            requests.append(len(proxy.requests))
+    assert sum(lengths) == store.description.statistics["tokens"]
+    assert requests[0] <= 3 * 6
+    assert requests[1:] == [0, 0]

@@ -83,6 +83,9 @@ class ArrowDocuments(NumberedFiles):
     def num_chunks(self) -> int:
         return len(self._chunks)
 
+    def file_of(self, chunk: int) -> tuple[int, int]:
+        return self._chunks[chunk]
+
     def read(self, numbers: np.ndarray) -> list[Record]:
         return [self._record(*self.shards.locate(number)) for number in np.asarray(numbers).tolist()]
 

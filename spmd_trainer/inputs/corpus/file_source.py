@@ -110,6 +110,10 @@ class FileSource(Source):
     def num_chunks(self) -> int:
         return len(self.paths)
 
+    def file_of(self, chunk: int) -> tuple[int, int]:
+        """Returns the number of a chunk's file, and the chunk's number in the file."""
+        return chunk, 0
+
     @property
     def random_access(self) -> bool:
         return False

@@ -64,6 +64,15 @@ def open_documents(documents: Documents) -> Source:
             raise UserError(f"files of the kind {kind!r} hold no messages; give {', '.join(map(repr, _OF_RECORDS))}")
     if documents.separator is not None and kind != "text":
         raise UserError(f"separator={documents.separator!r} is for text files; these are of the kind {kind!r}")
+    return open_files(documents, kind, paths)
+
+
+def open_files(documents: Documents, kind: str, paths: Sequence[str]) -> FileSource:
+    """Opens files of a known kind as `documents` says.
+
+    Raises:
+      UserError: one (named) can't be read.
+    """
     source = _source(kind, paths, documents)
     source.max_record_bytes = documents.max_record_bytes
     return source

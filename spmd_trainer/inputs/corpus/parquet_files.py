@@ -43,6 +43,9 @@ class ParquetFiles(FileSource):
     def num_chunks(self) -> int:
         return len(self.groups)
 
+    def file_of(self, chunk: int) -> tuple[int, int]:
+        return self.groups[chunk]
+
     def chunk_sizes(self) -> np.ndarray:
         return self.shards.counts
 

@@ -30,7 +30,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, LeftOut, Record, Source
 from spmd_trainer.inputs.corpus.encoding import RAISE, Encoder
-from spmd_trainer.inputs.corpus.open_source import open_documents
+from spmd_trainer.inputs.corpus.file_source import changed
+from spmd_trainer.inputs.corpus.open_source import open_documents, open_files
 from spmd_trainer.inputs.corpus.order import size_of
 from spmd_trainer.inputs.corpus.token_store import Batch
 from spmd_trainer.inputs.corpus.tokens import CountedTokens, StoredTokens, Tokens, fetch
@@ -54,11 +55,20 @@ _NICE = 10
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Documents `start` to `stop` of a chunk; `stop` None: to its end."""
+    """Documents `start` to `stop` of a chunk; `stop` None: to its end.
+
+    Attributes:
+      chunk, start, stop: which documents.
+      path, size: the chunk's file, and its bytes when the source was opened; None of a source that isn't of files.
+      inside: the chunk's number in the file.
+    """
 
     chunk: int
     start: int
     stop: int | None
+    path: str | None = None
+    size: int = 0
+    inside: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +76,8 @@ class Task:
     """What a worker needs to make parts.
 
     Attributes:
-      documents: the corpus; its `files` are paths.
+      documents: the corpus.
+      kind: kind of its files, which the parts name; None: `documents` has the source itself.
       tokenizer: the tokenizer.
       folder: the store.
       key: hash of all that decides a part's content.
@@ -75,16 +86,32 @@ class Task:
     """
 
     documents: Documents
+    kind: str | None
     tokenizer: tokenizers.Tokenizer
     folder: str
     key: str
     parts: tuple[Part, ...]
     bad_records: str
 
+    def source_of(self, part: Part) -> tuple[Source, int]:
+        """Returns the opened file of a part, and the number of its chunk there. Other files stay closed: there may be many.
+
+        Raises:
+          UserError: it can't be read, or has changed.
+        """
+        if part.path is None or self.kind is None:
+            return open_documents(self.documents), part.chunk
+        if part.path not in self._newest:
+            self._newest.clear()
+            self._newest[part.path] = source = open_files(self.documents, self.kind, [part.path])
+            if source.sizes != (part.size,):
+                raise changed(part.path, part.size)
+        return self._newest[part.path], part.inside
+
     @functools.cached_property
-    def source(self) -> Source:
-        """The opened corpus."""
-        return open_documents(self.documents)
+    def _newest(self) -> dict[str, Source]:
+        # The file that was opened last: it often has the next part, too.
+        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -182,7 +209,8 @@ def make_part(task: Task, number: int) -> dict[str, Any]:
     record: dict[str, Any] = {"key": task.key, **dict.fromkeys(names, 0), "named": []}
     lengths = np.zeros(_BUCKETS, np.int64)
     count = None if part.stop is None else part.stop - part.start
-    records = itertools.islice(task.source.read_chunk(part.chunk, part.start), count)
+    source, chunk = task.source_of(part)
+    records = itertools.islice(source.read_chunk(chunk, part.start), count)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=None if is_remote(folder) else os.fspath(folder)) as scratch:
         path = os.path.join(scratch, "part")
         writer = Writer(path, task.dtype, counts=task.documents.processor is not None)

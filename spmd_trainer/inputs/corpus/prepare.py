@@ -7,6 +7,7 @@ gives the same batches as tokenising during training.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -24,6 +25,7 @@ from spmd_trainer.errors import UserError, require_one_of, terminal
 from spmd_trainer.inputs import tokenizer_field
 from spmd_trainer.inputs.corpus.documents import Documents, Source
 from spmd_trainer.inputs.corpus.encoding import BAD_RECORDS, RAISE
+from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.part_worker import Part, Task, Worker, arrow_library, make_part
 from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, FORMAT, Batch, Description
@@ -65,11 +67,18 @@ class Preparation:
 
 def parts_of(source: Source, documents_per_part: int) -> list[Part]:
     """Divides a source into parts. A chunk that can only be read in order is one part."""
+
+    def part(chunk: int, start: int, stop: int | None) -> Part:
+        if not isinstance(source, FileSource):
+            return Part(chunk, start, stop)
+        file, inside = source.file_of(chunk)
+        return Part(chunk, start, stop, source.paths[file], source.sizes[file], inside)
+
     sizes = source.chunk_sizes()
     if sizes is None or not source.random_access:
-        return [Part(chunk, 0, None) for chunk in range(source.num_chunks)]
+        return [part(chunk, 0, None) for chunk in range(source.num_chunks)]
     return [
-        Part(chunk, start, min(start + documents_per_part, int(size)))
+        part(chunk, start, min(start + documents_per_part, int(size)))
         for chunk, size in enumerate(sizes)
         for start in range(0, int(size), documents_per_part)
     ]
@@ -84,11 +93,8 @@ class Preparing:
         Raises:
           UserError: the corpus, the tokenizer or the output can't be used.
         """
-        given = preparation.documents.files
-        given = given() if callable(given) else given
-        paths = (given,) if isinstance(given, str | os.PathLike) else tuple(given or ())
         tokenizer = tokenizer_field.make_tokenizer(preparation.tokenizer, None)
-        documents = dataclasses.replace(preparation.documents, files=paths)
+        documents = preparation.documents
         if documents.processor is not None:
             bound = documents.processor.bound(tokenizer, documents.processor.seq_len)
             documents = dataclasses.replace(documents, processor=bound)
@@ -100,7 +106,10 @@ class Preparing:
         self.folder = _output_folder(preparation)
         decides = deciding(documents, self.source, tokenizer, preparation.bad_records)
         key = short_hash(json.dumps([decides, preparation.documents_per_part], sort_keys=True, default=str))
-        self.task = Task(documents, tokenizer, os.fspath(self.folder), key, parts, preparation.bad_records)
+        kind = None
+        if isinstance(self.source, FileSource) and not isinstance(documents.files, Source):
+            kind, documents = self.source.kind, dataclasses.replace(documents, files=())
+        self.task = Task(documents, kind, tokenizer, os.fspath(self.folder), key, parts, preparation.bad_records)
         self._done: dict[int, dict[str, Any]] = {}
         self.look()
 
@@ -111,7 +120,9 @@ class Preparing:
 
     def look(self) -> None:
         """Takes the parts that other processes have finished."""
-        names = set(reading.names(os.fspath(self.folder)))
+        names: set[str] = set()
+        with contextlib.suppress(FileNotFoundError):  # a folder of an object store appears with its first file
+            names |= set(reading.names(os.fspath(self.folder)))
         for number in self.missing:
             if {self.task.part_name(number), self.task.record_name(number)} <= names:
                 try:

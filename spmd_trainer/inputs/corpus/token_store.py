@@ -146,8 +146,9 @@ class TokenStore(NumberedFiles):
             (part, batch) for part, batches in enumerate(self.description.parts.values()) for batch in batches
         ]
         self._numbers = ShardIndex([batch.documents for _, batch in self._batches])
-        # The lengths of remote parts, and where those of each batch begin there.
+        # The lengths of remote parts, the versions of these parts, and where the lengths of each batch begin.
         self._ends: LRUCache[np.ndarray] = LRUCache(_HELD)
+        self._versions: dict[int, str] = {}
         self._ends_at = [
             begin
             for batches in self.description.parts.values()
@@ -258,8 +259,11 @@ class TokenStore(NumberedFiles):
             found = [self._files.read(part, start, stop) for start, stop in spans]
             return np.frombuffer(b"".join(found), "<i4")
 
-        with input_files.readable(self.paths[part]):
-            return cached_index(self.paths[part], "token-ends", read)
+        path = self.paths[part]
+        with input_files.readable(path):
+            if part not in self._versions:  # asking the object store takes longer than opening the index again
+                self._versions[part] = reading.version(path)
+            return cached_index(path, "token-ends", read, version=self._versions[part])
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
         """Returns tokens `start` to `stop` of batch `number` for each (number, start, stop)."""

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from corpus_files import WRITERS
 from facts import assert_names, raises_naming
 from input_helpers import assert_same, drain, take
 from praxis import base_hyperparams, pax_fiddle
@@ -308,3 +309,16 @@ def test_ctrl_c_keeps_the_finished_parts(tmp_path):
     assert again.returncode == 0
     assert_names(again.stderr, "of 5", "from before")
     assert Description.read(str(tmp_path / "tokens")).statistics["documents"] == 450_000
+
+
+@pytest.mark.parametrize("kind", sorted(WRITERS.keys() - {"saved dataset"}))
+def test_a_part_needs_no_file_but_its_own(tmp_path, kind):
+    paths = [WRITERS[kind](tmp_path, [f"{name}{number}" for number in range(7)], name=name) for name in "abc"]
+    documents = Documents([str(path) for path in paths], separator="<END>" if kind == "text" else None)
+    task = prepare.Preparing(prepare.Preparation(documents, None, str(tmp_path / "out"))).task
+    paths[0].unlink()
+    paths[1].write_bytes(paths[1].read_bytes() + b" ")
+    of_file = {str(path): [n for n, part in enumerate(task.parts) if part.path == str(path)] for path in paths}
+    assert sum(part_worker.make_part(task, number)["documents"] for number in of_file[str(paths[2])]) == 7
+    with raises_naming(UserError, paths[1]):  # which has changed
+        part_worker.make_part(task, of_file[str(paths[1])][0])
