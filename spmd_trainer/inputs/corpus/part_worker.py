@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -141,21 +142,12 @@ class Worker:
         """
         content = pickle.dumps(task)
         self._scratch = tempfile.TemporaryDirectory(prefix="spmd-trainer-")
-        environment = os.environ | {
-            "TOKENIZERS_PARALLELISM": "false",
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join(
-                path or os.getcwd() for path in sys.path
-            ),  # the tokenizer's class may be the user's
-            "TMPDIR": self._scratch.name,
-        }
-        # In a session of its own: Ctrl-C in a terminal is its parent's to handle.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, *(["nice"] if nice else [])],
+        self._process = start_module(
+            __name__,
+            ["nice"] if nice else [],
+            {"TOKENIZERS_PARALLELISM": "false", "TMPDIR": self._scratch.name},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -187,6 +179,19 @@ class Worker:
         self._process.kill()
         self._process.wait()
         self._scratch.cleanup()
+
+
+def start_module(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], **pipes: Any
+) -> subprocess.Popen[bytes]:
+    """Starts a process beside the trainer that runs a module; `pipes` are arguments of `subprocess.Popen`.
+
+    It imports what this process can import, because it may get objects of the user's classes, and leaves the devices alone. It
+    is in a session of its own: Ctrl-C in a terminal is the trainer's to handle.
+    """
+    own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    return subprocess.Popen(command, env={**os.environ, **own, **environment}, start_new_session=True, **pipes)
 
 
 def remove_unfinished(folder: epath.Path) -> None:

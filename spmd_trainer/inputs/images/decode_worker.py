@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import pickle
 import queue
 import signal
@@ -23,6 +22,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus.part_worker import start_module
 from spmd_trainer.inputs.images.decode import Decoder, DecodingError
 from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow
 
@@ -100,17 +100,9 @@ class _Worker:
 
     def _start(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        # `augment` may be in the user's module, and that may import JAX.
-        environment = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "JAX_PLATFORMS": "cpu"}
         with theirs:
-            # In a session of its own: Ctrl-C in a terminal is for the trainer.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | environment,
-                start_new_session=True,
-            )
+            number = theirs.fileno()
+            self._process = start_module(__name__, [str(number)], {}, pass_fds=[number], stdin=subprocess.DEVNULL)
         self._pipe.send_bytes(self._task)
 
     def stop(self) -> int | None:
