@@ -18,6 +18,7 @@ from spmd_trainer.errors import UserError, did_you_mean
 
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "tuple": tuple}
 _UNITS = {"s": 1, "m": 60, "h": 3600}
+_BYTES = {f"{unit}{i}": (1024 if i else 1000) ** n for n, unit in enumerate("kMGT", 1) for i in ("", "i")}
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
 
@@ -183,6 +184,18 @@ def names(flag: str, value: Any) -> tuple[str, ...]:
 def split_names(lists: Sequence[str]) -> tuple[str, ...]:
     """Returns the names in texts like 'a,b', each once."""
     return tuple(dict.fromkeys(name.strip() for text in lists for name in text.split(",") if name.strip()))
+
+
+def size(flag: str, value: Any) -> int:
+    """Reads '500GB', '1.5TB' or '200GiB', or a number of bytes."""
+    number = math.nan
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT]i?)?B?", value)):
+        number = float(found[1]) * _BYTES.get(found[2], 1)
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        number = float(value)
+    if not 1 <= number < math.inf:
+        raise UserError(f"{flag}={value} is not of the form 500GB, 1.5TB or 200GiB")
+    return int(number)
 
 
 def seconds(flag: str, value: Any) -> float:

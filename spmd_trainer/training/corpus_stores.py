@@ -12,9 +12,11 @@ from typing import Any
 from absl import logging
 
 from spmd_trainer import multihost
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.corpus.prepared_source import Helpers, new_job_name
 from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.paths import directory
 from spmd_trainer.training.run_config import RunConfig
 
@@ -41,6 +43,11 @@ def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
         yield
         return
     folder = directory("--data_cache_dir", config.data_cache_dir)
+    if config.data_cache_limit is not None and is_remote(folder):
+        raise UserError(
+            f"--data_cache_limit is for a folder on a local disk, and --data_cache_dir={folder} is in an object store; leave it "
+            "out, and give the bucket a rule that deletes old objects"
+        )
     count, index = multihost.joined()
     # All use the names that process 0 finds: files that each host has for itself may differ in their times.
     names: dict[str, str] = {}
@@ -53,7 +60,7 @@ def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
             )
     job, names = multihost.broadcast((new_job_name(), names), name=f"the token stores of {built.name}")
     if names:
-        helpers = Helpers(index, count, _workers(built.name), job)
+        helpers = Helpers(index, count, _workers(built.name), job, config.data_cache_limit)
         logging.info(
             "%s: %s in token stores in %s, or tokenised into them with %s while this run reads the text",
             *(

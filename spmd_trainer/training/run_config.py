@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.text_settings import TokeniseConfig, TokenizerConfig
-from spmd_trainer.settings import Settings, names, seconds, setting, texts
+from spmd_trainer.settings import Settings, names, seconds, setting, size, texts
 from spmd_trainer.training import rooms
 
 # The readers of fields import what needs JAX, so that the flags can be parsed before it is imported.
@@ -92,7 +92,19 @@ class RunConfig(Settings):
         value="DIR",
         compared=False,
     )
+    data_cache_limit: int | None = _training(
+        None,
+        "Remove token stores that no run uses from a local --data_cache_dir until they have at most SIZE, e.g. 500GB.",
+        value="SIZE",
+        read=size,
+        compared=False,
+    )
     writes_reports: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data_cache_limit is not None and not self.data_cache_dir:
+            raise UserError("--data_cache_limit goes with --data_cache_dir=DIR")
 
     @property
     def checkpoint_dir(self) -> epath.Path:

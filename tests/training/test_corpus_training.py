@@ -1,6 +1,7 @@
 """Runs on packed corpora: one that stops and resumes trains on the same batches, and evaluation finds tokens in their store."""
 
 import functools
+import gc
 import json
 import sys
 import time
@@ -102,18 +103,28 @@ def test_a_token_outside_of_the_vocabulary_of_the_model_is_an_error_with_its_rec
         built.get_next()
 
 
+def held_out(folder, name):
+    """Config of an input over 90 documents, whose file it writes."""
+    texts = [f"{name} {number} " + "x" * (number % 30) for number in range(90)]
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return pax_fiddle.Config(
+        CorpusInput, name=name, source=Documents(str(path)), seq_len=32, batch_size=4, window_rows=8
+    )
+
+
+def wait_for_stores(cache, *, without=None):
+    """Returns the finished stores once there is one that isn't in `without`."""
+    ends = time.monotonic() + 30
+    while not (found := {path.parent for path in cache.glob("corpus-*/corpus.json")}) - set(without or ()):
+        assert time.monotonic() < ends, found
+        time.sleep(0.05)
+    return found
+
+
 @pytest.mark.parametrize("kind", ["eval", "decode"])
 def test_evaluation_and_decode_read_tokens_from_their_store(tmp_path, monkeypatch, kind):
-    texts = [f"document {number} " + "x" * (number % 30) for number in range(90)]
-    (tmp_path / "held.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = pax_fiddle.Config(
-        CorpusInput,
-        name="held",
-        source=Documents(str(tmp_path / "held.jsonl")),
-        seq_len=32,
-        batch_size=4,
-        window_rows=8,
-    )
+    config = held_out(tmp_path, "held")
     build = functools.partial(make_job, tmp_path, mesh=(1, 1, 1), mode=kind)
 
     def batches(job):
@@ -121,10 +132,7 @@ def test_evaluation_and_decode_read_tokens_from_their_store(tmp_path, monkeypatc
 
     expected, caching = batches(build()), build(data_cache_dir=str(tmp_path / "cache"))
     dataset = FiniteDataset(caching, config, kind, 0)
-    ends = time.monotonic() + 30
-    while not list((tmp_path / "cache").glob("corpus-*/corpus.json")):
-        assert time.monotonic() < ends, "the store did not come"
-        time.sleep(0.05)
+    wait_for_stores(tmp_path / "cache")
     del dataset
     encoded = []
     monkeypatch.setattr(encoding, "encode_texts", lambda _, texts, wheres: encoded.extend(texts) or texts)
@@ -133,3 +141,31 @@ def test_evaluation_and_decode_read_tokens_from_their_store(tmp_path, monkeypatc
     assert len(found) == len(expected) > 10
     for batch, other in zip(found, expected, strict=True):
         jax.tree.map(np.testing.assert_array_equal, batch, other)
+
+
+def test_a_store_that_nobody_uses_makes_room_for_the_next(tmp_path):
+    cache = tmp_path / "cache"
+    job = make_job(tmp_path, mesh=(1, 1, 1), mode="eval", data_cache_dir=str(cache), data_cache_limit=100)
+    first = FiniteDataset(job, held_out(tmp_path, "first"), "eval", 0)
+    stored = wait_for_stores(cache)
+    second = FiniteDataset(job, held_out(tmp_path, "second"), "eval", 0)
+    both = wait_for_stores(cache, without=stored)
+    assert stored < both  # the first is in use, and so is the second, although they have more than 100 bytes
+    del first
+    gc.collect()
+    third = FiniteDataset(job, held_out(tmp_path, "third"), "eval", 0)
+    assert wait_for_stores(cache, without=both) & both == both - stored
+    del second, third
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        ({"data_cache_limit": "1GB"}, ["--data_cache_limit", "--data_cache_dir"]),
+        ({"data_cache_dir": "gs://bucket/cache", "data_cache_limit": "1GB"}, ["gs://bucket/cache", "local disk"]),
+        ({"data_cache_dir": "cache", "data_cache_limit": "much"}, ["--data_cache_limit=much", "500GB"]),
+    ],
+)
+def test_limits_that_can_not_be_kept_are_refused(tmp_path, settings, facts):
+    with raises_naming(UserError, *facts):
+        FiniteDataset(make_job(tmp_path, mesh=(1, 1, 1), mode="eval", **settings), held_out(tmp_path, "one"), "eval", 0)

@@ -16,13 +16,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from absl import logging
 from etils import epath
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.inputs.corpus import store_cache
 from spmd_trainer.inputs.corpus.documents import Documents, Record, Source
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.part_worker import remove_unfinished
@@ -56,12 +57,14 @@ class Helpers:
       count: number of processes.
       workers: processes beside this one that tokenise.
       job: a name of the job that no other has.
+      limit: bytes that the stores in one local folder may have together; None: any. See `store_cache`.
     """
 
     index: int
     count: int
     workers: int
     job: str
+    limit: int | None = None
 
 
 class PreparedSource(Source):
@@ -77,11 +80,15 @@ class PreparedSource(Source):
         """
         self._source, self._preparation, self._helpers = source, preparation, helpers
         self._store: TokenStore | None = None
+        # Keeps a local store from being removed.
+        self._held: BinaryIO | None = None
         self._ends = threading.Event()
 
     def stop(self) -> None:
-        """Ends the work; finished parts are kept."""
+        """Ends the work and the use of the store; finished parts are kept."""
         self._ends.set()
+        if self._held is not None:
+            self._held.close()
 
     @property
     def is_ready(self) -> bool:
@@ -134,6 +141,11 @@ class PreparedSource(Source):
           UserError: the store is damaged, or is one of other files.
         """
         folder = self._preparation.output
+        if self._held is None and not is_remote(folder):  # before the first look, so that what is there stays
+            try:
+                self._held = store_cache.hold(folder)
+            except OSError as error:
+                raise UserError(f"{folder} can't be used: {reading.problem(folder, error)}") from error
         if self._store is None and reading.exists(os.path.join(folder, DESCRIPTION_FILE)):
             store, sizes = TokenStore(folder, names_left_out=True), self._source.chunk_sizes()
             if store.num_chunks != self._source.num_chunks or not np.array_equal(
@@ -192,6 +204,7 @@ class PreparedSource(Source):
             logging.warning("%s; its parts are made again", error)
             for path in (folder / DESCRIPTION_FILE, *folder.glob("tokens-*.json")):
                 path.unlink(missing_ok=True)
+        self._make_room(self._source.num_bytes)
         free = free_space(folder)
         if free is not None and free < _ROOM * self._source.num_bytes:
             raise UserError(f"{folder} has {free:,} bytes free, less than {_ROOM} times the text")
@@ -214,8 +227,14 @@ class PreparedSource(Source):
                 preparing.look()
                 progress.log()
             preparing.finish()
+            self._make_room(0)
         while not self.use_finished():
             self._pause(folder)
+
+    def _make_room(self, needed: int) -> None:
+        """Removes stores that nobody uses. This one is in use."""
+        if self._helpers.limit is not None:
+            store_cache.make_room(os.path.dirname(self._preparation.output), self._helpers.limit, needed)
 
     def _says(self, path: epath.Path) -> bool:
         """Returns whether a file is there that a process of this job has written."""

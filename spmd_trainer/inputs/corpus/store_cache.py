@@ -1,0 +1,134 @@
+"""Token stores in a local folder: who uses one, and which are removed when they are too large together.
+
+A process that uses a store has a shared lock (flock) on a file in it, which ends with the process. Whoever removes the store
+needs that lock alone, and renames the store before anybody else can have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
+
+from absl import logging
+
+from spmd_trainer.sharding.messages import bytes_text
+
+# Locked by the users of a store. Its time says when the last of them came.
+_IN_USE = "in-use"
+_STORE = re.compile(r"corpus-[0-9a-f]{24}")
+_OWN = re.compile(r"tokens-\d+-of-\d+\.(arrow|json)|(corpus|making|failed)\.json|\.making-.*|\..*\.writing|lock|in-use")
+# A store that is being removed has this name; a process that is killed meanwhile leaves it.
+_REMOVED = ".removed-"
+
+
+def hold(folder: str) -> BinaryIO | None:
+    """Keeps a store from being removed until the returned file is closed, or this process ends. Makes the folder.
+
+    Returns:
+      The file; None if the file system has no locks: `make_room` then removes nothing there.
+
+    Raises:
+      OSError: the folder can't be made or written.
+    """
+    path = os.path.join(folder, _IN_USE)
+    while True:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            file = open(path, "ab")  # noqa: SIM115
+        except (FileNotFoundError, FileExistsError):
+            if os.path.lexists(folder) and not os.path.isdir(folder):
+                raise
+            continue  # another process has just removed the folder
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        except OSError as error:
+            logging.log_first_n(logging.WARNING, "%s can't be locked: %s", 1, path, error)
+            file.close()
+            return None
+        if _is_at(file, path):
+            os.utime(path)
+            return file
+        file.close()
+
+
+class _Store(NamedTuple):
+    """A store: when it was used last, in seconds since 1970; its folder; its bytes."""
+
+    used: float
+    path: str
+    size: int
+
+
+def make_room(root: str, limit: int, needed: int = 0) -> None:
+    """Removes stores that nobody uses, the longest unused first, until all have at most `limit - needed` bytes together.
+
+    What isn't a store, or isn't ours in one, is left alone; links aren't followed.
+
+    Args:
+      root: the local folder of the stores.
+      limit: bytes.
+      needed: bytes for which there must be room.
+    """
+    with os.scandir(root) as entries:
+        for entry in entries:
+            if entry.name.startswith(_REMOVED) and entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+    stores = sorted(_stores(root))
+    total, room = sum(store.size for store in stores), max(0, limit - needed)
+    for store in stores:
+        if total <= room:
+            return
+        if _remove(store.path):
+            total -= store.size
+            logging.info("removed %s (%s): --data_cache_limit=%s", store.path, *map(bytes_text, (store.size, limit)))
+    if total > room:
+        logging.warning(
+            "the token stores in %s that are in use have %s, and %s are needed beside them: more than --data_cache_limit=%s",
+            *(root, bytes_text(total), bytes_text(needed), bytes_text(limit)),
+        )
+
+
+def _stores(root: str) -> Iterator[_Store]:
+    with os.scandir(root) as entries:
+        folders = [one.path for one in entries if _STORE.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+            names = os.listdir(folder)
+            if foreign := [name for name in names if not _OWN.fullmatch(name)]:
+                logging.warning("%s is not removed, because it holds %s", folder, min(foreign))
+                continue
+            used = os.path.join(folder, _IN_USE) if _IN_USE in names else folder
+            paths = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
+            yield _Store(os.lstat(used).st_mtime, folder, sum(os.lstat(path).st_size for path in paths))
+
+
+def _remove(folder: str) -> bool:
+    """Removes a store unless it is in use; returns whether it is gone."""
+    path = os.path.join(folder, _IN_USE)
+    try:
+        with open(path, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_at(file, path):
+                return False
+            aside = os.path.join(os.path.dirname(folder), f"{_REMOVED}{uuid.uuid4().hex}")
+            os.rename(folder, aside)
+    except FileNotFoundError:
+        return True
+    except OSError:  # it is in use, or the file system has no locks
+        return False
+    shutil.rmtree(aside, ignore_errors=True)
+    return True
+
+
+def _is_at(file: BinaryIO, path: str) -> bool:
+    """Returns whether an open file is still the one at its path."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
