@@ -8,9 +8,6 @@ checks. Each turn reads the whole corpus once, from opening the files to the las
 library in parts of 3,000 bytes, and the tokenizer is a byte-level BPE of 4,096 tokens trained on them. On a shared machine, trust
 the ratio of processor times.
 
-Then the corpus, 12 times over, is tokenised into a store by one worker process and by one for each core, and encoded by the
-library's own threads on all cores in calls of 4,096 documents; the workers' start, which takes a second, counts.
-
 Also, each in a process of its own: how full the rows of the library's functions are, the memory and threads of a mixture of 35
 sources against one, and the start of an input over a billion documents that are made up when they are read.
 """
@@ -22,7 +19,6 @@ import json
 import os
 import pathlib
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,7 +36,6 @@ from spmd_trainer.inputs.corpus import row_plan
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.corpus.documents import Document, Documents, Record, Source
 from spmd_trainer.inputs.corpus.mixture import Mixture
-from spmd_trainer.inputs.corpus.prepare import Preparation, Preparing
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 
 LENGTH, BATCH, WINDOW_ROWS = 1024, 64, 256
@@ -50,9 +45,6 @@ SOURCES = 35
 # The bars of this benchmark.
 LEAST_RATE, LEAST_FILL, MOST_MEMORY, MOST_THREADS = 0.9, 0.97, 1.5, 2
 START_SECONDS, START_BYTES = 1.0, 100e6
-# Tokenising with two workers against one, and against the library's threads.
-LEAST_SPEEDUP, LEAST_OF_LIBRARY = 1.7, 0.9
-TIMES_OVER, TOKENISE_ROUNDS, LIBRARY_TOGETHER = 12, 3, 4096
 
 
 def main() -> int:
@@ -69,7 +61,6 @@ def main() -> int:
         corpus = Corpus(pathlib.Path(directory), int(args.megabytes * 2**20))
         for name, (ours, baseline) in corpus.pairs().items():
             compare(report, name, ours, baseline, args.rounds)
-        report_tokenising(report, corpus, pathlib.Path(directory), min(args.rounds, TOKENISE_ROUNDS))
     report_processes(report)
     return report.finish()
 
@@ -95,31 +86,6 @@ def compare(
         report.ratio(f"{name}: {what}, trainer / baseline", found["trainer"], found["baseline"], bar=1 / LEAST_RATE)
     if tokens["trainer"] != tokens["baseline"]:
         report.fails(f"{name}: the programs don't do the same work: {tokens}")
-
-
-def report_tokenising(report: reporting.Report, corpus: Corpus, directory: pathlib.Path, rounds: int) -> None:
-    """Tokenises the corpus with worker processes, and with the library's threads; the three take turns."""
-    cores = os.cpu_count() or 1
-    sides = {
-        "one worker": lambda: corpus.tokenise(directory / "store", 1),
-        f"{cores} workers": lambda: corpus.tokenise(directory / "store", cores),
-        "the library": corpus.encode,
-    }
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    tokens = {}
-    for number in range(rounds + 1):
-        for side in random.sample(list(sides), len(sides)):
-            began = time.perf_counter()
-            tokens[side] = sides[side]()
-            if number:
-                seconds[side].append(time.perf_counter() - began)
-    one, many, library = seconds.values()
-    for side, values in seconds.items():
-        report.figure(f"tokenising, {side}", tokens[side] / np.array(values), "tokens/s")
-    report.ratio(f"tokenising: time, {cores} workers / one", many, one, bar=1 / LEAST_SPEEDUP)
-    report.ratio(f"tokenising: time, {cores} workers / the library", many, library, bar=1 / LEAST_OF_LIBRARY)
-    if len({*tokens.values()}) > 1:
-        report.fails(f"tokenising: the programs don't do the same work: {tokens}")
 
 
 def report_processes(report: reporting.Report) -> None:
@@ -176,7 +142,13 @@ def read_all(source: CorpusInput) -> int:
 
 
 class Corpus:
-    """The same documents as JSON lines, Parquet and ArrayRecord, and a tokenizer trained on them."""
+    """The same documents as JSON lines, Parquet and ArrayRecord, and a tokenizer trained on them.
+
+    Attributes:
+      tokenizer: the tokenizer, of the library.
+      wrapped: it, for the inputs.
+      paths: {'jsonl', 'parquet' or 'arrayrecord': the file}.
+    """
 
     def __init__(self, directory: pathlib.Path, size: int):
         """Writes the files.
@@ -186,50 +158,30 @@ class Corpus:
           size: bytes of text.
         """
         documents = list(_parts(size))
-        self._tokenizer = _train(documents)
-        self._wrapped = HuggingFaceTokenizer(self._tokenizer)
-        self._paths = {kind: str(directory / f"corpus.{kind}") for kind in ("jsonl", "parquet", "arrayrecord")}
-        _write_json_lines(documents, self._paths["jsonl"])
-        self._many = [str(directory / f"many-{number}.jsonl") for number in range(2 * TIMES_OVER)]
-        for number, path in enumerate(self._many):
-            _write_json_lines(documents[number % 2 :: 2], path)
-        _write_parquet(documents, self._paths["parquet"])
-        _write_array_record(documents, self._paths["arrayrecord"])
+        self.tokenizer = _train(documents)
+        self.wrapped = HuggingFaceTokenizer(self.tokenizer)
+        self.paths = {kind: directory / f"corpus.{kind}" for kind in ("jsonl", "parquet", "arrayrecord")}
+        _write_json_lines(documents, self.paths["jsonl"])
+        _write_parquet(documents, self.paths["parquet"])
+        _write_array_record(documents, self.paths["arrayrecord"])
 
     def pairs(self) -> dict[str, tuple[Callable[[], int], Callable[[], int]]]:
         """Returns {name: (the trainer's program, the baseline)}. Each reads the corpus once, and returns the number of tokens."""
         return {
-            "JSON lines": (lambda: self._ours("jsonl"), lambda: self._baseline(self._json_lines(self._paths["jsonl"]))),
+            "JSON lines": (lambda: self._ours("jsonl"), lambda: self._baseline(read_json_lines(self.paths["jsonl"]))),
             "Parquet": (lambda: self._ours("parquet"), lambda: self._baseline(self._parquet())),
             "ArrayRecord": (lambda: self._ours("arrayrecord", "global"), lambda: self._baseline(self._array_record())),
         }
 
-    def tokenise(self, store: pathlib.Path, workers: int) -> int:
-        """Tokenises the corpus, `TIMES_OVER` times over, into a new store with worker processes; returns the number of tokens."""
-        shutil.rmtree(store, ignore_errors=True)
-        preparing = Preparing(Preparation(Documents(tuple(self._many)), self._wrapped, str(store)))
-        for _ in preparing.make(preparing.missing, workers, threading.Event(), nice=True):
-            pass
-        return preparing.tokens()
-
-    def encode(self) -> int:
-        """Encodes the same documents with the library alone; returns the number of tokens."""
-        count = 0
-        for path in self._many:
-            for some in _together(self._json_lines(path), LIBRARY_TOGETHER):
-                for encoding in self._tokenizer.encode_batch_fast(some, add_special_tokens=False):
-                    count += len(np.array(encoding.ids, np.uint16))
-        return count
-
     def _ours(self, kind: str, shuffle: str | None = None) -> int:
-        documents = Documents(self._paths[kind], shuffle=shuffle)
-        return read_all(build(documents, tokenizer=self._wrapped, shuffle=shuffle is not None))
+        documents = Documents(str(self.paths[kind]), shuffle=shuffle)
+        return read_all(build(documents, tokenizer=self.wrapped, shuffle=shuffle is not None))
 
     def _baseline(self, texts: Iterable[str]) -> int:
         window: list[np.ndarray] = []
         size = count = 0
-        for some in _together(texts):
-            for encoding in self._tokenizer.encode_batch_fast(some, add_special_tokens=False):
+        for some in together(texts):
+            for encoding in self.tokenizer.encode_batch_fast(some, add_special_tokens=False):
                 window.append(np.array(encoding.ids, np.uint16))
                 size += len(window[-1])
                 if size >= WINDOW_ROWS * LENGTH:
@@ -237,21 +189,16 @@ class Corpus:
                     window, size = [], 0
         return count + (_pack(window) if window else 0)
 
-    def _json_lines(self, path: str) -> Iterator[str]:
-        with open(path, encoding="utf-8") as lines:
-            for line in lines:
-                yield json.loads(line)["text"]
-
     def _parquet(self) -> Iterator[str]:
         import pyarrow.parquet
 
-        for batch in pyarrow.parquet.ParquetFile(self._paths["parquet"]).iter_batches(columns=["text"]):
+        for batch in pyarrow.parquet.ParquetFile(self.paths["parquet"]).iter_batches(columns=["text"]):
             yield from batch.column(0).to_pylist()
 
     def _array_record(self) -> Iterator[str]:
         from array_record.python import array_record_module
 
-        reader = array_record_module.ArrayRecordReader(self._paths["arrayrecord"])
+        reader = array_record_module.ArrayRecordReader(str(self.paths["arrayrecord"]))
         order = np.random.default_rng(0).permutation(reader.num_records())
         for start in range(0, len(order), TOGETHER):
             for record in reader.read(order[start : start + TOGETHER].tolist()):
@@ -259,7 +206,15 @@ class Corpus:
         reader.close()
 
 
-def _together(texts: Iterable[str], count: int = TOGETHER) -> Iterator[list[str]]:
+def read_json_lines(path: pathlib.Path) -> Iterator[str]:
+    """Yields the texts of a file."""
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)["text"]
+
+
+def together(texts: Iterable[str], count: int = TOGETHER) -> Iterator[list[str]]:
+    """Yields the texts in lists of `count`."""
     some: list[str] = []
     for text in texts:
         some.append(text)
@@ -307,13 +262,13 @@ def _train(documents: list[str]) -> Any:
     return tokenizer
 
 
-def _write_json_lines(documents: list[str], path: str) -> None:
+def _write_json_lines(documents: list[str], path: str | pathlib.Path) -> None:
     with open(path, "w", encoding="utf-8") as file:
         for number, text in enumerate(documents):
             file.write(json.dumps({"id": number, "text": text}) + "\n")
 
 
-def _write_parquet(documents: list[str], path: str) -> None:
+def _write_parquet(documents: list[str], path: pathlib.Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -321,10 +276,10 @@ def _write_parquet(documents: list[str], path: str) -> None:
     pyarrow.parquet.write_table(table, path, row_group_size=500)
 
 
-def _write_array_record(documents: list[str], path: str) -> None:
+def _write_array_record(documents: list[str], path: pathlib.Path) -> None:
     from array_record.python import array_record_module
 
-    writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
     for text in documents:
         writer.write(text.encode())
     writer.close()
