@@ -57,6 +57,11 @@ class CorpusInput(text_base.TokenizedInput):
       seq_len: tokens per row, T.
       packing: 'best_fit': several pieces of at most T tokens per row, each a segment. 'pad': one piece per row.
         'split': concatenates the documents and cuts every T tokens: no padding, and attention crosses documents.
+      segment_len: most tokens of a piece, T or fewer, for 'best_fit'. {0: 512, 10_000: 2048}: a curriculum of lengths. From
+        the rows of training step 10,000 on, a document is cut every 2,048 tokens instead of every 512, and the pieces fill
+        rows of T tokens as before: batches keep their shape, and a step its tokens (dataset decomposition, Pouransari et
+        al. 2024, arXiv:2405.13226, with the pieces in rows of one length). Positions are then valid for the same rows of a
+        global batch only.
       shuffle: None shuffles training data. False keeps the documents of each source in order.
       window_rows: rows packed and shuffled together; more rows pack better and take more memory. None: 256, or fewer
         (at least 32) if 256 would hold more than 4,194,304 tokens.
@@ -70,12 +75,11 @@ class CorpusInput(text_base.TokenizedInput):
     source: Any = None
     seq_len: int = 0
     packing: str = row_plan.BEST_FIT
+    segment_len: int | Mapping[int, int] | None = None
     shuffle: bool | None = None
     window_rows: int | None = None
     bad_records: str = encoding.RAISE
     sources: Any = dataclasses.field(default=None, init=False, repr=False)
-    # The sources as they were opened.
-    _opened: Any = dataclasses.field(default=(), init=False, repr=False)
     _at: Any = dataclasses.field(default=None, init=False, repr=False)
     _window: Any = dataclasses.field(default=None, init=False, repr=False)
     _maker: Any = dataclasses.field(default=None, init=False, repr=False)
@@ -101,6 +105,7 @@ class CorpusInput(text_base.TokenizedInput):
         with self.naming():
             require_one_of("packing", self.packing, self._packings)
             require_one_of("bad_records", self.bad_records, encoding.BAD_RECORDS)
+            self._segment_lens: dict[int, int] = self._read_segment_len()
         try:
             self.make_tokenizer()
             self._mixture = mixture.as_mixture(self.source, is_training=self.is_training)
@@ -112,7 +117,10 @@ class CorpusInput(text_base.TokenizedInput):
                     one.source.check_made_by(self.tokenizer.fingerprint(), one.documents.processor)
         except ValueError as error:
             raise self.error(first_paragraph(error)) from error
-        self._opened: list[Source] = [one.source for one in self.sources]
+        if self._changes_by_steps and self.packing == row_plan.SPLIT:
+            raise self.error(
+                "change_by='steps' needs whole documents, which packing='split' cuts; use 'best_fit' or 'pad'"
+            )
         self._at: cursors.InputPosition = cursors.beginning(len(self.sources))
         if self.endless or not self.is_training:
             self.settle_reset_for_eval()
@@ -125,6 +133,11 @@ class CorpusInput(text_base.TokenizedInput):
     def paths(self) -> tuple[str, ...]:
         """The files of all sources."""
         return tuple(path for source in self._opened if isinstance(source, FileSource) for path in source.paths)
+
+    @property
+    def _opened(self) -> list[Source]:
+        """The sources as they were opened."""
+        return [one.source.text if isinstance(one.source, PreparedSource) else one.source for one in self.sources]
 
     @property
     def num_batches(self) -> int | None:
@@ -171,10 +184,7 @@ class CorpusInput(text_base.TokenizedInput):
         Args:
           stores: {source: folder of its store}, local, gs:// or s3://, the same on all processes of the job.
           helpers: who does it.
-          after: what another input's call returned: that comes first.
-
-        Returns:
-          The thread that does it.
+          after: what another input's call returned, the thread that does it: that comes first.
         """
         found = []
         for number, one in enumerate(self.sources):
@@ -248,15 +258,39 @@ class CorpusInput(text_base.TokenizedInput):
                 f"the processor is a {type(processor).__name__}, which makes {given}, and a {type(self).__name__} takes "
                 f"{wanted}; {fix}"
             )
-        if self.packing == row_plan.SPLIT:
+        if self.packing == row_plan.SPLIT or self.segment_len is not None:
             raise UserError(
-                "packing='split' cuts through texts, and conversations are not cut; use 'best_fit' or 'pad'"
+                "packing='split' and segment_len cut texts, and conversations are not cut; use 'best_fit' or 'pad' alone"
             )
         return dataclasses.replace(documents, processor=processor.bound(self.tokenizer, self.seq_len))
 
     @property
     def _shuffles(self) -> bool:
         return self.is_training if self.shuffle is None else self.shuffle
+
+    @property
+    def _changes_by_steps(self) -> bool:
+        return any(mixture.steps_of(one.share) for one in self.sources)
+
+    def _read_segment_len(self) -> dict[int, int]:
+        """Returns {step: most tokens of a segment}."""
+        given = self.segment_len
+        if given is None:
+            return {0: self.seq_len}
+        found = dict(given) if isinstance(given, Mapping) else {0: given}
+        are_whole = all(isinstance(one, int) and not isinstance(one, bool) for one in (*found, *found.values()))
+        if (
+            not are_whole
+            or 0 not in found
+            or min(found) < 0
+            or not all(0 < one <= self.seq_len for one in found.values())
+        ):
+            raise UserError(
+                f"segment_len={given!r}; give tokens, 1 to seq_len={self.seq_len}, or {{0: tokens, step: tokens, ...}}"
+            )
+        if self.packing != row_plan.BEST_FIT:
+            raise UserError(f"segment_len={given!r} is for packing='best_fit', and packing is {self.packing!r}")
+        return found
 
     @property
     def _settings(self) -> windows.WindowSettings:
@@ -274,6 +308,8 @@ class CorpusInput(text_base.TokenizedInput):
             bad_records=self.bad_records,
             weigh_by=self._mixture.weigh_by,
             stopping_strategy=self._mixture.stopping_strategy,
+            batch_rows=self.global_batch_size,
+            segment_lens=self._segment_lens,
         )
 
     @property
@@ -340,6 +376,10 @@ class CorpusInput(text_base.TokenizedInput):
         """Everything besides the position that decides the batches, as JSON values."""
         settings = self._settings
         data: dict[str, Any] = {name: getattr(settings, name) for name in _SAVED_SETTINGS}
+        if self.segment_len is not None:
+            data["segment_len"] = sorted(map(list, self._segment_lens.items()))
+        if len(self._segment_lens) > 1 or self._changes_by_steps:
+            data["batch_rows"] = settings.batch_rows
         return cursors.describe(data, self.tokenizer, self.sources)
 
     @functools.cached_property

@@ -12,6 +12,7 @@ from spmd_trainer.inputs.corpus.mixture import OpenSource
 from spmd_trainer.inputs.corpus.order import Position
 
 _NUMBERS = 7  # per source
+_PLACE = ("window", "offset", "row", "rows")
 
 
 class SourceCursor(NamedTuple):
@@ -37,11 +38,15 @@ class Cursor(NamedTuple):
       window: number of the window, from 0.
       offset: tokens of the first document that belong to the window before (packing 'split').
       sources: progress in each source.
+      rows: rows of all windows before.
+      begins: totals of the mixture at which the weights of later steps began, see `Mixture.change_by`.
     """
 
     window: int
     offset: int
     sources: tuple[SourceCursor, ...]
+    rows: int = 0
+    begins: tuple[int, ...] = ()
 
 
 class InputPosition(NamedTuple):
@@ -68,7 +73,10 @@ def to_json(position: InputPosition, names: Sequence[str]) -> str:
         name: [*source.position, source.documents, source.tokens, source.skipped]
         for name, source in zip(names, cursor.sources, strict=True)
     }
-    return json.dumps({"window": cursor.window, "offset": cursor.offset, "row": position.row, "sources": sources})
+    steps = {"rows": cursor.rows, "begins": cursor.begins} if cursor.rows else {}
+    return json.dumps(
+        {"window": cursor.window, "offset": cursor.offset, "row": position.row, "sources": sources, **steps}
+    )
 
 
 def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> InputPosition:
@@ -83,10 +91,12 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> InputPosition:
         if len(numbers) != _NUMBERS or min(numbers) < 0:
             raise ValueError(f"source {name!r} has {numbers}")
         sources.append(SourceCursor(Position(*numbers[:4]), *numbers[4:]))
-    window, offset, row = (int(saved[name]) for name in ("window", "offset", "row"))
-    if min(window, offset, row) < 0:
-        raise ValueError(f"window {window}, offset {offset}, row {row}")
-    return InputPosition(Cursor(window, offset, tuple(sources)), row)
+    # Positions that were saved before weights could change by steps have no `rows`.
+    window, offset, row, rows = (int(saved.get(name, 0) if name == "rows" else saved[name]) for name in _PLACE)
+    begins = tuple(map(int, saved.get("begins", ())))
+    if min(window, offset, row, rows, *begins) < 0:
+        raise ValueError(f"window {window}, offset {offset}, row {row}, rows {rows}, begins {begins}")
+    return InputPosition(Cursor(window, offset, tuple(sources), rows, begins), row)
 
 
 def describe(

@@ -25,6 +25,7 @@ from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, Documents, So
 from spmd_trainer.inputs.corpus.open_source import open_documents
 
 TOKENS, DOCUMENTS = "tokens", "documents"
+TOTALS, STEPS = "totals", "steps"
 REPEAT, DROP, STOP = "repeat", "drop", "stop"
 # Source name of an input without a mixture.
 ONLY = "documents"
@@ -40,10 +41,12 @@ class Mixture:
     Attributes:
       sources: {name: (Documents, weight)} with weights above 0; or {name: Documents} for all: each source then weighs
         its size, in bytes if `weigh_by` is 'tokens', otherwise in documents. A weight may change: {0: 0.7, 10**9: 0.2}
-        makes it 0.2 once all sources together have given 10**9 tokens (documents, by `weigh_by`), and it may be 0 for
-        a time. N training steps take at most N * rows * seq_len tokens. A source that has ended counts as if it
-        went on.
+        makes it 0.2 once all sources together have given 10**9 tokens (see `change_by`), and it may be 0 for a time. A
+        source that has ended counts as if it went on.
       weigh_by: 'tokens' or 'documents': the unit of the shares.
+      change_by: from when on weights hold: 'totals' of tokens or documents, by `weigh_by`; or 'steps' of training: with
+        the first documents that are packed into rows after those of so many batches. A position is then valid for the
+        same rows of a global batch only.
       temperature: shares are proportional to weight ** (1 / temperature). Above 1 they are more equal.
       stopping_strategy: 'repeat': sources never end in training. 'drop': continue with the remaining sources when one
         ends. 'stop': end the mixture when a source ends. With 'drop' and 'stop', and always in evaluation, a source
@@ -52,11 +55,13 @@ class Mixture:
 
     sources: Mapping[str, Any]
     weigh_by: str = TOKENS
+    change_by: str = TOTALS
     temperature: float = 1.0
     stopping_strategy: str = REPEAT
 
     def __post_init__(self) -> None:
         require_one_of("Mixture has weigh_by", self.weigh_by, (TOKENS, DOCUMENTS))
+        require_one_of("Mixture has change_by", self.change_by, (TOTALS, STEPS))
         require_one_of("Mixture has stopping_strategy", self.stopping_strategy, (REPEAT, DROP, STOP))
         if not _is_positive(self.temperature):
             raise UserError(f"Mixture has temperature={self.temperature!r}; set it to a number above 0, e.g. 1.0")
@@ -69,12 +74,20 @@ class ChangingShare:
     """A share that changes.
 
     Attributes:
-      begins: totals of the mixture from which each share holds, ascending from 0.
+      begins: totals of the mixture, or steps, from which each share holds, ascending from 0.
       shares: the shares, 0 to 1.
+      change_by: what `begins` are.
     """
 
     begins: tuple[int, ...]
     shares: tuple[float, ...]
+    change_by: str = TOTALS
+
+    def so_far(self, begins: Sequence[int]) -> ChangingShare:
+        """Returns the share by totals. `begins` are those of the steps that have come, without the first."""
+        if self.change_by == TOTALS:
+            return self
+        return ChangingShare((0, *begins), self.shares[: 1 + len(begins)])
 
     @functools.cached_property
     def targets(self) -> tuple[float, ...]:
@@ -84,6 +97,11 @@ class ChangingShare:
 
 
 Share = float | ChangingShare
+
+
+def steps_of(share: Share) -> tuple[int, ...]:
+    """Returns the steps from which shares hold; none if they don't change by steps."""
+    return share.begins if isinstance(share, ChangingShare) and share.change_by == STEPS else ()
 
 
 def due_time(taken: int, share: Share) -> float:
@@ -134,7 +152,8 @@ class OpenSource:
         named = {"column": self.documents.column, "separator": self.documents.separator}
         share: Any = self.share
         if isinstance(share, ChangingShare):
-            share = [list(phase) for phase in zip(share.begins, share.shares, strict=True)]
+            phases = [list(phase) for phase in zip(share.begins, share.shares, strict=True)]
+            share = phases if share.change_by == TOTALS else {share.change_by: phases}
         return {**named, **self.made_by, "share": share, "shuffle": self.shuffle, "epochs": self.epochs}
 
 
@@ -179,7 +198,7 @@ def open_mixture(
     entries = {name: (_named(name, mixture, bound, one), weight) for name, (one, weight) in given.items()}
     opened = {name: _named(name, mixture, open_one, documents) for name, (documents, _) in entries.items()}
     weights = _weights(mixture, {name: weight for name, (_, weight) in entries.items()}, opened)
-    shares = _shares_of_phases(dict(zip(entries, weights, strict=True)), mixture.temperature)
+    shares = _shares_of_phases(dict(zip(entries, weights, strict=True)), mixture)
     endless = is_training and mixture.stopping_strategy == REPEAT
     found = []
     for (name, (documents, _)), share in zip(entries.items(), shares, strict=True):
@@ -200,6 +219,11 @@ class Schedule:
             (due_time(count, share), index) for index, (count, share) in enumerate(zip(taken, shares, strict=True))
         ]
         heapq.heapify(self._ahead)
+
+    @property
+    def total(self) -> int:
+        """Total of the mixture at which the next document is due, a source that has ended counted as if it went on."""
+        return int(self._ahead[0][0]) if self._ahead else 0
 
     @property
     def source(self) -> int | None:
@@ -237,7 +261,7 @@ def _entry(name: str, given: Any) -> tuple[Documents, _Weights | None]:
 def _changing(name: str, weights: Mapping[Any, Any]) -> _Weights:
     if not all(isinstance(begin, int) and not isinstance(begin, bool) and begin >= 0 for begin in weights):
         raise UserError(
-            f"source {name!r} of the mixture has weights from {list(weights)!r} on; give totals, whole numbers from 0 on"
+            f"source {name!r} of the mixture has weights from {list(weights)!r} on; give totals or steps, whole numbers from 0 on"
         )
     if 0 not in weights:
         raise UserError(f"source {name!r} of the mixture has no weight at the beginning; give {{0: weight, ...}}")
@@ -284,7 +308,7 @@ def _weights(mixture: Mixture, given: Mapping[str, _Weights | None], opened: Map
     return weights
 
 
-def _shares_of_phases(weights: Mapping[str, _Weights], temperature: float) -> list[Share]:
+def _shares_of_phases(weights: Mapping[str, _Weights], mixture: Mixture) -> list[Share]:
     """Returns the share of each source. Raises UserError if a weight gives none, or a time has no weight."""
     begins = sorted({begin for of_source in weights.values() for begin in of_source})
     phases: list[list[float]] = []
@@ -292,16 +316,16 @@ def _shares_of_phases(weights: Mapping[str, _Weights], temperature: float) -> li
         now = [of_source[max(one for one in of_source if one <= begin)] for of_source in weights.values()]
         if not any(now):
             raise UserError(f"no source of the mixture has a weight above 0 from {begin:,} on; give one at every time")
-        phases.append(_shares(now, temperature))
+        phases.append(_shares(now, mixture.temperature))
         for name, weight, share in zip(weights, now, phases[-1], strict=True):
             if weight and not share:
                 raise UserError(
                     f"source {name!r} of the mixture has a share of 0: its weight is too small "
-                    f"beside the others, or temperature={temperature:g} is too low"
+                    f"beside the others, or temperature={mixture.temperature:g} is too low"
                 )
     if len(begins) == 1:
         return list(phases[0])
-    return [ChangingShare(tuple(begins), shares) for shares in zip(*phases, strict=True)]
+    return [ChangingShare(tuple(begins), shares, mixture.change_by) for shares in zip(*phases, strict=True)]
 
 
 def _shares(weights: Sequence[float], temperature: float) -> list[float]:

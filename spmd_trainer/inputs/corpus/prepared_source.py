@@ -68,7 +68,11 @@ class Helpers:
 
 
 class PreparedSource(Source):
-    """A source that is read as text until its store is there."""
+    """A source that is read as text until its store is there.
+
+    Attributes:
+      text: the source as it was opened.
+    """
 
     def __init__(self, source: Source, preparation: Preparation, helpers: Helpers):
         """Reads the source as text; `tokenise` changes that.
@@ -78,7 +82,7 @@ class PreparedSource(Source):
           preparation: how it is tokenised, and where to.
           helpers: who does it.
         """
-        self._source, self._preparation, self._helpers = source, preparation, helpers
+        self.text, self._preparation, self._helpers = source, preparation, helpers
         self._store: TokenStore | None = None
         # Keeps a local store from being removed.
         self._held: BinaryIO | None = None
@@ -97,29 +101,29 @@ class PreparedSource(Source):
 
     @property
     def num_chunks(self) -> int:
-        return self._source.num_chunks
+        return self.text.num_chunks
 
     @property
     def random_access(self) -> bool:
-        return self._source.random_access
+        return self.text.random_access
 
     @property
     def num_bytes(self) -> int:
-        return self._source.num_bytes
+        return self.text.num_bytes
 
     @property
     def size_text(self) -> str:
-        return self._source.size_text
+        return self.text.size_text
 
     def chunk_sizes(self) -> np.ndarray | None:
-        return self._source.chunk_sizes()
+        return self.text.chunk_sizes()
 
     def read(self, numbers: np.ndarray) -> list[Record]:
-        return (self._store or self._source).read(numbers)
+        return (self._store or self.text).read(numbers)
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
         if self._store is None:
-            for record in self._source.read_chunk(chunk, start):
+            for record in self.text.read_chunk(chunk, start):
                 yield record
                 start += 1
                 if self._store is not None:
@@ -129,10 +133,10 @@ class PreparedSource(Source):
         yield from self._store.read_chunk(chunk, start)
 
     def fingerprint(self) -> dict[str, Any]:
-        return self._source.fingerprint()
+        return self.text.fingerprint()
 
     def changed_text(self, before: Mapping[str, Any]) -> str:
-        return self._source.changed_text(before)
+        return self.text.changed_text(before)
 
     def use_finished(self) -> bool:
         """Reads the corpus as tokens from now on if its store is there; returns whether it is.
@@ -147,13 +151,13 @@ class PreparedSource(Source):
             except OSError as error:
                 raise UserError(f"{folder} can't be used: {reading.problem(folder, error)}") from error
         if self._store is None and reading.exists(os.path.join(folder, DESCRIPTION_FILE)):
-            store, sizes = TokenStore(folder, names_left_out=True), self._source.chunk_sizes()
-            if store.num_chunks != self._source.num_chunks or not np.array_equal(
+            store, sizes = TokenStore(folder, names_left_out=True), self.text.chunk_sizes()
+            if store.num_chunks != self.text.num_chunks or not np.array_equal(
                 store.chunk_sizes() if sizes is None else sizes, store.chunk_sizes()
             ):
-                raise UserError(f"{folder} has other documents than {self._source.size_text}")
+                raise UserError(f"{folder} has other documents than {self.text.size_text}")
             self._store = store
-            logging.info("%s is read as tokens from now on: %s", self._source.size_text, store.size_text)
+            logging.info("%s is read as tokens from now on: %s", self.text.size_text, store.size_text)
         return self._store is not None
 
     def tokenise(self) -> None:
@@ -164,7 +168,7 @@ class PreparedSource(Source):
         except _Ended:
             pass
         except Exception as error:  # the run goes on without it
-            logging.warning("%s can't be tokenised ahead, so it is read as text: %s", self._source.size_text, error)
+            logging.warning("%s can't be tokenised ahead, so it is read as text: %s", self.text.size_text, error)
             with contextlib.suppress(OSError):
                 files.write_atomically(folder / _FAILED_FILE, [json.dumps({"job": self._helpers.job})])
 
@@ -183,7 +187,7 @@ class PreparedSource(Source):
                     self._make_share(folder)
                 return
             except LockedError as error:
-                logging.info("another job tokenises %s: %s", self._source.size_text, error)
+                logging.info("another job tokenises %s: %s", self.text.size_text, error)
             ends = time.monotonic() + _RETRY_SECONDS  # it may end before it has finished
             while time.monotonic() < ends:
                 if self._looks(folder):
@@ -204,9 +208,9 @@ class PreparedSource(Source):
             logging.warning("%s; its parts are made again", error)
             for path in (folder / DESCRIPTION_FILE, *folder.glob("tokens-*.json")):
                 path.unlink(missing_ok=True)
-        self._make_room(self._source.num_bytes)
+        self._make_room(self.text.num_bytes)
         free = free_space(folder)
-        if free is not None and free < _ROOM * self._source.num_bytes:
+        if free is not None and free < _ROOM * self.text.num_bytes:
             raise UserError(f"{folder} has {free:,} bytes free, less than {_ROOM} times the text")
         files.write_atomically(folder / _MAKING_FILE, [json.dumps({"job": self._helpers.job})])
 

@@ -140,19 +140,21 @@ class RowPlan(NamedTuple):
         return int(self.sizes.sum())
 
 
-def pack(lengths: Sequence[int], seq_len: int, packing: str) -> RowPlan:
-    """Plans rows in which each piece of at most `seq_len` tokens of a document is a segment.
+def pack(lengths: Sequence[int], seq_len: int, packing: str, piece: int | None = None) -> RowPlan:
+    """Plans rows in which each piece of a document is a segment.
 
     Args:
       lengths: labels of each document with its frame; at least one document.
       seq_len: tokens per row, T.
       packing: 'best_fit': several pieces in a row. 'pad': one.
+      piece: most tokens of a piece; None: `seq_len`.
     """
+    piece = piece or seq_len
     sizes = np.asarray(lengths, np.int64)
-    counts = -(-sizes // seq_len)
+    counts = -(-sizes // piece)
     documents = np.repeat(np.arange(len(sizes)), counts)
-    starts = (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
-    pieces = np.minimum(seq_len, sizes[documents] - starts)
+    starts = (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)) * piece
+    pieces = np.minimum(piece, sizes[documents] - starts)
     fit = best_fit_decreasing(pieces, seq_len) if packing == BEST_FIT else one_each(pieces)
     return RowPlan(documents, starts, pieces, fit.rows, fit.columns, fit.segments, np.zeros_like(pieces), fit.num_rows)
 

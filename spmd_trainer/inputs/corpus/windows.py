@@ -10,7 +10,7 @@ import concurrent.futures
 import dataclasses
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,7 +19,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus import encoding, order, row_plan
 from spmd_trainer.inputs.corpus.cursors import Cursor, SourceCursor
-from spmd_trainer.inputs.corpus.mixture import STOP, TOKENS, OpenSource, Schedule
+from spmd_trainer.inputs.corpus.mixture import STOP, TOKENS, ChangingShare, OpenSource, Schedule, steps_of
 from spmd_trainer.inputs.corpus.row_plan import PAD, PAIR, SPLIT, Frame, FramedDocument, PairTable, RowPlan, RowTable
 from spmd_trainer.sharding.messages import count_text
 
@@ -30,7 +30,12 @@ _AUTO_WINDOW_BYTES, _BYTES_AHEAD = order.AUTO_WINDOW_BYTES, 2**25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowSettings:
-    """How windows are made: settings of `corpus_input.CorpusInput` and its mixture, and those of `encoding.Encoder`."""
+    """How windows are made: settings of `corpus_input.CorpusInput` and its mixture, and those of `encoding.Encoder`.
+
+    Attributes (besides those):
+      batch_rows: rows of a global batch.
+      segment_lens: {step: most tokens of a segment from there on}.
+    """
 
     tokenizer: tokenizers.Tokenizer
     limit: int
@@ -44,6 +49,12 @@ class WindowSettings:
     bad_records: str
     weigh_by: str
     stopping_strategy: str
+    batch_rows: int
+    segment_lens: Mapping[int, int]
+
+    def segment_len(self, rows: int) -> int:
+        """Returns the most tokens of a segment after so many rows."""
+        return self.segment_lens[max(step for step in self.segment_lens if step * self.batch_rows <= rows)]
 
 
 class Share(NamedTuple):
@@ -143,7 +154,11 @@ class WindowMaker:
         self._are_texts = all(one.documents.processor is None for one in sources)
         by_tokens = settings.weigh_by == TOKENS
         self._weighed = (lambda cursor: cursor.tokens) if by_tokens else (lambda cursor: cursor.documents)
-        self._schedule = Schedule([one.share for one in sources], [self._weighed(one) for one in self._cursors])
+        self._shares = [one.share for one in sources]
+        begins = {*settings.segment_lens, *(step for share in self._shares for step in steps_of(share))}
+        # Rows at which something changes. A window ends there, or with the document that crosses it.
+        self._changes = sorted(step * settings.batch_rows for step in begins)
+        self._schedule = self._schedule_by(begin.begins)
         self._streams = [
             self._open(one, cursor.position, len(sources)) for one, cursor in zip(sources, begin.sources, strict=True)
         ]
@@ -206,14 +221,23 @@ class WindowMaker:
         # Both sequences of a pair have one label fewer than tokens, and `size` takes off one. The plan counts pairs.
         num_tokens = sum(one.size - 1 for one in pending) if settings.packing == PAIR else plan.num_tokens
         window = Window(self._begin, end, table, places, num_tokens)
+        if end.begins != self._begin.begins:
+            self._schedule = self._schedule_by(end.begins)
         self._begin = end
         return window
 
+    def _schedule_by(self, begins: Sequence[int]) -> Schedule:
+        """Returns the schedule by the weights of the steps that have come. `begins` are the totals at which they began."""
+        shares = [share.so_far(begins) if isinstance(share, ChangingShare) else share for share in self._shares]
+        return Schedule(shares, [self._weighed(one) for one in self._cursors])
+
     def _next_documents(self) -> tuple[list[_PendingDocument], bool]:
         """Returns the documents of the next window, and True if they are the last."""
+        rows = [self._settings.window_rows, *(row - self._begin.rows for row in self._changes)]
+        wanted = min(count for count in rows if count > 0) * self._settings.seq_len
         pending, self._carried = self._carried, []
         filled = sum(map(self._size, pending)) - self._begin.offset
-        while filled < self._settings.window_rows * self._settings.seq_len:
+        while filled < wanted:
             if self._cancelled.is_set():
                 raise Cancelled
             one = self._next_document()
@@ -258,22 +282,32 @@ class WindowMaker:
         if settings.packing == PAIR:
             plan = row_plan.pack([1] * len(pending), 1, PAD)
         else:
-            plan = row_plan.pack([one.size for one in pending], settings.seq_len, settings.packing)
-        return plan, Cursor(self._begin.window + 1, 0, tuple(self._cursors))
+            most = settings.segment_len(self._begin.rows)
+            plan = row_plan.pack([one.size for one in pending], settings.seq_len, settings.packing, most)
+        return plan, self._after(plan, 0, tuple(self._cursors))
+
+    def _after(self, plan: RowPlan, offset: int, sources: tuple[SourceCursor, ...]) -> Cursor:
+        """Returns where the next window begins."""
+        window, rows, begins = self._begin.window + 1, self._begin.rows + plan.num_rows, self._begin.begins
+        come = sum(step * self._settings.batch_rows <= rows for step in steps_of(self._shares[0]))
+        begins += (self._schedule.total,) * (
+            come - 1 - len(begins)
+        )  # the weights of steps that have come hold from here on
+        return Cursor(window, offset, sources, rows, begins)
 
     def _split(self, pending: list[_PendingDocument], ended: bool) -> tuple[RowPlan, Cursor]:
         """Cuts the documents into rows, and carries the tokens after the last full row to the next window."""
-        offset, number, seq_len = self._begin.offset, self._begin.window + 1, self._settings.seq_len
+        offset, seq_len = self._begin.offset, self._settings.seq_len
         sizes = [one.size for one in pending]
         total = sum(sizes) - offset
         used = total if ended else total // seq_len * seq_len
         plan = row_plan.cut(sizes, seq_len, offset, used)
         if used == total:
-            return plan, Cursor(number, 0, tuple(self._cursors))
+            return plan, self._after(plan, 0, tuple(self._cursors))
         starts = np.cumsum([0, *sizes[:-1]]) - offset
         last = int(np.searchsorted(starts, used, "right")) - 1
         self._carried = pending[last:]
-        return plan, Cursor(number, used - int(starts[last]), pending[last].before)
+        return plan, self._after(plan, used - int(starts[last]), pending[last].before)
 
 
 def _frame(source: OpenSource, settings: WindowSettings) -> Frame:
