@@ -31,30 +31,35 @@ def hold(folder: str) -> BinaryIO | None:
     """Keeps a store from being removed until the returned file is closed, or this process ends. Makes the folder.
 
     Returns:
-      The file; None if the file system has no locks: `make_room` then removes nothing there.
+      The file; None if there is a folder that this process can't write, or that has no locks. Whoever can write it may remove it
+      then, where it has locks.
 
     Raises:
-      OSError: the folder can't be made or written.
+      OSError: the folder can't be made.
     """
     path = os.path.join(folder, _IN_USE)
     while True:
+        file, held = None, False
         try:
             os.makedirs(folder, exist_ok=True)
             file = open(path, "ab")  # noqa: SIM115
-        except (FileNotFoundError, FileExistsError):
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if held := _is_at(file, path):
+                os.utime(path)
+                return file
+        except (FileNotFoundError, FileExistsError):  # another process has just removed the folder
             if os.path.lexists(folder) and not os.path.isdir(folder):
                 raise
-            continue  # another process has just removed the folder
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH)
         except OSError as error:
-            logging.log_first_n(logging.WARNING, "%s can't be locked: %s", 1, path, error)
-            file.close()
+            if not os.path.isdir(folder):
+                raise
+            logging.log_first_n(
+                logging.WARNING, "%s can't be locked, so another run may remove it: %s", 1, folder, error
+            )
             return None
-        if _is_at(file, path):
-            os.utime(path)
-            return file
-        file.close()
+        finally:
+            if file is not None and not held:
+                file.close()
 
 
 class _Store(NamedTuple):

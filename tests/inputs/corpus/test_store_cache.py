@@ -71,6 +71,16 @@ def test_whoever_uses_a_store_makes_it_the_newest(tmp_path):
     assert left(tmp_path) == [1]
 
 
+def test_a_folder_that_can_not_be_written_is_used_without_a_lock(tmp_path):
+    folder = make(tmp_path, 1, used=1)
+    (folder / "in-use").unlink()
+    (folder / "in-use").mkdir()  # what a process without rights sees is an error of `open`, too
+    assert store_cache.hold(str(folder)) is None
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        store_cache.hold(str(tmp_path / "file"))
+
+
 def test_what_is_not_a_store_of_ours_stays(tmp_path):
     outside, root = tmp_path / "outside", tmp_path / "root"
     precious = make(outside, 7, used=1)
