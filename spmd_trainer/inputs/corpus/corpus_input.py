@@ -11,7 +11,6 @@ ahead, `tokenise_ahead` during training. Of a store, a process reads the lengths
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -58,10 +57,10 @@ class CorpusInput(text_base.TokenizedInput):
       packing: 'best_fit': several pieces of at most T tokens per row, each a segment. 'pad': one piece per row.
         'split': concatenates the documents and cuts every T tokens: no padding, and attention crosses documents.
       segment_len: most tokens of a piece, T or fewer, for 'best_fit'. {0: 512, 10_000: 2048}: a curriculum of lengths. From
-        the rows of training step 10,000 on, a document is cut every 2,048 tokens instead of every 512, and the pieces fill
-        rows of T tokens as before: batches keep their shape, and a step its tokens (dataset decomposition, Pouransari et
-        al. 2024, arXiv:2405.13226, with the pieces in rows of one length). Positions are then valid for the same rows of a
-        global batch only.
+        the rows of training step 10,000 on, but for a document that crosses into them, a document is cut every 2,048
+        tokens instead of every 512, and the pieces fill rows of T tokens as before: batches keep their shape, and a step
+        its tokens (dataset decomposition, Pouransari et al. 2024, arXiv:2405.13226, with the pieces in rows of one
+        length). Positions are then valid for the same rows of a global batch only.
       shuffle: None shuffles training data. False keeps the documents of each source in order.
       window_rows: rows packed and shuffled together; more rows pack better and take more memory. None: 256, or fewer
         (at least 32) if 256 would hold more than 4,194,304 tokens.
@@ -194,8 +193,7 @@ class CorpusInput(text_base.TokenizedInput):
                 self.sources[number] = dataclasses.replace(one, source=found[-1])
         if not self.is_training:  # it may be over before a thread has found them; training doesn't wait for anything
             for source in found:
-                with contextlib.suppress(UserError):  # it is made again
-                    source.use_finished()
+                source.try_finished()
         return prepared_source.tokenise(found, after)
 
     def stop_tokenising(self) -> None:

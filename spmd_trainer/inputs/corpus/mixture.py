@@ -221,9 +221,9 @@ class Schedule:
         heapq.heapify(self._ahead)
 
     @property
-    def total(self) -> int:
-        """Total of the mixture at which the next document is due, a source that has ended counted as if it went on."""
-        return int(self._ahead[0][0]) if self._ahead else 0
+    def total(self) -> int | None:
+        """Total of the mixture when the next document is due, as if sources that have ended went on; None: never."""
+        return int(self._ahead[0][0]) if self._ahead and math.isfinite(self._ahead[0][0]) else None
 
     @property
     def source(self) -> int | None:

@@ -64,7 +64,10 @@ def open_documents(documents: Documents) -> Source:
             raise UserError(f"files of the kind {kind!r} hold no messages; give {', '.join(map(repr, _OF_RECORDS))}")
     if documents.separator is not None and kind != "text":
         raise UserError(f"separator={documents.separator!r} is for text files; these are of the kind {kind!r}")
-    return open_files(documents, kind, paths)
+    source = open_files(documents, kind, paths)
+    if isinstance(source, TextDocuments):
+        source.require_separator()
+    return source
 
 
 def open_files(documents: Documents, kind: str, paths: Sequence[str]) -> FileSource:

@@ -160,6 +160,13 @@ class PreparedSource(Source):
             logging.info("%s is read as tokens from now on: %s", self.text.size_text, store.size_text)
         return self._store is not None
 
+    def try_finished(self) -> None:
+        """As `use_finished`, but logs what is wrong: `tokenise` makes the store again, or says why it can't."""
+        try:
+            self.use_finished()
+        except Exception as error:  # also what an object store's library raises
+            logging.warning("%s can't be read as tokens yet: %s", self.text.size_text, error)
+
     def tokenise(self) -> None:
         """Tokenises the corpus together with the other processes, and reads it as tokens from then on."""
         folder = directory("--data_cache_dir", self._preparation.output)
@@ -277,8 +284,7 @@ def tokenise(sources: Sequence[PreparedSource], after: threading.Thread | None =
 
     def work() -> None:
         for source in sources:
-            with contextlib.suppress(UserError):  # `tokenise` makes it again
-                source.use_finished()
+            source.try_finished()
         if after is not None:
             after.join()
         for source in sources:

@@ -42,7 +42,7 @@ def hold(folder: str) -> BinaryIO | None:
         file, held = None, False
         try:
             os.makedirs(folder, exist_ok=True)
-            file = open(path, "ab")  # noqa: SIM115
+            file = open(path, "a+b")  # noqa: SIM115  # NFS gives a shared lock only on what can be read
             fcntl.flock(file, fcntl.LOCK_SH)
             if held := _is_at(file, path):
                 os.utime(path)
@@ -103,21 +103,28 @@ def _stores(root: str) -> Iterator[_Store]:
     with os.scandir(root) as entries:
         folders = [one.path for one in entries if _STORE.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
     for folder in folders:
-        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+        try:
             names = os.listdir(folder)
-            if foreign := [name for name in names if not _OWN.fullmatch(name)]:
-                logging.warning("%s is not removed, because it holds %s", folder, min(foreign))
-                continue
-            used = os.path.join(folder, _IN_USE) if _IN_USE in names else folder
-            paths = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
-            yield _Store(os.lstat(used).st_mtime, folder, sum(os.lstat(path).st_size for path in paths))
+            used = os.lstat(os.path.join(folder, _IN_USE) if _IN_USE in names else folder).st_mtime
+        except OSError as error:  # another process has just removed it, or it is another user's
+            logging.log_first_n(logging.WARNING, "%s is not removed: %s", 1, folder, error)
+            continue
+        if foreign := [name for name in names if not _OWN.fullmatch(name)]:
+            logging.warning("%s is not removed, because it holds %s", folder, min(foreign))
+            continue
+        size = 0
+        for at, _, files in os.walk(folder):
+            for name in files:
+                with contextlib.suppress(FileNotFoundError):  # a worker has finished its part
+                    size += os.lstat(os.path.join(at, name)).st_size
+        yield _Store(used, folder, size)
 
 
 def _remove(folder: str) -> bool:
     """Removes a store unless it is in use; returns whether it is gone."""
     path = os.path.join(folder, _IN_USE)
     try:
-        with open(path, "ab") as file:
+        with open(path, "a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_at(file, path):
                 return False

@@ -236,8 +236,7 @@ class TextDocuments(IndexedFiles):
           any_bytes: take files of any bytes for text.
 
         Raises:
-          UserError: a file can't be read or is not text by its first bytes, or `separator` is empty or in none of the
-            files.
+          UserError: a file can't be read or is not text by its first bytes, or `separator` is empty.
         """
         if separator is not None and not (isinstance(separator, str) and separator):
             raise UserError(
@@ -246,9 +245,14 @@ class TextDocuments(IndexedFiles):
         self._separator = None if separator is None else separator.encode()
         self._json_too, self._any_bytes = json_too, any_bytes
         super().__init__(paths)
+
+    def require_separator(self) -> None:
+        """Raises UserError if there is a separator, and none of the files has it."""
         # An empty file counts as one document too.
-        if separator is not None and self.num_bytes and np.all(self.shards.counts == 1):
-            raise UserError(f"separator={separator!r} is in none of the files; in a shell, a newline is $'\\n'")
+        if self._separator is not None and self.num_bytes and np.all(self.shards.counts == 1):
+            raise UserError(
+                f"separator={self._separator.decode()!r} is in none of the files; in a shell, a newline is $'\\n'"
+            )
 
     @property
     def random_access(self) -> bool:

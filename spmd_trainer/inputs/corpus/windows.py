@@ -290,9 +290,9 @@ class WindowMaker:
         """Returns where the next window begins."""
         window, rows, begins = self._begin.window + 1, self._begin.rows + plan.num_rows, self._begin.begins
         come = sum(step * self._settings.batch_rows <= rows for step in steps_of(self._shares[0]))
-        begins += (self._schedule.total,) * (
-            come - 1 - len(begins)
-        )  # the weights of steps that have come hold from here on
+        if come > 1 + len(begins):  # the weights of steps that have come hold from here on
+            due = self._schedule.total
+            begins += (max(begins, default=0) if due is None else due,) * (come - 1 - len(begins))
         return Cursor(window, offset, sources, rows, begins)
 
     def _split(self, pending: list[_PendingDocument], ended: bool) -> tuple[RowPlan, Cursor]:

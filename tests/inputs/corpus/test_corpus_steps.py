@@ -94,6 +94,19 @@ def test_a_restart_on_either_side_of_a_change_gives_the_same_batches(packing):
                 np.testing.assert_array_equal(batch.labels, other.labels[rows])
 
 
+@pytest.mark.parametrize("change_by", ["totals", "steps"])
+def test_a_source_without_weight_is_read_when_the_others_have_ended(change_by):
+    given_ = mixture(
+        one=(documents(texts(60, seed=1, letter=A)), {0: 1, 2: 0}),
+        two=(documents(texts(40, seed=2, letter=B)), {0: 1}),
+        change_by=change_by,
+        weigh_by="documents",
+    )
+    source = make(given_, is_training=False)
+    drain(source)
+    assert source.documents_of == {"one": 60, "two": 40}
+
+
 def test_pieces_grow_at_their_step_and_no_token_is_lost():
     some = documents(texts(80, longest=60))
     plain = make(some, is_training=False)

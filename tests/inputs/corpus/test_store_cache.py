@@ -81,6 +81,22 @@ def test_a_folder_that_can_not_be_written_is_used_without_a_lock(tmp_path):
         store_cache.hold(str(tmp_path / "file"))
 
 
+def test_locks_of_nfs_protect_a_store_too(tmp_path):
+    """NFS makes locks of ranges of bytes of these: a shared one needs a file that can be read."""
+    folder = make(tmp_path, 1, used=1)
+    program = "import fcntl; fcntl.flock = fcntl.lockf; " + HOLDER
+    process = subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True)
+    remover = (
+        "import fcntl, sys; fcntl.flock = fcntl.lockf; from spmd_trainer.inputs.corpus import store_cache; "
+        "store_cache.make_room(sys.argv[1], 0)"
+    )
+    with process:
+        assert process.stdout.readline() == "held\n"
+        subprocess.run([sys.executable, "-c", remover, str(tmp_path)], check=True)
+        assert left(tmp_path) == [1]
+        process.kill()
+
+
 def test_what_is_not_a_store_of_ours_stays(tmp_path):
     outside, root = tmp_path / "outside", tmp_path / "root"
     precious = make(outside, 7, used=1)

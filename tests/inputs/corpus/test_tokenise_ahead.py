@@ -250,6 +250,26 @@ def test_a_job_of_several_processes_makes_a_damaged_store_again(tmp_path):
     wait(first, second)
 
 
+def test_a_file_of_one_document_beside_others_with_a_separator(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
+    (tmp_path / "b.txt").write_text("only one")
+    source = make(Documents(str(tmp_path / "*.txt"), separator="\n\n"), is_training=False)
+    wait(*ahead(source, str(tmp_path / "cache")))
+
+
+def test_a_bucket_that_can_not_be_asked_is_no_end_of_an_evaluation(tmp_path, monkeypatch):
+    files = write(tmp_path / "web")
+    expected = drain(make(Documents(files), is_training=False))
+
+    def forbidden(path):
+        raise PermissionError("403")
+
+    source = make(Documents(files), is_training=False)
+    monkeypatch.setattr(prepared_source.reading, "exists", forbidden)
+    ahead(source, str(tmp_path / "cache"))
+    assert_same(drain(source), expected)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["texts", pytest.param("conversations", marks=pytest.mark.slow)])
 def test_kills_while_it_is_made_lose_no_finished_part(tmp_path, kind):
