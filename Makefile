@@ -46,7 +46,7 @@ test-planted: setup
 
 # Plans for NVIDIA topologies, with the compiler alone: a tenth of the extra cuda12, half a minute.
 GPU_COMPILER := .gpu-compiler
-GPU_COMPILER_TESTS := tests/planner/test_plan.py tests/planner/test_nvidia.py
+GPU_COMPILER_TESTS := tests/planner/test_plan.py tests/planner/test_nvidia.py tests/kernels/test_mosaic.py
 test-gpu-compiler: setup $(GPU_COMPILER)/.synced
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) python -c "import jax_plugins.xla_cuda12"
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) pytest $(GPU_COMPILER_TESTS)

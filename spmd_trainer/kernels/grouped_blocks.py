@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd_trainer.kernels.chips import Target
+
 # Rows of a block. Below the smallest size a block takes as long to read its matrix as to multiply with it.
 _SMALLEST, _LARGEST = 8, 256
 # The most rows that partly filled blocks may add: one in so many.
@@ -30,7 +32,7 @@ class GroupedBlocks:
 
     name = "blocks"
 
-    def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
+    def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, target: Target) -> list[str]:
         """See `GroupedKernel.reasons_against`."""
         return []
 

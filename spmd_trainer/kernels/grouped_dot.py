@@ -3,8 +3,8 @@
 `grouped_dot` picks a kernel for the device and runs it on each device's part of the arrays. The kernels are:
 
 - `megablox.py`: JAX's grouped product for TPUs.
-- `grouped_blocks.py`: blocks of rows in `jax.numpy`, for every device. NVIDIA GPUs have no other kernel yet: JAX's
-  `ragged_dot_mgpu` compiles ahead of time, but its numbers have not been checked on a GPU.
+- `mosaic.py`: JAX's grouped product for NVIDIA's Hopper.
+- `grouped_blocks.py`: blocks of rows in `jax.numpy`, for every device.
 
 `token_groups.py` sorts tokens by expert, and undoes it. All exchanges between devices are written out here and there, because
 XLA would turn a sort of all tokens, and the gathers that follow it, into all-gathers of all tokens.
@@ -32,8 +32,8 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.kernels import chips, kernels
 
 # The kernels of one platform, tried before 'blocks'.
-_OF_PLATFORM = {"tpu": ("megablox",)}
-_MODULES = {"megablox": "megablox", "blocks": "grouped_blocks"}
+_OF_PLATFORM = {"tpu": ("megablox",), "cuda": ("mosaic",)}
+_MODULES = {"megablox": "megablox", "mosaic": "mosaic", "blocks": "grouped_blocks"}
 
 
 class GroupedKernel(Protocol):
@@ -42,7 +42,9 @@ class GroupedKernel(Protocol):
 
     name: str
 
-    def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
+    def reasons_against(
+        self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, target: chips.Target
+    ) -> list[str]:
         """Returns why the kernel can't be used for these arrays of a device, as in `product`; empty if it can."""
         ...
 
@@ -207,16 +209,16 @@ def grouped_dot(
 
 
 def _choose(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, asked: str | None) -> kernels.Choice:
-    platform = chips.current_target().platform
+    target = chips.current_target()
 
     def reasons_against(name: str) -> list[str]:
-        return _kernel(name).reasons_against(rows, weights, platform)
+        return _kernel(name).reasons_against(rows, weights, target)
 
     if asked is not None:
         if against := reasons_against(asked):
             raise UserError(f"grouped kernel {asked!r} can't be used: {'; '.join(against)}; leave the choice with None")
         return kernels.Choice(asked, of="experts")
-    return kernels.first_usable((*_OF_PLATFORM.get(platform, ()), "blocks"), reasons_against, of="experts")
+    return kernels.first_usable((*_OF_PLATFORM.get(target.platform, ()), "blocks"), reasons_against, of="experts")
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_trainer.kernels import chips
+from spmd_trainer.kernels.chips import Target
 
 # The package has a function of the same name as this module.
 _MODULE = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
@@ -28,11 +29,11 @@ class Megablox:
 
     name = "megablox"
 
-    def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
+    def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, target: Target) -> list[str]:
         """See `GroupedKernel.reasons_against`."""
         reasons = []
-        if platform != "tpu":
-            reasons.append(f"it is a kernel for TPUs, but the device is a {platform}")
+        if target.platform != "tpu":
+            reasons.append(f"it is a kernel for TPUs, but the device is a {target.platform}")
         if rows.dtype not in (jnp.bfloat16, jnp.float32):
             reasons.append(f"the rows are {rows.dtype.name}, not bfloat16 or float32")
         return reasons

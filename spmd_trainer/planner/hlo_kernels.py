@@ -29,6 +29,8 @@ _NOTHING = frozenset(
 _GEMM = re.compile(r"__cublas\$")
 _ATTENTION = re.compile(r"__cudnn\$fmha")
 _CONVOLUTION = re.compile(r"__cudnn\$conv")
+# Part of the names of the grouped products for Hopper (`kernels/mosaic.py`).
+_GROUPED = "mosaic_grouped_dot"
 # Matrix products of attention: logits and their product with the values; five in the backward pass, which computes the logits
 # again (arXiv:2205.14135, algorithm 4).
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
@@ -83,6 +85,9 @@ def flops(instruction: Instruction, shapes: Sequence[str]) -> float:
     if name == "tpu_custom_call":
         stated = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', instruction.rest)
         return float(stated[1]) if stated else 0.0
+    if name.startswith("mosaic_gpu") and _GROUPED in instruction.made_by:
+        # The last operands are rows [M, K], and weights for rows [M, N], or other rows [M, N] for the gradient [G, K, N].
+        return 2.0 * math.prod(hlo_text.dimensions(shapes[-2])) * hlo_text.dimensions(instruction.shape)[-1]
     return 0.0
 
 

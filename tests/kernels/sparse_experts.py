@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from spmd_trainer.kernels import token_groups
 from spmd_trainer.kernels.grouped_dot import grouped_dot
 from spmd_trainer.kernels.token_groups import TokenParts
+from spmd_trainer.planner import hlo_costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,3 +83,51 @@ def assert_equal(ours, theirs):
     """Asserts equality but for 1e-6 of the largest element of each array."""
     for found, expected in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * max(1.0, np.abs(expected).max()))
+
+
+# A layer of Qwen3-30B-A3B. No other dimension is as large as the length, or as the number of tokens.
+QWEN = Setting(experts=128, top=8, batch=2, length=1920, width=2048, hidden=768)
+# Forward, and in the backward pass the gradients of rows and weights, of three products.
+PRODUCTS = 9
+
+
+def shapes(setting, specs=None, mesh=None):
+    """The layer's arguments, in bfloat16, as shapes."""
+    b, t, d, f, e, k = (getattr(setting, name) for name in ("batch", "length", "width", "hidden", "experts", "top"))
+    sizes = [(b, t, d), (b, t, k), (b, t, k), (e, d, f), (e, d, f), (e, f, d)]
+    dtypes = [jnp.bfloat16, jnp.int32, jnp.float32, *[jnp.bfloat16] * 3]
+    placed = [None if specs is None else NamedSharding(mesh, spec) for spec in specs or sizes]
+    return [jax.ShapeDtypeStruct(s, dt, sharding=p) for s, dt, p in zip(sizes, dtypes, placed, strict=True)]
+
+
+def traced(layer, arguments):
+    """The gradients of everything but the choice of experts."""
+
+    def loss(*arguments):
+        return jnp.sum(layer(*arguments).astype(jnp.float32) ** 2)
+
+    return jax.jit(jax.grad(loss, (0, 2, 3, 4, 5))).trace(*arguments)
+
+
+def active_flops(setting):
+    pairs = setting.batch * setting.length * setting.top
+    return PRODUCTS * 2.0 * pairs * setting.width * setting.hidden
+
+
+def flops(hlo):
+    return sum(cost.flops * cost.times for cost in hlo_costs.instruction_costs(hlo))
+
+
+def experts_times_tokens(hlo, setting, tokens):
+    """The shapes of arrays that have both a dimension of all experts and one of all tokens."""
+    found = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", hlo)}
+    return [dims for dims in found if setting.experts in dims and {tokens, setting.length} & set(dims)]
+
+
+def product_and_gradients(kernel, rows, others, weights, sizes):
+    """Returns a kernel's products with the weights and with the transposed ones, and the weights' gradient."""
+    return (
+        kernel.product(rows, weights, sizes, transposed=False),
+        kernel.product(others, weights, sizes, transposed=True),
+        kernel.weights_product(rows, others, sizes),
+    )

@@ -9,23 +9,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
-from sparse_experts import Setting, assert_equal, dense, output_and_gradients, sparse
+from jax.sharding import PartitionSpec
+from sparse_experts import (
+    PRODUCTS,
+    QWEN,
+    Setting,
+    active_flops,
+    assert_equal,
+    dense,
+    experts_times_tokens,
+    flops,
+    output_and_gradients,
+    product_and_gradients,
+    shapes,
+    sparse,
+    traced,
+)
 
 from spmd_trainer import sharding
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels import grouped_blocks, kernels, megablox
 from spmd_trainer.kernels.grouped_dot import grouped_dot
-from spmd_trainer.planner import hlo_costs, jaxpr_costs
+from spmd_trainer.planner import jaxpr_costs
 from spmd_trainer.planner.topologies import topology_devices
 
 needs_tpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed: uv sync --extra tpu"
 )
-# A layer of Qwen3-30B-A3B. No other dimension is as large as the length, or as the number of tokens.
-QWEN = Setting(experts=128, top=8, batch=2, length=1920, width=2048, hidden=768)
-# Forward, and in the backward pass the gradients of rows and weights, of three products.
-PRODUCTS = 9
 
 
 def check(setting, seed, layer=sparse):
@@ -104,39 +114,6 @@ def test_a_mesh_changes_nothing(split, sizes):
         check(Setting(experts=5, top=2, width=11), 1, functools.partial(sparse, **SPLITS[split]))
 
 
-def shapes(setting, specs=None, mesh=None):
-    """The layer's arguments, in bfloat16, as shapes."""
-    b, t, d, f, e, k = (getattr(setting, name) for name in ("batch", "length", "width", "hidden", "experts", "top"))
-    sizes = [(b, t, d), (b, t, k), (b, t, k), (e, d, f), (e, d, f), (e, f, d)]
-    dtypes = [jnp.bfloat16, jnp.int32, jnp.float32, *[jnp.bfloat16] * 3]
-    placed = [None if specs is None else NamedSharding(mesh, spec) for spec in specs or sizes]
-    return [jax.ShapeDtypeStruct(s, dt, sharding=p) for s, dt, p in zip(sizes, dtypes, placed, strict=True)]
-
-
-def traced(layer, arguments):
-    """The gradients of everything but the choice of experts."""
-
-    def loss(*arguments):
-        return jnp.sum(layer(*arguments).astype(jnp.float32) ** 2)
-
-    return jax.jit(jax.grad(loss, (0, 2, 3, 4, 5))).trace(*arguments)
-
-
-def active_flops(setting):
-    pairs = setting.batch * setting.length * setting.top
-    return PRODUCTS * 2.0 * pairs * setting.width * setting.hidden
-
-
-def flops(hlo):
-    return sum(cost.flops * cost.times for cost in hlo_costs.instruction_costs(hlo))
-
-
-def experts_times_tokens(hlo, setting, tokens):
-    """The shapes of arrays that have both a dimension of all experts and one of all tokens."""
-    found = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", hlo)}
-    return [dims for dims in found if setting.experts in dims and {tokens, setting.length} & set(dims)]
-
-
 def test_the_compiled_program_computes_the_chosen_experts_only():
     """Dense experts cost 16 times as much, and so does `jax.lax.ragged_dot` on host devices."""
     program = traced(sparse, shapes(QWEN))
@@ -195,14 +172,9 @@ def test_megablox_gives_the_numbers_of_blocks(count, width, other, sizes):
     )
     sizes = jnp.asarray(sizes, jnp.int32)
 
-    def results(kernel):
-        return (
-            kernel.product(rows, weights, sizes, transposed=False),
-            kernel.product(others, weights, sizes, transposed=True),
-            kernel.weights_product(rows, others, sizes),
-        )
-
-    ours, theirs = results(megablox.KERNEL), results(grouped_blocks.KERNEL)
+    ours, theirs = (
+        product_and_gradients(module.KERNEL, rows, others, weights, sizes) for module in (megablox, grouped_blocks)
+    )
     assert_equal(ours, theirs)
     assert not np.asarray(theirs[0])[int(sizes.sum()) :].any()
 
