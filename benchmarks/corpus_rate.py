@@ -70,22 +70,41 @@ def compare(
 ) -> None:
     """Measures one pair, whose programs take turns, and reports it."""
     sides = {"trainer": ours, "baseline": baseline}
+    seconds, processor = take_turns(report, f"{name}, ", sides, rounds, equal=True)
+    for what, found in (("time", seconds), ("processor time", processor)):
+        report.ratio(f"{name}: {what}, trainer / baseline", found["trainer"], found["baseline"], bar=1 / LEAST_RATE)
+
+
+def take_turns(
+    report: reporting.Report, prefix: str, sides: Mapping[str, Callable[[], int]], rounds: int, *, equal: bool
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Lets programs that return their number of tokens take turns, after an unmeasured round, and reports their rates.
+
+    Args:
+      report: gets a figure of each, named `prefix` and the program's name.
+      prefix: see `report`.
+      sides: {name: program}.
+      rounds: measured turns of each.
+      equal: whether they have to return the same number; otherwise the run fails.
+
+    Returns:
+      The seconds of each program's turns, and its seconds of processor time.
+    """
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     processor: dict[str, list[float]] = {side: [] for side in sides}
     tokens: dict[str, int] = {}
     for number in range(rounds + 1):
-        for side in random.sample(list(sides), 2):
+        for side in random.sample(list(sides), len(sides)):
             began, began_processor = time.perf_counter(), time.process_time()
             tokens[side] = sides[side]()
             if number:
                 seconds[side].append(time.perf_counter() - began)
                 processor[side].append(time.process_time() - began_processor)
     for side, values in seconds.items():
-        report.figure(f"{name}, {side}", tokens[side] / np.array(values), "tokens/s")
-    for what, found in (("time", seconds), ("processor time", processor)):
-        report.ratio(f"{name}: {what}, trainer / baseline", found["trainer"], found["baseline"], bar=1 / LEAST_RATE)
-    if tokens["trainer"] != tokens["baseline"]:
-        report.fails(f"{name}: the programs don't do the same work: {tokens}")
+        report.figure(f"{prefix}{side}", tokens[side] / np.array(values), "tokens/s")
+    if equal and len({*tokens.values()}) > 1:
+        report.fails(f"{prefix}the programs don't do the same work: {tokens}")
+    return seconds, processor
 
 
 def report_processes(report: reporting.Report) -> None:

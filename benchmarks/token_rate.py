@@ -15,20 +15,17 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import random
 import shutil
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from praxis import base_hyperparams, pax_fiddle
 
 from benchmarks import reporting
-from benchmarks.corpus_rate import BATCH, LENGTH, WINDOW_ROWS, Corpus, read_json_lines, together
+from benchmarks.corpus_rate import BATCH, LENGTH, WINDOW_ROWS, Corpus, read_json_lines, take_turns, together
 from spmd_trainer.inputs import ChatInput, CorpusInput, PreferenceInput
 from spmd_trainer.inputs.corpus.documents import Documents
 from spmd_trainer.inputs.corpus.prepare import Preparation, Preparing, prepare
@@ -79,7 +76,7 @@ def report_tokenising(report: reporting.Report, corpus: Corpus, folder: pathlib.
         return count
 
     sides = {"one worker": lambda: tokenise(1), f"{cores} workers": lambda: tokenise(cores), "the library": encode}
-    one, many, library = measure(report, "tokenising, {}", sides, rounds, equal=True)
+    one, many, library = take_turns(report, "tokenising, ", sides, rounds, equal=True)[0].values()
     report.ratio(f"tokenising: time, {cores} workers / one", many, one, bar=1 / LEAST_SPEEDUP)
     report.ratio(f"tokenising: time, {cores} workers / the library", many, library, bar=1 / LEAST_OF_LIBRARY)
 
@@ -110,26 +107,7 @@ def report_inputs(report: reporting.Report, corpus: Corpus, folder: pathlib.Path
         "conversations": lambda: read_all(ChatInput, corpus, files=str(folder / "chats.jsonl"), **chat),
         "pairs": lambda: read_all(PreferenceInput, corpus, files=str(folder / "pairs.jsonl"), **chat),
     }
-    measure(report, "{}", sides, rounds)
-
-
-def measure(
-    report: reporting.Report, named: str, sides: dict[str, Callable[[], int]], rounds: int, *, equal: bool = False
-) -> list[list[float]]:
-    """Lets programs take turns, and reports their tokens per second; returns the seconds of each."""
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    tokens: dict[str, int] = {}
-    for number in range(rounds + 1):
-        for side in random.sample(list(sides), len(sides)):
-            began = time.perf_counter()
-            tokens[side] = sides[side]()
-            if number:
-                seconds[side].append(time.perf_counter() - began)
-    for side, values in seconds.items():
-        report.figure(named.format(side), tokens[side] / np.array(values), "tokens/s")
-    if equal and len({*tokens.values()}) > 1:
-        report.fails(f"the programs don't do the same work: {tokens}")
-    return list(seconds.values())
+    take_turns(report, "", sides, rounds, equal=False)
 
 
 def read_all(kind: type[CorpusInput], corpus: Corpus, **fields: Any) -> int:
