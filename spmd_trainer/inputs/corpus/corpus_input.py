@@ -191,10 +191,8 @@ class CorpusInput(text_base.TokenizedInput):
                 preparation = Preparation(one.documents, self.tokenizer, stores[one.name], self.bad_records)
                 found.append(PreparedSource(one.source, preparation, helpers))
                 self.sources[number] = dataclasses.replace(one, source=found[-1])
-        if not self.is_training:  # it may be over before a thread has found them; training doesn't wait for anything
-            for source in found:
-                source.try_finished()
-        return prepared_source.tokenise(found, after)
+        # An evaluation may be over before a thread has found the stores. Training doesn't wait for anything.
+        return prepared_source.tokenise(found, after, look_first=not self.is_training)
 
     def stop_tokenising(self) -> None:
         """Ends what `tokenise_ahead` has started; finished parts are kept."""
@@ -307,7 +305,7 @@ class CorpusInput(text_base.TokenizedInput):
             weigh_by=self._mixture.weigh_by,
             stopping_strategy=self._mixture.stopping_strategy,
             batch_rows=self.global_batch_size,
-            segment_lens=self._segment_lens,
+            segment_lens={step * self.global_batch_size: most for step, most in self._segment_lens.items()},
         )
 
     @property

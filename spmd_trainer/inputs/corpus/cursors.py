@@ -12,7 +12,6 @@ from spmd_trainer.inputs.corpus.mixture import OpenSource
 from spmd_trainer.inputs.corpus.order import Position
 
 _NUMBERS = 7  # per source
-_PLACE = ("window", "offset", "row", "rows")
 
 
 class SourceCursor(NamedTuple):
@@ -91,9 +90,9 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> InputPosition:
         if len(numbers) != _NUMBERS or min(numbers) < 0:
             raise ValueError(f"source {name!r} has {numbers}")
         sources.append(SourceCursor(Position(*numbers[:4]), *numbers[4:]))
-    # Positions that were saved before weights could change by steps have no `rows`.
-    window, offset, row, rows = (int(saved.get(name, 0) if name == "rows" else saved[name]) for name in _PLACE)
-    begins = tuple(map(int, saved.get("begins", ())))
+    window, offset, row = (int(saved[name]) for name in ("window", "offset", "row"))
+    # Positions that were saved before weights could change by steps don't have these.
+    rows, begins = int(saved.get("rows", 0)), tuple(map(int, saved.get("begins", ())))
     if min(window, offset, row, rows, *begins) < 0:
         raise ValueError(f"window {window}, offset {offset}, row {row}, rows {rows}, begins {begins}")
     return InputPosition(Cursor(window, offset, tuple(sources), rows, begins), row)

@@ -15,7 +15,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -97,6 +97,12 @@ class ChangingShare:
 
 
 Share = float | ChangingShare
+T = TypeVar("T")
+
+
+def holding(values: Mapping[int, T], place: int) -> T:
+    """Returns the value that holds at a place. `values`: by the place from which each holds, 0 among them."""
+    return values[max(begin for begin in values if begin <= place)]
 
 
 def steps_of(share: Share) -> tuple[int, ...]:
@@ -313,7 +319,7 @@ def _shares_of_phases(weights: Mapping[str, _Weights], mixture: Mixture) -> list
     begins = sorted({begin for of_source in weights.values() for begin in of_source})
     phases: list[list[float]] = []
     for begin in begins:
-        now = [of_source[max(one for one in of_source if one <= begin)] for of_source in weights.values()]
+        now = [holding(of_source, begin) for of_source in weights.values()]
         if not any(now):
             raise UserError(f"no source of the mixture has a weight above 0 from {begin:,} on; give one at every time")
         phases.append(_shares(now, mixture.temperature))

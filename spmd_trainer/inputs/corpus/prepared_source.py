@@ -274,23 +274,32 @@ class _Ended(Exception):
     """The run ends."""
 
 
-def tokenise(sources: Sequence[PreparedSource], after: threading.Thread | None = None) -> threading.Thread:
+def tokenise(
+    sources: Sequence[PreparedSource], after: threading.Thread | None = None, *, look_first: bool = False
+) -> threading.Thread:
     """Tokenises sources in a thread, which ends with the process: one after the other, because each takes all workers.
 
     Args:
       sources: the sources.
       after: a thread that tokenises others, which come first.
+      look_first: look for finished stores before this returns, and not in the thread.
     """
 
-    def work() -> None:
+    def look() -> None:
         for source in sources:
             source.try_finished()
+
+    def work() -> None:
+        if not look_first:
+            look()
         if after is not None:
             after.join()
         for source in sources:
             if not source.is_ready:
                 source.tokenise()
 
+    if look_first:
+        look()
     thread = threading.Thread(target=work, name="tokenise", daemon=True)
     thread.start()
     return thread

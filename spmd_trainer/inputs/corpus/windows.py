@@ -19,7 +19,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus import encoding, order, row_plan
 from spmd_trainer.inputs.corpus.cursors import Cursor, SourceCursor
-from spmd_trainer.inputs.corpus.mixture import STOP, TOKENS, ChangingShare, OpenSource, Schedule, steps_of
+from spmd_trainer.inputs.corpus.mixture import STOP, TOKENS, ChangingShare, OpenSource, Schedule, holding, steps_of
 from spmd_trainer.inputs.corpus.row_plan import PAD, PAIR, SPLIT, Frame, FramedDocument, PairTable, RowPlan, RowTable
 from spmd_trainer.sharding.messages import count_text
 
@@ -34,7 +34,7 @@ class WindowSettings:
 
     Attributes (besides those):
       batch_rows: rows of a global batch.
-      segment_lens: {step: most tokens of a segment from there on}.
+      segment_lens: {rows: most tokens of a segment after them}.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -51,10 +51,6 @@ class WindowSettings:
     stopping_strategy: str
     batch_rows: int
     segment_lens: Mapping[int, int]
-
-    def segment_len(self, rows: int) -> int:
-        """Returns the most tokens of a segment after so many rows."""
-        return self.segment_lens[max(step for step in self.segment_lens if step * self.batch_rows <= rows)]
 
 
 class Share(NamedTuple):
@@ -155,9 +151,10 @@ class WindowMaker:
         by_tokens = settings.weigh_by == TOKENS
         self._weighed = (lambda cursor: cursor.tokens) if by_tokens else (lambda cursor: cursor.documents)
         self._shares = [one.share for one in sources]
-        begins = {*settings.segment_lens, *(step for share in self._shares for step in steps_of(share))}
-        # Rows at which something changes. A window ends there, or with the document that crosses it.
-        self._changes = sorted(step * settings.batch_rows for step in begins)
+        # Rows after which the weights of each step hold; and all rows at which something changes: a window ends there, or with
+        # the document that crosses them.
+        self._weights_from = [step * settings.batch_rows for step in steps_of(self._shares[0])]
+        self._changes = {*self._weights_from, *settings.segment_lens}
         self._schedule = self._schedule_by(begin.begins)
         self._streams = [
             self._open(one, cursor.position, len(sources)) for one, cursor in zip(sources, begin.sources, strict=True)
@@ -282,14 +279,14 @@ class WindowMaker:
         if settings.packing == PAIR:
             plan = row_plan.pack([1] * len(pending), 1, PAD)
         else:
-            most = settings.segment_len(self._begin.rows)
+            most = holding(settings.segment_lens, self._begin.rows)
             plan = row_plan.pack([one.size for one in pending], settings.seq_len, settings.packing, most)
         return plan, self._after(plan, 0, tuple(self._cursors))
 
     def _after(self, plan: RowPlan, offset: int, sources: tuple[SourceCursor, ...]) -> Cursor:
         """Returns where the next window begins."""
         window, rows, begins = self._begin.window + 1, self._begin.rows + plan.num_rows, self._begin.begins
-        come = sum(step * self._settings.batch_rows <= rows for step in steps_of(self._shares[0]))
+        come = sum(begin <= rows for begin in self._weights_from)
         if come > 1 + len(begins):  # the weights of steps that have come hold from here on
             due = self._schedule.total
             begins += (max(begins, default=0) if due is None else due,) * (come - 1 - len(begins))

@@ -95,7 +95,7 @@ def test_any_processes_a_store_and_a_restart_give_the_same_batches(kind, row, cu
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "row"), [(ChatInput, talk), (PreferenceInput, pair)], ids=["chat", "pairs"])
 def test_a_worker_tokenises_them_and_batches_stay_the_same(kind, row, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepared_source, "tokenise", lambda *given: None)
+    monkeypatch.setattr(prepared_source, "tokenise", lambda *_, **__: None)
     path = tmp_path / "a.jsonl.gz"  # read in windows
     path.write_bytes(gzip.compress("".join(json.dumps(row(number)) + "\n" for number in range(60)).encode()))
     fields = {"files": str(path), "window_rows": 6, "seq_len": 48, "too_long": "drop"}

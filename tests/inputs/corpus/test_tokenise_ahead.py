@@ -119,7 +119,7 @@ def test_the_change_in_the_midst_of_a_file_read_in_order(tmp_path, monkeypatch):
     files = write(tmp_path / "web", compressed=True)
     expected = drain(make(Documents(files), is_training=False))
     source = make(Documents(files), is_training=False)
-    monkeypatch.setattr(prepared_source, "tokenise", lambda *given: None)
+    monkeypatch.setattr(prepared_source, "tokenise", lambda *_, **__: None)
     (prepared,) = ahead(source, str(tmp_path / "cache"))
     found = take(source, 2)
     prepared.tokenise()
