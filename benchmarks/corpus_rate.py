@@ -2,11 +2,11 @@
 
     python -m benchmarks.corpus_rate [--rounds 7] [--megabytes 6] [--json FILE]
 
-Three pairs: JSON lines (json), Parquet (pyarrow) and ArrayRecord (array_record, in a random order). The loops use the same
-tokenizer, 64 documents at a time, and the same packing; they have no position, no shares of processes, no shuffle of rows and no
-checks. Each turn reads the whole corpus once, from opening the files to the last batch. Documents are the files of the standard
-library in parts of 3,000 bytes, and the tokenizer is a byte-level BPE of 4,096 tokens trained on them. On a shared machine, trust
-the ratio of processor times.
+Four pairs: JSON lines (json), Parquet (pyarrow), TFRecord of tf.train.Example (tf.data and TensorFlow's class of examples) and
+ArrayRecord (array_record, in a random order). The loops use the same tokenizer, 64 documents at a time, and the same packing; they
+have no position, no shares of processes, no shuffle of rows and no checks. Each turn reads the whole corpus once, from opening the
+files to the last batch. Documents are the files of the standard library in parts of 3,000 bytes, and the tokenizer is a byte-level
+BPE of 4,096 tokens trained on them. On a shared machine, trust the ratio of processor times.
 
 Also, each in a process of its own: how full the rows of the library's functions are, the memory and threads of a mixture of 35
 sources against one, and the start of an input over a billion documents that are made up when they are read.
@@ -161,12 +161,12 @@ def read_all(source: CorpusInput) -> int:
 
 
 class Corpus:
-    """The same documents as JSON lines, Parquet and ArrayRecord, and a tokenizer trained on them.
+    """The same documents as JSON lines, Parquet, TFRecord and ArrayRecord, and a tokenizer trained on them.
 
     Attributes:
       tokenizer: the tokenizer, of the library.
       wrapped: it, for the inputs.
-      paths: {'jsonl', 'parquet' or 'arrayrecord': the file}.
+      paths: {'jsonl', 'parquet', 'tfrecord' or 'arrayrecord': the file}.
     """
 
     def __init__(self, directory: pathlib.Path, size: int):
@@ -179,9 +179,10 @@ class Corpus:
         documents = list(_parts(size))
         self.tokenizer = _train(documents)
         self.wrapped = HuggingFaceTokenizer(self.tokenizer)
-        self.paths = {kind: directory / f"corpus.{kind}" for kind in ("jsonl", "parquet", "arrayrecord")}
+        self.paths = {kind: directory / f"corpus.{kind}" for kind in ("jsonl", "parquet", "tfrecord", "arrayrecord")}
         _write_json_lines(documents, self.paths["jsonl"])
         _write_parquet(documents, self.paths["parquet"])
+        _write_tfrecord(documents, self.paths["tfrecord"])
         _write_array_record(documents, self.paths["arrayrecord"])
 
     def pairs(self) -> dict[str, tuple[Callable[[], int], Callable[[], int]]]:
@@ -189,6 +190,7 @@ class Corpus:
         return {
             "JSON lines": (lambda: self._ours("jsonl"), lambda: self._baseline(read_json_lines(self.paths["jsonl"]))),
             "Parquet": (lambda: self._ours("parquet"), lambda: self._baseline(self._parquet())),
+            "TFRecord": (lambda: self._ours("tfrecord"), lambda: self._baseline(self._tfrecord())),
             "ArrayRecord": (lambda: self._ours("arrayrecord", "global"), lambda: self._baseline(self._array_record())),
         }
 
@@ -213,6 +215,12 @@ class Corpus:
 
         for batch in pyarrow.parquet.ParquetFile(self.paths["parquet"]).iter_batches(columns=["text"]):
             yield from batch.column(0).to_pylist()
+
+    def _tfrecord(self) -> Iterator[str]:
+        import tensorflow as tf
+
+        for record in tf.data.TFRecordDataset(str(self.paths["tfrecord"])).as_numpy_iterator():
+            yield tf.train.Example.FromString(record).features.feature["text"].bytes_list.value[0].decode()
 
     def _array_record(self) -> Iterator[str]:
         from array_record.python import array_record_module
@@ -293,6 +301,15 @@ def _write_parquet(documents: list[str], path: pathlib.Path) -> None:
 
     table = pyarrow.table({"id": list(range(len(documents))), "text": documents})
     pyarrow.parquet.write_table(table, path, row_group_size=500)
+
+
+def _write_tfrecord(documents: list[str], path: pathlib.Path) -> None:
+    import tensorflow as tf
+
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for text in documents:
+            feature = tf.train.Feature(bytes_list=tf.train.BytesList(value=[text.encode()]))
+            writer.write(tf.train.Example(features=tf.train.Features(feature={"text": feature})).SerializeToString())
 
 
 def _write_array_record(documents: list[str], path: pathlib.Path) -> None:
