@@ -28,7 +28,7 @@ from spmd_trainer.inputs.corpus.encoding import BAD_RECORDS, RAISE
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.part_worker import Part, Task, Worker, arrow_library, make_part
-from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, FORMAT, Batch, Description
+from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, FORMAT, Batch, Description, TokenStore
 from spmd_trainer.inputs.text_settings import TokeniseConfig
 from spmd_trainer.sharding.messages import count_text, format_seconds, short_hash
 from spmd_trainer.storage import access, files, json_values, reading
@@ -99,6 +99,11 @@ class Preparing:
             bound = documents.processor.bound(tokenizer, documents.processor.seq_len)
             documents = dataclasses.replace(documents, processor=bound)
         self.source = open_documents(documents)
+        if isinstance(self.source, TokenStore):
+            raise UserError(
+                f"files={documents.files!r:.300} are tokenised already: {self.source.size_text}. CorpusInput reads them as they "
+                "are; to tokenise them in another way, give the text that they were made of"
+            )
         parts = tuple(parts_of(self.source, preparation.documents_per_part))
         if not parts:
             raise UserError(f"{self.source.size_text} hold no document; give at least one")

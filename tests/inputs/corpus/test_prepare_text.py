@@ -193,6 +193,13 @@ def test_a_corpus_without_documents_and_an_unusable_output_are_refused(web, tmp_
         run(tmp_path / "file", str(web / "*.jsonl"))
 
 
+def test_a_prepared_corpus_is_not_tokenised_again(web, tmp_path):
+    run(tmp_path / "tokens", str(web / "*.jsonl"))
+    with raises_naming(UserError, str(tmp_path / "tokens"), "tokenised already"):
+        run(tmp_path / "again", str(tmp_path / "tokens"))
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_damaged_corpus_is_an_error(web, tmp_path):
     folder = tmp_path / "tokens"
     run(folder, str(web / "*.jsonl"), documents_per_part=4)
