@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from praxis import asserts, base_hyperparams, base_layer, optimizers, pax_fiddle
 from praxis import optimizer_prefix_vectorization as opt_vec
 
-from spmd_trainer.step import optax_bridge
+from spmd_trainer.step import opt_state_dtypes, optax_bridge
 from spmd_trainer.step.masks import mask_out, match_paths, paths_text, with_paths
 
 
@@ -46,6 +46,10 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
       repeat_prefix_sep: separates dimensions in the keys of stacked optimizer states.
       keep_optimizer_state_for_excluded_vars: keep optimizer states also of variables that don't learn.
       scale_update_by_var_norm: scale each update by the variable's initial magnitude.
+      opt_state_dtype: how moments are kept between steps: 'float32', 'bfloat16' or '8bit', see `opt_state_dtypes`. States of
+        fewer than 4,096 elements and moving averages (`ema_decay`) stay float32. A run may change it when it is started again.
+      opt_state_dtype_rules: (regex, dtype) pairs. The first whose regex is found in the path of a part of the state, such as
+        'no_prefix/v/params/lm/softmax/w', decides instead of `opt_state_dtype`, for a part of any size.
     """
 
     optimizer: Any = None
@@ -66,9 +70,12 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
     repeat_prefix_sep: str = "#"
     keep_optimizer_state_for_excluded_vars: bool = False
     scale_update_by_var_norm: bool = False
+    opt_state_dtype: str = opt_state_dtypes.FLOAT32
+    opt_state_dtype_rules: Sequence[tuple[str, str]] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        opt_state_dtypes.check(self)
         if self.optimizer is None:
             raise ValueError("task.train.learner.optimizer is not set; e.g. pax_fiddle.Config(optimizers.Adam, ...)")
         self.optimizer = optax_bridge.as_optimizer(self.optimizer)

@@ -22,7 +22,7 @@ from spmd_trainer import sharding
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.sharding.path_rules import Strategy
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
-from spmd_trainer.step import masks, optax_bridge, step_fns
+from spmd_trainer.step import masks, opt_state_dtypes, optax_bridge, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.train_states import NestedJTensor, NestedShapeDtypeStruct, NestedWeightHParams, PyTree, TrainState
 
@@ -75,7 +75,11 @@ def build(
         jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams),
     )
     grad_tx, excluded = grad_transformation(layout)
-    opt_hparams = _unmask(grad_tx.init_partition_spec(masks.mask_out(hparams, excluded)))
+    opt_hparams = opt_state_dtypes.stored_specs(
+        task.learner,
+        jax.eval_shape(grad_tx.init, masks.mask_out(logical.mdl_vars, excluded)),
+        _unmask(grad_tx.init_partition_spec(masks.mask_out(hparams, excluded))),
+    )
     specs = TrainState(
         step=PartitionSpec(),
         mdl_vars=jax.tree.map(functools.partial(_declared_spec, mesh), hparams),
@@ -142,7 +146,8 @@ def create_train_state(layout: LogicalLayout, mdl_vars: NestedJTensor, *, with_o
     if not with_opt_states:
         return TrainState.create(mdl_vars, [])
     grad_tx, excluded = grad_transformation(layout)
-    return TrainState.create(mdl_vars, [grad_tx.init(masks.mask_out(mdl_vars, excluded))])
+    opt_state = grad_tx.init(masks.mask_out(mdl_vars, excluded))
+    return TrainState.create(mdl_vars, [opt_state_dtypes.stored(layout.task.learner, opt_state, 0)])
 
 
 def grad_transformation(

@@ -1,0 +1,250 @@
+"""Optimizer states in 16 or 8 bits: how a state is stored between steps. A step computes with float32 (`stored`, `loaded`).
+
+'bfloat16' keeps the upper half of a float32. '8bit' keeps one byte for each element, and one float32 for each row, i.e. for the
+last dimension: the row's largest magnitude. A row is a block of Dettmers et al. 2022 (arXiv:2110.02861); it is never divided
+anew on another mesh, and costs no more than a maximum over it. The byte is logarithmic, in eighths of a power of two.
+
+Both are rounded stochastically: up or down at random, so that the mean is right. Otherwise a moment would stand still that changes
+by less than half a rounding step in a training step, as most do. What is drawn depends on the training step, the path and the
+element alone, so a run is the same on any mesh and after a restart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from flax import struct
+from jax import lax
+from praxis import base_layer
+
+from spmd_trainer.errors import did_you_mean
+from spmd_trainer.sharding.variables import path_str
+from spmd_trainer.step import masks
+from spmd_trainer.train_states import PyTree
+
+FLOAT32, BFLOAT16, EIGHT_BITS = "float32", "bfloat16", "8bit"
+DTYPES = (FLOAT32, BFLOAT16, EIGHT_BITS)
+# Smaller states stay float32, as in Dettmers et al.: they need no memory, and norms and biases are sensitive.
+LEAST_ELEMENTS = 4096
+# Levels of the code for a factor of two, and their values between 1 and 2.
+_PER_OCTAVE = 8
+_ROOTS = (2.0 ** (np.arange(_PER_OCTAVE) / _PER_OCTAVE)).astype(np.float32)
+# Parts of a state that are never negative, by praxis' and optax' names: they use the sign's bit for their range.
+_SECOND_MOMENTS = frozenset({"v", "nu"})
+# praxis' averages of the variables, which evaluation reads, and which change too slowly for few bits: they stay float32.
+_AVERAGES = "ema"
+
+
+@struct.dataclass
+class Bytes:
+    """A stored float32 array [..., n] of an optimizer state.
+
+    Attributes:
+      codes: uint8 [..., n]; 0 is zero, in the padding too.
+      scale: float32 [..., 1], the largest magnitude of each row.
+      signed: False if no element is negative.
+    """
+
+    codes: Any
+    scale: Any
+    signed: bool = struct.field(pytree_node=False)
+
+
+def check(learner: Any) -> None:
+    """Checks a learner's `opt_state_dtype` and `opt_state_dtype_rules`.
+
+    Raises:
+      ValueError: an unknown dtype, or a rule that is not (regex, dtype).
+    """
+    asked = {"opt_state_dtype": learner.opt_state_dtype}
+    for number, rule in enumerate(learner.opt_state_dtype_rules, start=1):
+        if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[0], str):
+            raise ValueError(f"opt_state_dtype_rules: rule {number} is {rule!r}; give (regex, dtype)")
+        try:
+            re.compile(rule[0])
+        except re.error as error:
+            raise ValueError(f"opt_state_dtype_rules: rule {number}, {rule[0]!r}, doesn't compile: {error}") from error
+        asked[f"opt_state_dtype_rules: rule {number}"] = rule[1]
+    for name, dtype in asked.items():
+        if dtype not in DTYPES:
+            raise ValueError(f"{name} is {dtype!r}; it is one of {DTYPES}{did_you_mean(str(dtype), DTYPES)}")
+
+
+def changes(learner: Any) -> bool:
+    """Returns True if the learner stores a part of its state in another dtype than it computes with."""
+    return learner.opt_state_dtype != FLOAT32 or bool(learner.opt_state_dtype_rules)
+
+
+def stored(learner: Any, state: PyTree, step: jax.Array | int) -> PyTree:
+    """Returns an optimizer state as it is kept until the next step. Under jit.
+
+    Args:
+      learner: the learner, with `opt_state_dtype` and `opt_state_dtype_rules`.
+      state: the state that the optimizer returned.
+      step: uint32, the number of the training step, for the rounding.
+    """
+    return _mapped(learner, lambda path, x, dtype: encode(path, x, dtype, step), state) if changes(learner) else state
+
+
+def loaded(state: PyTree) -> PyTree:
+    """Returns a stored optimizer state as its optimizer reads it, in float32. Under jit."""
+    return jax.tree.map(decode, state, is_leaf=lambda x: isinstance(x, Bytes))
+
+
+def stored_specs(learner: Any, shapes: PyTree, specs: PyTree) -> PyTree:
+    """Returns the layout of a stored state.
+
+    Args:
+      learner: the learner.
+      shapes: ShapeDtypeStructs of the state as the optimizer returns it.
+      specs: WeightHParams of its parts, same structure.
+    """
+    if not changes(learner):
+        return specs
+    _warn_of_unused_rules(learner, shapes)
+
+    def spec(path: str, x: jax.ShapeDtypeStruct, dtype: str, hparams: base_layer.WeightHParams) -> Any:
+        if dtype != EIGHT_BITS:
+            return hparams
+        mapping = hparams.tensor_split_dims_mapping
+        scale = dataclasses.replace(
+            hparams,
+            shape=(*hparams.shape[:-1], 1),
+            tensor_split_dims_mapping=None if mapping is None else (*mapping[:-1], None),
+        )
+        return Bytes(hparams, scale, is_signed(path))
+
+    return _mapped(learner, spec, shapes, specs)
+
+
+def encode(path: str, x: jax.Array, dtype: str, step: jax.Array | int) -> jax.Array | Bytes:
+    """Returns one array of a state as it is stored. Storing again what was loaded changes nothing.
+
+    Args:
+      path: its path in the state, without the names of `Bytes`.
+      x: float32.
+      dtype: one of `DTYPES`.
+      step: see `stored`.
+    """
+    if dtype == BFLOAT16:
+        bits, drawn = lax.bitcast_convert_type(x, jnp.uint32), _random_bits(path, x.shape, step) >> 16
+        # The lower half of the bits says how probable the upper neighbour is. NaN and infinities stay.
+        upper = jnp.where(jnp.isfinite(x), bits + drawn, bits) & jnp.uint32(0xFFFF0000)
+        return lax.bitcast_convert_type(upper, jnp.float32).astype(jnp.bfloat16)
+    if dtype == EIGHT_BITS:
+        signed = is_signed(path)
+        scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+        level = _rounded_level(jnp.abs(x), scale, _random_bits(path, x.shape, step), signed)
+        sign = jnp.where((x < 0) & (level > 0), 128, 0) if signed else 0
+        return Bytes((level + sign).astype(jnp.uint8), scale, signed)
+    return x
+
+
+def decode(x: jax.Array | Bytes) -> jax.Array:
+    """Returns what `encode` stored, in float32. Other dtypes stay."""
+    if not isinstance(x, Bytes):
+        return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+    codes = x.codes.astype(jnp.int32)
+    if not x.signed:
+        return _value(codes, signed=False) * x.scale
+    value = _value(codes & 127, signed=True) * x.scale
+    return jnp.where(codes > 127, -value, value)
+
+
+def _rounded_level(size: jax.Array, scale: jax.Array, drawn: jax.Array, signed: bool) -> jax.Array:
+    """Returns the level of magnitudes, rounded up or down at random.
+
+    There are no logarithms here: a compiler's are not the same for the last elements of an array, so results would depend on
+    the mesh.
+    """
+    share = size / jnp.where(scale > 0, scale, 1.0)
+    bits = lax.bitcast_convert_type(share, jnp.int32)
+    mantissa = lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
+    eighths = sum((mantissa >= root).astype(jnp.int32) for root in _ROOTS[1:])
+    most = _most(signed)
+    low = jnp.clip(most + _PER_OCTAVE * ((bits >> 23) - 127) + eighths, 0, most)
+    # The division was rounded, so this may be a level too high or too low.
+    low = jnp.where(_value(low, signed=signed) * scale > size, low - 1, low)
+    low = jnp.where((_value(low + 1, signed=signed) * scale <= size) & (low < most), low + 1, low)
+    below, above = (_value(level, signed=signed) * scale for level in (low, low + 1))
+    part = (size - below) / jnp.where(above > below, above - below, 1.0)
+    level = low + ((drawn >> 8).astype(jnp.float32) * 2.0**-24 < part).astype(jnp.int32)
+    # A second moment must not become zero: the step divides by its root.
+    return jnp.minimum(level if signed else jnp.where(size > 0, jnp.maximum(level, 1), level), most)
+
+
+def _value(level: jax.Array, *, signed: bool) -> jax.Array:
+    """Returns a level's share of the row's largest magnitude: 0 for level 0, 1 for the highest."""
+    below = level - _most(signed)
+    root = jnp.full(level.shape, _ROOTS[0], jnp.float32)
+    for eighth in range(1, _PER_OCTAVE):
+        root = jnp.where((below & (_PER_OCTAVE - 1)) == eighth, _ROOTS[eighth], root)
+    power = lax.bitcast_convert_type(((below >> 3) + 127) << 23, jnp.float32)
+    return jnp.where(level > 0, root * power, 0.0)
+
+
+def _most(signed: bool) -> int:
+    return 127 if signed else 255
+
+
+def _random_bits(path: str, shape: tuple[int, ...], step: jax.Array | int) -> jax.Array:
+    """Returns uint32 [*shape]: a hash (MurmurHash3's finaliser, twice) of the path, the step and the element's index."""
+    index = jnp.zeros(shape, jnp.uint32)
+    for dim, size in enumerate(shape):
+        index = index * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, dim)
+    seed = _mixed(jnp.asarray(step).astype(jnp.uint32) ^ jnp.uint32(zlib.crc32(path.encode())))
+    return _mixed(_mixed(index ^ seed) + seed)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def is_signed(path: str) -> bool:
+    """Returns False for the path of a second moment."""
+    return _SECOND_MOMENTS.isdisjoint(path.split("/"))
+
+
+def _mapped(learner: Any, fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTree:
+    """Maps (path, leaf, dtype, ...) -> leaf over the arrays of a state whose dtype is not float32; others stay the last tree's."""
+
+    def one(keys: tuple[Any, ...], x: Any, *rest: Any) -> Any:
+        path = path_str(keys)
+        dtype = _dtype_of(learner, path, x)
+        return (rest[-1] if rest else x) if dtype == FLOAT32 else fn(path, x, dtype, *rest)
+
+    return jax.tree_util.tree_map_with_path(one, state, *others)
+
+
+def _dtype_of(learner: Any, path: str, x: Any) -> str:
+    if x.dtype != jnp.float32 or not x.shape:
+        return FLOAT32
+    if _AVERAGES in path.split("/"):
+        return FLOAT32
+    for regex, dtype in learner.opt_state_dtype_rules:
+        if re.search(regex, path):
+            return str(dtype)
+    return FLOAT32 if math.prod(x.shape) < LEAST_ELEMENTS else str(learner.opt_state_dtype)
+
+
+def _warn_of_unused_rules(learner: Any, shapes: PyTree) -> None:
+    paths = [path_str(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    for number, (regex, _) in enumerate(learner.opt_state_dtype_rules, start=1):
+        if not any(re.search(regex, path) for path in paths):
+            logging.warning(
+                "task.train.learner.opt_state_dtype_rules: rule %d (%r) matches no optimizer state; paths are %s",
+                number,
+                regex,
+                masks.paths_text(shapes),
+            )
