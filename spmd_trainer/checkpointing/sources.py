@@ -15,7 +15,7 @@ import jax
 from etils import epath
 from jax.sharding import Mesh
 
-from spmd_trainer.checkpointing import frozen_base, mismatch, records
+from spmd_trainer.checkpointing import frozen_base, mismatch, opt_state_conversion, records
 from spmd_trainer.checkpointing.agreement import agreed_problem
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError
 
@@ -127,6 +127,7 @@ def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, 
     """Reads a checkpoint onto a mesh. Called by every process.
 
     A state with adapters is restored without the frozen base, which its checkpoints lack: the result has None instead.
+    Parts of an optimizer state that were saved in another of `opt_state_dtypes.DTYPES` are converted; the log says so.
 
     Args:
       source: the checkpoint.
@@ -142,16 +143,18 @@ def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, 
     """
     variables = frozen_base.trained_part(layout.variables, layout.variables)
     wanted = records.by_path(variables)
+    changed = opt_state_conversion.conversion(source.saved, wanted)
     positions: list[dict[str, Any] | None] = []
 
     def check() -> None:
         if message := mismatch.explain_adapters(source.saved, wanted, source.label):
             raise CheckpointMismatchError(message)
-        source.require_fit(wanted, partial=partial)
+        source.require_fit(changed.read, partial=partial)
         positions.append(source.input_state() if with_input else None)
 
     # Each process has opened the source itself and reads a position of its own. All end if one cannot.
     agreed_problem(check)
-    arrays = source.read(wanted, layout.mesh, {path: path for path in wanted})
+    arrays = source.read(changed.read, layout.mesh, {path: path for path in changed.read})
+    arrays = changed.made(arrays, layout.mesh, source.step)
     state: TrainState = jax.tree.unflatten(jax.tree.structure(variables), [arrays[path] for path in wanted])
     return Restored(state, source.step, positions[0], source.record(state, wanted))

@@ -1,17 +1,18 @@
 """Optimizer states in 16 or 8 bits: how a state is stored between steps. A step computes with float32 (`stored`, `loaded`).
 
 'bfloat16' keeps the upper half of a float32. '8bit' keeps one byte for each element, and one float32 for each row, i.e. for the
-last dimension: the row's largest magnitude. A row is a block of Dettmers et al. 2022 (arXiv:2110.02861); it is never divided
-anew on another mesh, and costs no more than a maximum over it. The byte is logarithmic, in eighths of a power of two.
+last dimension: the row's largest magnitude. A row is a block of Dettmers et al. 2022 (arXiv:2110.02861) that is the same on every
+mesh. The byte is logarithmic, in eighths of a power of two.
 
-Both are rounded stochastically: up or down at random, so that the mean is right. Otherwise a moment would stand still that changes
-by less than half a rounding step in a training step, as most do. What is drawn depends on the training step, the path and the
-element alone, so a run is the same on any mesh and after a restart.
+Both are rounded stochastically: up or down at random, so that the mean is right. Otherwise a moment would stand still if each
+training step changes it by less than half a rounding step, as most do. What is drawn depends on the training step, the path and
+the element alone, so a run is the same on any mesh and after a restart.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import zlib
@@ -22,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from flax import struct
 from jax import lax
 from praxis import base_layer
 
@@ -44,19 +44,20 @@ _SECOND_MOMENTS = frozenset({"v", "nu"})
 _AVERAGES = "ema"
 
 
-@struct.dataclass
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes_8bit", "scale_8bit"), meta_fields=("signed",))
+@dataclasses.dataclass(frozen=True)
 class Bytes:
     """A stored float32 array [..., n] of an optimizer state.
 
     Attributes:
-      codes: uint8 [..., n]; 0 is zero, in the padding too.
-      scale: float32 [..., 1], the largest magnitude of each row.
+      codes_8bit: uint8 [..., n]; 0 is zero, in the padding too.
+      scale_8bit: float32 [..., 1], the largest magnitude of each row.
       signed: False if no element is negative.
     """
 
-    codes: Any
-    scale: Any
-    signed: bool = struct.field(pytree_node=False)
+    codes_8bit: Any
+    scale_8bit: Any
+    signed: bool
 
 
 def check(learner: Any) -> None:
@@ -153,11 +154,9 @@ def decode(x: jax.Array | Bytes) -> jax.Array:
     """Returns what `encode` stored, in float32. Other dtypes stay."""
     if not isinstance(x, Bytes):
         return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
-    codes = x.codes.astype(jnp.int32)
-    if not x.signed:
-        return _value(codes, signed=False) * x.scale
-    value = _value(codes & 127, signed=True) * x.scale
-    return jnp.where(codes > 127, -value, value)
+    codes = x.codes_8bit.astype(jnp.int32)
+    value: jax.Array = _value(codes & 127 if x.signed else codes, signed=x.signed) * x.scale_8bit
+    return jnp.where(codes > 127, -value, value) if x.signed else value
 
 
 def _rounded_level(size: jax.Array, scale: jax.Array, drawn: jax.Array, signed: bool) -> jax.Array:
@@ -217,7 +216,7 @@ def is_signed(path: str) -> bool:
 
 
 def _mapped(learner: Any, fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTree:
-    """Maps (path, leaf, dtype, ...) -> leaf over the arrays of a state whose dtype is not float32; others stay the last tree's."""
+    """Maps (path, leaf, dtype, ...) -> leaf over the parts that are not kept in float32. Others stay those of the last tree."""
 
     def one(keys: tuple[Any, ...], x: Any, *rest: Any) -> Any:
         path = path_str(keys)

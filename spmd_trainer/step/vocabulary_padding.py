@@ -22,6 +22,7 @@ from praxis import layers, optimizers, pax_fiddle
 from praxis.layers import embedding_softmax, linears
 
 from spmd_trainer.sharding.variables import VariableSpec
+from spmd_trainer.step import opt_state_dtypes
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.learner import Learner
 from spmd_trainer.train_states import NestedShapeDtypeStruct
@@ -145,7 +146,8 @@ def _is_known(layer: type) -> bool:
 
 
 def _is_elementwise(learner: Learner) -> bool:
-    if learner.scale_update_by_var_norm:
+    # States in few bits are rounded by rows, and by an element's place in the logical shape.
+    if learner.scale_update_by_var_norm or opt_state_dtypes.changes(learner):
         return False
     every = [learner.optimizer, *getattr(learner, "auxiliary_optimizers", ())]
     every = [getattr(optimizer, "base_optimizer", optimizer) for optimizer in every]

@@ -1,0 +1,198 @@
+"""Optimizer states in bfloat16 and 8 bits: rounding, meshes, rules, and runs that change the choice at a restart."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from praxis import pax_fiddle
+
+from spmd_trainer import tasks_lib
+from spmd_trainer.checkpointing import Checkpointer
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.step import opt_state_dtypes
+from spmd_trainer.step.opt_state_dtypes import Bytes
+from tests.facts import raises_naming
+from tests.step.test_partitioning import KEY, make_batch, make_partitioner, run_steps
+from tests.step.test_shard_map_partitioning import fsdp, train
+
+pytestmark = pytest.mark.xdist_group("partitioning")
+
+MOMENTS = "/(m|v)/"
+# A level of eight bits is 2 ** (1 / 8) times the one below.
+ONE_LEVEL, ONE_BFLOAT16 = 2 ** (1 / 8) - 1, 2.0**-7
+
+
+def stored(path, x, dtype, step=0):
+    return opt_state_dtypes.encode(path, jnp.asarray(x, jnp.float32), dtype, step)
+
+
+def rows(seed, decades=6.0):
+    """Rows whose largest element is 1, of elements over so many powers of ten."""
+    rng = np.random.default_rng(seed)
+    x = (rng.choice([-1.0, 1.0], (8, 300)) * 10.0 ** -rng.uniform(0, decades, (8, 300))).astype(np.float32)
+    x[:, 0] = 1.0
+    return x
+
+
+def make_task(**learner_fields):
+    task_p = StdlibBytesTiny().task()
+    task_p.train.learner.set(**learner_fields)
+    return tasks_lib.build_task(task_p)
+
+
+def in_dtype(dtype, sizes=(1, 4, 2)):
+    return make_partitioner(sizes, make_task(opt_state_dtype_rules=[(MOMENTS, dtype)]))
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), dtype=st.sampled_from(["bfloat16", "8bit"]), path=st.sampled_from(["m/w", "v/w"]))
+def test_an_element_is_rounded_to_a_neighbour_and_storing_it_again_changes_nothing(seed, dtype, path):
+    x = rows(seed, decades=4.0)
+    x = np.abs(x) if path == "v/w" else x
+    x[0, 1], x[1] = 0.0, 0.0
+    once = stored(path, x, dtype, step=seed)
+    values = np.asarray(opt_state_dtypes.decode(once))
+    assert (np.abs(values - x) <= np.abs(x) * (ONE_BFLOAT16 if dtype == "bfloat16" else ONE_LEVEL) * 1.0001).all()
+    assert not values[x == 0].any()
+    again = stored(path, values, dtype, step=seed + 1)
+    jax.tree.map(np.testing.assert_array_equal, again, once)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])
+def test_the_mean_over_steps_is_the_element(dtype):
+    x, count = rows(0, decades=3.0), 400
+    found = jax.jit(lambda step: opt_state_dtypes.decode(stored("m/w", x, dtype, step)))
+    mean = np.mean([np.asarray(found(step), np.float64) for step in range(count)], axis=0)
+    # Five standard deviations of a mean of draws that are at most a level apart, of 2,400 elements.
+    level = ONE_BFLOAT16 if dtype == "bfloat16" else ONE_LEVEL
+    assert np.abs(mean / x - 1).max() <= 5 * level / 2 / np.sqrt(count)
+
+
+def test_a_second_moment_is_not_rounded_to_zero_and_an_element_that_is_not_finite_stays_visible():
+    x = np.abs(rows(1))
+    x[:, 1] = 1e-30
+    assert (np.asarray(opt_state_dtypes.decode(stored("v/w", x, "8bit"))) > 0).all()
+    x[2, 5] = np.nan
+    for dtype in ("bfloat16", "8bit"):
+        assert np.isnan(np.asarray(opt_state_dtypes.decode(stored("v/w", x, dtype)))[2, 5])
+
+
+def test_a_step_on_a_mesh_that_divides_nothing_gives_the_losses_of_one_device():
+    batch = make_batch()
+    state, _, losses = run_steps(in_dtype("8bit"), batch)
+    _, _, reference = run_steps(in_dtype("8bit", (1, 1, 1)), batch)
+    _, _, whole = run_steps(make_partitioner((1, 1, 1)), batch)
+    np.testing.assert_allclose(losses, reference, rtol=1e-5)
+    np.testing.assert_allclose(losses, whole, rtol=1e-2)
+    assert losses != whole
+    assert {str(x.dtype) for x in jax.tree.leaves(state.opt_states)} == {"uint8", "float32", "int32"}
+
+
+@pytest.mark.full
+def test_bfloat16_on_a_mesh_gives_the_losses_of_one_device():
+    batch = make_batch()
+    _, _, losses = run_steps(in_dtype("bfloat16"), batch)
+    _, _, reference = run_steps(in_dtype("bfloat16", (1, 1, 1)), batch)
+    np.testing.assert_allclose(losses, reference, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_fsdp_by_shard_map_gives_the_losses_of_one_device():
+    _, _, losses = train(fsdp(task=make_task(opt_state_dtype_rules=[(MOMENTS, "8bit")])), steps=3)
+    _, _, reference = train(in_dtype("8bit", (1, 1, 1)), steps=3)
+    np.testing.assert_allclose(losses, reference, rtol=1e-5)
+
+
+def test_states_of_eight_bits_are_laid_out_like_their_variable_and_need_a_quarter_of_the_bytes():
+    whole, small = (p.layout for p in (make_partitioner((1, 4, 2)), in_dtype("8bit")))
+    mesh = dict(whole.mesh.shape)
+    by_path = {variable.path: variable for variable in small.records()}
+    compared = 0
+    for variable in whole.records():
+        if not variable.path.startswith("opt_states/") or variable.dtype != np.float32:
+            continue
+        codes, scale = (by_path[f"{variable.path}/{part}"] for part in ("codes_8bit", "scale_8bit"))
+        assert (codes.logical_shape, codes.spec) == (variable.logical_shape, variable.spec)
+        assert codes.bytes_per_device(mesh) * 4 == variable.bytes_per_device(mesh)
+        assert scale.logical_shape == (*variable.logical_shape[:-1], 1)
+        compared += 1
+    assert compared > 10
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("float32", "8bit"),
+        pytest.param("8bit", "bfloat16", marks=pytest.mark.full),
+        pytest.param("bfloat16", "float32", marks=pytest.mark.full),
+    ],
+)
+def test_a_run_may_change_the_dtype_when_it_is_started_again(tmp_path, before, now):
+    """The moments that are restored are those that were saved, to a rounding step, on another mesh too."""
+    old, new = in_dtype(before), in_dtype(now, (2, 2, 1))
+
+    @jax.jit
+    def filled(state):
+        moments = lambda x: jnp.where(jnp.arange(x.size).reshape(x.shape) % 7, 0.01, 0.3).astype(x.dtype)  # noqa: E731
+        loaded = opt_state_dtypes.loaded(old.layout.slice(state).opt_states)
+        opt = jax.tree.map(lambda x: moments(x) if x.ndim else x, loaded)
+        opt = [opt_state_dtypes.stored(old.task.learner, opt[0], 0)]
+        return old.layout.pad(old.layout.slice(state).replace(opt_states=opt)), opt_state_dtypes.loaded(opt)
+
+    state, logical = filled(old.initialize_train_state(KEY))
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(0, state, old.layout.variables, input_state=None, metadata={})
+    restored = Checkpointer(tmp_path / "checkpoints", read_only=True).restore(new.layout.variables, new.layout.mesh)
+    for variable, array in zip(new.layout.records(), jax.tree.leaves(restored.state), strict=True):
+        assert (array.shape, array.dtype) == (variable.padded_shape, variable.dtype)
+    opt = jax.jit(lambda s: opt_state_dtypes.loaded(new.layout.slice(s).opt_states))(restored.state)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0.0 if now == "float32" else ONE_LEVEL * 1.01), opt, logical
+    )
+
+
+def test_rules_choose_parts_of_any_optax_chain_and_small_states_and_averages_stay_float32():
+    optimizer = optax.chain(optax.scale_by_adam(), optax.scale(-1e-3))
+    by_rule = make_task(optimizer=optimizer, opt_state_dtype_rules=[("/mu/.*softmax", "bfloat16")])
+    records = make_partitioner((1, 1, 1), by_rule).layout.records()
+    found = {v.path for v in records if v.path.startswith("opt_states/") and v.dtype == jnp.bfloat16}
+    assert found
+    assert all("/mu/" in path and "softmax" in path for path in found)
+
+    task_p = StdlibBytesTiny().task()
+    task_p.train.learner.opt_state_dtype = "8bit"
+    task_p.train.learner.optimizer.ema_decay = 0.9
+    for variable in make_partitioner((1, 1, 1), pax_fiddle.build(task_p)).layout.records():
+        if variable.path.endswith("/codes_8bit"):
+            assert np.prod(variable.logical_shape) >= opt_state_dtypes.LEAST_ELEMENTS
+            assert "/ema/" not in variable.path
+
+
+@pytest.mark.parametrize(
+    ("fields", "facts"),
+    [
+        ({"opt_state_dtype": "8bits"}, ["opt_state_dtype", "'8bits'", "mean 8bit"]),
+        ({"opt_state_dtype_rules": [("/m/", "bfloat")]}, ["rule 1", "'bfloat'", "mean bfloat16"]),
+        ({"opt_state_dtype_rules": ["/m/"]}, ["rule 1", "(regex, dtype)"]),
+        ({"opt_state_dtype_rules": [("(", "8bit")]}, ["rule 1", "'('"]),
+    ],
+)
+def test_wrong_settings_are_refused(fields, facts):
+    with raises_naming(ValueError, *facts):
+        make_task(**fields)
+
+
+def test_a_rule_without_a_part_of_the_state_is_a_warning(caplog):
+    make_partitioner((1, 1, 1), make_task(opt_state_dtype_rules=[("/momentum/", "8bit")]))
+    assert "'/momentum/'" in caplog.text
+
+
+def test_the_sign_of_zero_and_of_levels_is_kept():
+    x = np.array([[1.0, -1.0, 0.0, -0.25, 0.5]], np.float32)
+    found = stored("m/w", x, "8bit")
+    assert isinstance(found, Bytes)
+    np.testing.assert_array_equal(opt_state_dtypes.decode(found), x)
+    assert np.asarray(found.codes_8bit).tolist() == [[127, 255, 0, 239, 119]]
