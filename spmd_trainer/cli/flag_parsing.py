@@ -22,7 +22,7 @@ _of_pax = pax_flags.define()
 
 _EXAMPLES = """\
   spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=runs/mine --fdl.set='task.train.num_train_steps=200'
-  spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=runs/mine --mode=decode_once
+  spmd-trainer --job_log_dir=runs/mine --mode=decode_once
   spmd-trainer --exp=my_pkg.my_module.MyExperiment --mode=inspect --mesh=data:4,mdl:2
 """
 _INDENT = " " * 4

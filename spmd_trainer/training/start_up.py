@@ -214,6 +214,7 @@ def _about(job: Job) -> dict[str, object]:
     return {
         "experiment": job.config.experiment.name,
         "overrides": list(job.config.experiment.overrides),
+        "settings": job.config.given(),
         "parameters": job.partitioner.metadata.num_params() + job.partitioner.metadata.num_frozen_params(),
         "devices": {"count": int(devices.size), "kind": devices.flat[0].device_kind, "processes": jax.process_count()},
         "versions": {"python": platform.python_version(), **library_versions()},
