@@ -5,8 +5,10 @@ import pathlib
 import pytest
 from facts import assert_names
 
+from spmd_trainer import tasks_lib
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.inputs import ArrayInput
 from spmd_trainer.training import experiment_config
 
 
@@ -32,6 +34,20 @@ def test_a_task_that_returns_nothing_is_said_with_the_class():
 
     text = message(Forgets, "task.train.num_train_steps=2")
     assert_names(text, "task() returns None", "tasks_lib.SingleTask", f"{__file__}:")
+
+
+@pytest.mark.parametrize(
+    ("method", "made", "field", "mend"),
+    [
+        ("datasets", lambda: [ArrayInput], "eval_datasets[0]", "Config(ArrayInput, ...)"),
+        ("decode_datasets", lambda: [StdlibBytesTiny()], "decode_datasets[0]", "Config(StdlibBytesTiny, ...)"),
+        ("task", lambda: tasks_lib.SingleTask, "task()", "Config(SingleTask, ...)"),
+        ("task", lambda: tasks_lib.SingleTask(name="t", model=object()), "task.model", "the config of one"),
+    ],
+)
+def test_a_class_or_an_object_in_place_of_a_config_is_said_with_the_mend(method, made, field, mend):
+    cls = type("Bare", (StdlibBytesTiny,), {method: lambda self: made()})
+    assert_names(message(cls), field, mend)
 
 
 def test_an_error_deep_in_the_users_code_has_all_of_the_users_lines():

@@ -114,7 +114,10 @@ def test_a_training_input_is_refused_before_the_step_is_compiled(tmp_path, monke
 def test_a_file_to_evaluate_that_cannot_be_read_is_refused_at_the_start(tmp_path, monkeypatch, interval):
     bad = tmp_path / "heldout.jsonl"
     bad.write_text('{"body": "no text"}\n')
+    good = tmp_path / "train.jsonl"
+    good.write_text('{"text": "a text"}\n')
     fields = (
+        f"FILES={str(good)!r}",
         f"EVAL_FILES={str(bad)!r}",
         "NUM_LAYERS=1",
         "MODEL_DIMS=8",
