@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
+import optax
 from fiddle import absl_flags as fiddle_flags
 from fiddle import daglish
 from praxis import pax_fiddle
@@ -229,8 +230,15 @@ def _check_step(node: Any, step: Any, before: list[Any], path: str) -> None:
     if not isinstance(step, daglish.Attr):
         _check_element(node, step.key, where, path)
         return
+    if isinstance(node, optax.GradientTransformation):
+        raise UserError(
+            f"override of {path}: {where} is an optax transformation, already made, so it has no fields. Write e.g. "
+            f"Config(optax.adam, {step.name}=...) instead of optax.adam({step.name}=...) in the experiment"
+        )
     if not isinstance(node, fdl.Buildable):
-        raise UserError(f"override of {path}: {where} is {node!r}, which has no field {step.name!r}")
+        raise UserError(
+            f"override of {path}: {where} is {without_addresses(repr(node)):.80}, which has no field {step.name!r}"
+        )
     fields = list(node.__signature_info__.parameters)
     if step.name not in fields:
         raise UserError(f"override of {path}: {where} has no field {step.name!r}{did_you_mean(step.name, fields)}")

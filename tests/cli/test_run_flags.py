@@ -7,7 +7,7 @@ import logging
 import pytest
 from absl import flags
 from absl.testing import flagsaver
-from facts import raises_naming
+from facts import assert_names, raises_naming
 
 from spmd_trainer.cli import flag_parsing, pax_flags, run_flags
 from spmd_trainer.errors import UserError
@@ -130,3 +130,23 @@ def test_a_directory_without_a_run_is_one_message(tmp_path, content):
         (tmp_path / "run.json").write_text(content)
     with raises_naming(UserError, "--exp=NAME", str(tmp_path), "--list"):
         config_of(f"--job_log_dir={tmp_path}", "--mode=eval")
+
+
+def refused(*arguments):
+    """The message about a command's flags."""
+    with flagsaver.flagsaver(), pytest.raises(UserError) as raised:
+        flag_parsing.parse_into(flags.FLAGS, pax_flags.define(), ["spmd-trainer", *arguments])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("flag", ["--lr=3", "--learning_rate=3"])
+def test_an_unknown_flag_is_told_with_the_field_that_it_may_mean(flag):
+    said = refused("--exp=lm.stdlib.StdlibBytesTiny", flag)
+    assert_names(said, flag.partition("=")[0], "--fdl.set=LEARNING_RATE=", "optimizer.learning_rate=")
+
+
+@pytest.mark.parametrize("command", [["--zzz=3"], ["--exp=no.such.Experiment", "--lr=3"]])
+def test_an_unknown_flag_without_a_field_is_one_short_message(command):
+    said = refused(*command)
+    assert_names(said, command[-1].partition("=")[0], "--help", "--fdl.set=")
+    assert len(said) < 200

@@ -2,8 +2,10 @@
 
 import pathlib
 
+import optax
 import pytest
 from facts import assert_names
+from praxis import pax_fiddle
 
 from spmd_trainer import tasks_lib
 from spmd_trainer.errors import UserError
@@ -81,3 +83,23 @@ def test_overrides_of_one_call_do_not_stick_to_the_instance():
     experiment = StdlibBytesTiny()
     experiment_config.resolve(experiment, ["task.train.num_train_steps=2"])
     assert experiment_config.resolve(experiment).task_p.train.num_train_steps == StdlibBytesTiny.NUM_TRAIN_STEPS
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_field_of_an_optax_transformation_needs_its_config(made):
+    class Optax(StdlibBytesTiny):
+        def task(self):
+            task_p = super().task()
+            adam = optax.adam(1e-2) if made else pax_fiddle.Config(optax.adam, learning_rate=1e-2)
+            task_p.train.learner.optimizer = adam
+            return task_p
+
+    field = "task.train.learner.optimizer.learning_rate"
+    if made:
+        text = message(Optax, f"{field}=1e-3")
+        assert_names(text, field, "Config(optax.adam, learning_rate=...)")
+        assert " at 0x" not in text
+    else:
+        resolved = experiment_config.resolve(Optax, [f"{field}=1e-3"])
+        assert resolved.task_p.train.learner.optimizer.learning_rate == 1e-3
+        assert tasks_lib.build_task(resolved.task_p).learner.optimizer.grad_tx
