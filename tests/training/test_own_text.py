@@ -102,7 +102,8 @@ def test_what_data_mode_says_of_a_corpus(corpus, tmp_path, capsys):
     show_data.show_data(job(tmp_path / "shown", corpus, mode="data"))
     out = capsys.readouterr().out
     assert_names(out, "train: CorpusInput", "positions filled", "1 file of", "squared is")
-    assert (tmp_path / "shown" / "data.html").exists()
+    page = (tmp_path / "shown" / "data.html").read_text()
+    assert_names(page, "row 0", "squared is")  # the text of its rows, as the terminal shows it
 
 
 def test_the_summary_counts_rows_that_are_given(corpus):
