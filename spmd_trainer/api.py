@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
-from spmd_trainer import multihost, sharding
+import jax
+
+from spmd_trainer import multihost, sharding, storage
 from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.cli import launch, live_line, log_lines
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, user_code
 from spmd_trainer.inputs import tensorflow_bridge
 from spmd_trainer.settings import refuse_unknown, settings_of
 from spmd_trainer.storage import access
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from spmd_trainer.planner.plan import Plan
     from spmd_trainer.training.run_config import Experiment
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 Directory: TypeAlias = str | os.PathLike[str]
 # Fields of settings that are no keywords: the functions have arguments of their own for them, or none.
 _NO_KEYWORDS = {"experiment", "job_log_dir", "mode", "writes_reports", "directory"}
@@ -63,6 +68,25 @@ class DecodeResult:
     examples: dict[str, list[dict[str, Any]]]
 
 
+def _message_last(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Makes a function's errors end with their message, which says what to do, after the user's own frames.
+
+    The full log has the whole traceback; JAX_TRACEBACK_FILTERING=off shows it here too.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except (UserError, CheckpointError) as error:
+            if jax.config.values["jax_traceback_filtering"] != "off":
+                user_code.keep_own(error)
+            raise
+
+    return call
+
+
+@_message_last
 def train(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] = (), **settings: Any) -> TrainResult:
     """Trains an experiment, from the newest checkpoint in `job_log_dir` if there is one. Ctrl-C saves and returns.
 
@@ -83,6 +107,7 @@ def train(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] =
         return program.train(job)
 
 
+@_message_last
 def evaluate(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] = (), **settings: Any) -> EvalResult:
     """Evaluates one checkpoint on all evaluation datasets.
 
@@ -104,6 +129,7 @@ def evaluate(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str
             return EvalResult(restored.step, Evaluations(job, writers).run(restored.state, restored.step))
 
 
+@_message_last
 def decode(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] = (), **settings: Any) -> DecodeResult:
     """Decodes every decode dataset with one checkpoint.
 
@@ -126,6 +152,7 @@ def decode(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] 
         return DecodeResult(step, examples)
 
 
+@_message_last
 def export(
     exp: Experiment,
     job_log_dir: Directory,
@@ -150,6 +177,7 @@ def export(
         return int(program.export(job))
 
 
+@_message_last
 def inspect(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> sharding.ShardingReport:
     """Returns where every variable lives on the mesh, and why, and how inputs are split. Trains nothing and writes nothing.
 
@@ -166,6 +194,7 @@ def inspect(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) 
         return job.sharding_report(report_parts.of_forward_pass(job), report_parts.of_inputs(job))
 
 
+@_message_last
 def plan(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> Plan:
     """Compiles the train step and returns what it needs of one chip. Trains nothing and writes nothing.
 
@@ -181,6 +210,26 @@ def plan(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> 
     with _job("inspect", exp, ".", overrides, settings) as job:
         made: Plan = program.plan(job)
         return made
+
+
+@_message_last
+def load_variables(job_log_dir: Directory, step: int | None = None) -> dict[str, Any]:
+    """Returns the model's variables of a run's checkpoint, on the host. Needs neither the run's mesh nor its experiment.
+
+    Args:
+      job_log_dir: the run's directory, its `checkpoints`, or one step in it.
+      step: the training step; None for the newest whole one.
+
+    Returns:
+      {'params': {...}, 'non_trainable': {...}}, nested by the parts of the variables' paths: NumPy arrays without padding.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    from spmd_trainer.checkpointing import own_steps
+
+    directory = storage.directory("job_log_dir", job_log_dir)
+    return own_steps.find_step(directory, step, check_contents=True, asked="load_variables").variables_on_host()
 
 
 @contextlib.contextmanager
@@ -204,8 +253,12 @@ def _job(
             job = launch.build_job(config)
         launch.open_log(config, run_log)
         shows = live_line.shown(wanted=not index and run_log.is_shown)
-        with shows, access.outages_explained(config.job_log_dir):
-            yield job
+        try:
+            with shows, access.outages_explained(config.job_log_dir):
+                yield job
+        except (UserError, CheckpointError) as error:
+            log_lines.log_traceback(error)
+            raise
 
 
 @contextlib.contextmanager

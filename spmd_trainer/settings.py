@@ -153,11 +153,26 @@ class Settings:
             if about.compared:
                 yield f"--{about.flag}: {getattr(self, name)}"
 
+    def given(self) -> dict[str, Any]:
+        """Returns the settings that differ from their defaults, by field, as JSON values that the fields read again."""
+        return {
+            name: _as_json(value)
+            for name, about in settings_of(type(self)).items()
+            if name != "job_log_dir" and (value := getattr(self, name)) != about.default
+        }
+
     def noted_lines(self) -> Iterator[str]:
         """Yields '--flag: value' of the settings for `config.txt`."""
         for name, about in settings_of(type(self)).items():
             if about.noted:
                 yield f"--{about.flag}: {getattr(self, name)}"
+
+
+def _as_json(value: Any) -> Any:
+    """Returns a number or a bool, or the text of the flag: 'data:4,mdl:2' for pairs, 'a,b' for names."""
+    if isinstance(value, tuple | list):
+        return ",".join(":".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
+    return value if isinstance(value, bool | int | float) else os.fspath(value)
 
 
 def refuse_unknown(known: Sequence[str], given: Mapping[str, object], where: str) -> None:

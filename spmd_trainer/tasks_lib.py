@@ -332,9 +332,15 @@ class SingleTask(BaseTask):
                 "task.train.learner is a list; give one learner (MultiOptimizerLearner has several optimizers)"
             )
         optax_bridge.require_schedule(self.train.learner.optimizer)
-        self._learner = pax_fiddle.build(self.train.learner.clone().set(name="learner"))
+        learner_p = self.train.learner.clone().set(name="learner")
+        if learner_p.loss_name is None:
+            learner_p.loss_name = getattr(self.model, "default_loss_name", None)
+        self._learner = pax_fiddle.build(learner_p)
         if self._learner.loss_name is None:
-            raise ValueError("task.train.learner.loss_name is not set; e.g. 'total_loss' for praxis' language models")
+            raise ValueError(
+                f"task.train.learner.loss_name is not set; give the name of a metric that {type(self.model).__name__} returns, "
+                "e.g. 'total_loss' for praxis' language models"
+            )
         if isinstance(self.metrics, fdl.Buildable):
             self.metrics = pax_fiddle.build(self.metrics)
         if isinstance(self.lora, fdl.Buildable):

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from etils import epath
 from facts import raises_naming
 
 import spmd_trainer as st
-from spmd_trainer import sharding
+from spmd_trainer import api, sharding
+from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.storage import files
@@ -70,6 +72,19 @@ def test_a_disk_that_is_full_at_the_end_is_an_error_of_the_user(trained, tmp_pat
     monkeypatch.undo()
     assert st.train(Unregistered, directory).step == 2
     assert json.loads((directory / "run.json").read_text())["status"] == "finished"
+
+
+def test_load_variables_needs_the_directory_alone(trained):
+    directory = trained.job_log_dir
+    for place in (directory, directory / "checkpoints", directory / "checkpoints" / str(trained.step)):
+        found = st.load_variables(place)
+        scale = found["params"]["lm"]["final_ln"]["scale"]
+        assert isinstance(scale, np.ndarray)
+        np.testing.assert_array_equal(scale, trained.state.mdl_vars["params"]["lm"]["final_ln"]["scale"])
+    # The vocabulary of 257 is stored without the mesh's padding.
+    assert 257 in {size for array in jax.tree.leaves(found) for size in array.shape}
+    with raises_naming(CheckpointError, "load_variables", directory / "logs"):
+        st.load_variables(directory / "logs")
 
 
 def test_evaluate_gives_the_metrics_of_the_checkpoint(trained):
@@ -130,12 +145,29 @@ def test_errors_of_the_call_are_those_of_the_command_line(trained, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_an_error_ends_with_its_message_after_the_users_own_lines(tmp_path):
+    class Mine(StdlibBytesTiny):
+        def task(self):
+            return jax.jit(lambda x: {}["absent"])(1)
+
+    with pytest.raises(UserError, match="absent") as raised:
+        st.train(Mine, tmp_path)
+    shown = "".join(traceback.format_exception(raised.value)).splitlines()
+    assert shown[-1].endswith(str(raised.value).splitlines()[-1])
+    assert not [line for line in shown if "JAX_TRACEBACK_FILTERING" in line]
+    files = {line.split('"')[1] for line in shown if line.lstrip().startswith("File ")}
+    assert files <= {__file__, api.__file__}
+
+
 def test_importing_the_package_brings_in_nothing_heavy_and_knows_its_functions():
     code = (
         "import sys, spmd_trainer as st; assert 'jax' not in sys.modules; print(sorted(set(st.__all__) & set(dir(st))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['__version__', 'decode', 'evaluate', 'export', 'inspect', 'plan', 'train']"
+    assert (
+        done.stdout.strip()
+        == "['__version__', 'decode', 'evaluate', 'export', 'inspect', 'load_variables', 'plan', 'train']"
+    )
     assert st.__version__ == importlib.metadata.version("spmd-trainer")
     with pytest.raises(AttributeError, match="trian"):
         st.trian  # noqa: B018

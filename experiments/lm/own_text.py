@@ -4,14 +4,20 @@ corpus.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from praxis.pax_fiddle import Config
 
-from spmd_trainer import experiment_registry
+from spmd_trainer import experiment_registry, sharding, tasks_lib
+from spmd_trainer.decoder import experiment
+from spmd_trainer.decoder.generation.settings import GenerationSettings
+from spmd_trainer.decoder.lm import DecoderLanguageModel
 from spmd_trainer.experiments.lm import stdlib
-from spmd_trainer.inputs import CorpusInput, Documents, stdlib_text, tokenizer_field
+from spmd_trainer.inputs import CorpusInput, Documents, stdlib_text, text, tokenizer_field
 from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES
+from spmd_trainer.models.decoder_spec import DecoderSpec
 
 
 class OnDocuments:
@@ -66,22 +72,69 @@ class OnDocuments:
 
 
 @experiment_registry.register
-class OwnText(OnDocuments, stdlib.StdlibBytes):
-    """StdlibBytes on your own text, with any tokenizer: `--fdl.FILES='web/*.parquet' --fdl.TOKENIZER=tokenizer.json`.
+class OwnText(OnDocuments, experiment.DecoderExperiment):
+    """A 4-layer decoder on your own text, with any tokenizer: `--fdl.FILES='web/*.parquet' --fdl.TOKENIZER=tokenizer.json`.
 
     Attributes:
       FILES, EVAL_FILES, COLUMN, SEPARATOR, TOKENIZER, PACKING, BAD_RECORDS, MAX_RECORD_BYTES: see
         `OnDocuments`. A TOKENIZER of None reads bytes.
+      MAX_SEQ_LEN: tokens per row.
+      GLOBAL_BATCH_SIZE: rows per step.
+      NUM_PROMPTS, PROMPT_LEN: `--mode=decode_once` continues the first documents of EVAL_FILES, or else of FILES: so many of
+        them, from their first tokens.
+      DECODE_STEPS: most tokens that follow a prompt.
     """
 
+    ICI_MESH_SHAPE = (1, 4, 2)
+    FPROP_DTYPE = jnp.float32
+    NUM_LAYERS = 4
+    MODEL_DIMS = 256
+    HIDDEN_DIMS = 768
+    NUM_HEADS = 4
     MAX_SEQ_LEN = 512
+    GLOBAL_BATCH_SIZE = 8
+    LEARNING_RATE = 2e-3
+    WARMUP_STEPS = 100
+    NUM_TRAIN_STEPS = 600
+    EVAL_INTERVAL_STEPS = 300
+    CHECKPOINT_EVERY_N_STEPS = 200
+    NUM_PROMPTS = 5
+    PROMPT_LEN = 64
+    DECODE_STEPS = 64
 
     def corpus_fields(self) -> dict[str, Any]:
         return {"tokenizer": self.TOKENIZER, "seq_len": self.MAX_SEQ_LEN, "batch_size": self.GLOBAL_BATCH_SIZE}
 
-    def vocab_size(self) -> int:
-        return tokenizer_field.make_tokenizer(self.TOKENIZER, None).vocab_size
+    def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+        return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
+
+    def spec(self) -> Config[DecoderSpec]:
+        vocabulary = tokenizer_field.make_tokenizer(self.TOKENIZER, None).vocab_size
+        heads = {"num_kv_heads": self.NUM_HEADS, "head_dims": self.MODEL_DIMS // self.NUM_HEADS}
+        room = max(self.MAX_SEQ_LEN, self.PROMPT_LEN + self.DECODE_STEPS)
+        return super().spec().set(vocab_size=vocabulary, max_positions=room, **heads)
+
+    def model(self) -> Config[DecoderLanguageModel]:
+        return super().model().set(generation=Config(GenerationSettings, max_tokens=self.DECODE_STEPS))
+
+    def task(self) -> Config[tasks_lib.SingleTask]:
+        task_p = super().task()
+        if self.TOKENIZER is None:
+            task_p.metrics = Config(stdlib.BitsPerByte)
+        task_p.train.set(eval_skip_train=True, summary_interval_steps=20, save_max_to_keep=2)
+        return task_p
 
     def decode_datasets(self) -> list[Any]:
-        """Returns prompts if the model reads bytes: the beginnings of the standard library's held-out files."""
-        return [] if self.TOKENIZER else super().decode_datasets()
+        """Returns prompts: the beginnings of the first documents that the model is evaluated or trained on."""
+        source = self.datasets()[-1].source
+        return [
+            Config(
+                text.DocumentPrompts,
+                name="prompts",
+                source=source,
+                tokenizer=self.TOKENIZER,
+                prefix_len=self.PROMPT_LEN,
+                num_prompts=self.NUM_PROMPTS,
+                batch_size=self.NUM_PROMPTS,
+            )
+        ]

@@ -16,7 +16,7 @@ from praxis.layers import models as praxis_models
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import base_experiment, experiment_registry, models, sharding, task_defaults, tasks_lib
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, installation
 from spmd_trainer.experiments.vision import digits_nets
 from spmd_trainer.inputs import examples, synthetic
 
@@ -38,7 +38,8 @@ def _digits() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise UserError(f"{error}: the digits come with scikit-learn. Install it: uv sync --extra vision") from error
+        install = installation.install_extra("vision")
+        raise UserError(f"{error}: the digits come with scikit-learn. Install it: {install}") from error
     pixels, labels = datasets.load_digits(return_X_y=True)
     heldout = np.array([zlib.crc32(image.astype(np.uint8).tobytes()) % _ONE_IN == 0 for image in pixels])
     return pixels.astype(np.float32).reshape(-1, SIZE, SIZE, 1) / 16, labels.astype(np.int32), heldout

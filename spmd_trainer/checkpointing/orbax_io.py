@@ -308,6 +308,20 @@ def read_arrays(
     return {path: arrays[path] for path in wanted}
 
 
+def read_on_host(tree_dir: epath.Path, key: str) -> dict[str, Any]:
+    """Returns the part of a tree of arrays below `key`, as NumPy arrays."""
+    handler = ocp.PyTreeCheckpointHandler()
+    part = {key: handler.metadata(tree_dir).tree[key]}
+    as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+    args = ocp.args.PyTreeRestore(
+        item=jax.tree.map(lambda _: 0, part),
+        restore_args=jax.tree.map(lambda _: as_numpy, part),
+        partial_restore=True,
+    )
+    found: dict[str, Any] = handler.restore(tree_dir, args=args)[key]
+    return found
+
+
 def _restore_request(
     handler: ocp.PyTreeCheckpointHandler, tree_dir: epath.Path, args: Mapping[records.Keys, ocp.ArrayRestoreArgs]
 ) -> ocp.args.PyTreeRestore:

@@ -105,6 +105,20 @@ class OwnStep(CheckpointSource):
         _require(settle)
         return arrays
 
+    def variables_on_host(self) -> dict[str, Any]:
+        """Returns the model's variables by collection, as nested dictionaries of NumPy arrays at logical shapes.
+
+        Raises:
+          CheckpointReadError: storage fails.
+        """
+        from spmd_trainer.checkpointing import orbax_io
+
+        found: dict[str, Any] = step_files.read(
+            f"reading the variables of {self.step_dir}",
+            lambda: orbax_io.read_on_host(self.step_dir / STATE_ITEM, "mdl_vars"),
+        )
+        return found
+
     def checked(self) -> OwnStep:
         """Returns the step after comparing the checksums of its arrays. Called by every process.
 
@@ -220,13 +234,16 @@ def _part(listed: manifest.Manifest, *, arrays: bool) -> manifest.Manifest:
     return part
 
 
-def find_step(directory: epath.Path, step: int | None, check_contents: bool) -> OwnStep:
-    """Opens the step that `init_from_checkpoint_rules` mean: the named step, or the newest whole one. Called by every process.
+def find_step(
+    directory: epath.Path, step: int | None, check_contents: bool, asked: str = "init_from_checkpoint_rules"
+) -> OwnStep:
+    """Opens the named step of a directory, or the newest whole one. Called by every process.
 
     Args:
       directory: a run's `job_log_dir`, its `checkpoints`, or one step in it.
       step: the step; None for the newest whole one.
       check_contents: True compares the checksums of the files; False compares sizes only.
+      asked: what asks for it, for messages.
 
     Raises:
       CheckpointNotFoundError: there is no such step, or no whole one.
@@ -246,11 +263,9 @@ def find_step(directory: epath.Path, step: int | None, check_contents: bool) -> 
         except DamagedCheckpointError as error:
             problem = str(error).removesuffix(".")
             if step is not None:
-                raise DamagedCheckpointError(
-                    f"init_from_checkpoint_rules: step {step} in {directory} is refused: {problem}."
-                ) from error
+                raise DamagedCheckpointError(f"{asked}: step {step} in {directory} is refused: {problem}.") from error
             logging.warning("Checkpoint step %d in %s is refused: %s.", candidate, directory, problem)
-    raise CheckpointNotFoundError(f"init_from_checkpoint_rules: no whole checkpoint in {directory}.")
+    raise CheckpointNotFoundError(f"{asked}: no whole checkpoint in {directory}.")
 
 
 def _locate(directory: epath.Path) -> tuple[str, int | None]:

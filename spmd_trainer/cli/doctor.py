@@ -129,7 +129,8 @@ def _devices() -> Iterator[Finding]:
             kind, fix = f"{kind}, although there is an NVIDIA GPU", _install(f"jax[cuda12]=={version}")
         elif any(pathlib.Path("/dev").glob("accel[0-9]*")):
             kind, fix = f"{kind}, although there is a TPU", _install(f"jax[tpu]=={version}")
-    yield Finding(f"devices: {count} x {kind} ({found['platform']})", fix)
+    training = "; training takes as many host devices as its mesh has" if found["platform"] == "cpu" else ""
+    yield Finding(f"devices: {count} x {kind} ({found['platform']}){training}", fix)
 
 
 def _install(requirement: str) -> str:

@@ -15,6 +15,7 @@ from spmd_trainer.cli.modes import MODES
 from spmd_trainer.cli.run_flags import all_settings
 from spmd_trainer.errors import UserError, did_you_mean, terminal
 from spmd_trainer.settings import Setting
+from spmd_trainer.sharding.messages import suggestion_text
 from spmd_trainer.training import rooms
 
 # Pax's flags are kept apart from absl's global FLAGS, because libraries define some of the same names there.
@@ -22,10 +23,13 @@ _of_pax = pax_flags.define()
 
 _EXAMPLES = """\
   spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=runs/mine --fdl.set='task.train.num_train_steps=200'
-  spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=runs/mine --mode=decode_once
+  spmd-trainer --job_log_dir=runs/mine --mode=decode_once
   spmd-trainer --exp=my_pkg.my_module.MyExperiment --mode=inspect --mesh=data:4,mdl:2
 """
 _INDENT = " " * 4
+_WHERE_SETTINGS_ARE = (
+    "; --help shows the flags, and --fdl.set=PATH=VALUE sets a field of the experiment (--dump shows all)"
+)
 
 
 def parse(argv: Sequence[str]) -> list[str]:
@@ -72,11 +76,37 @@ def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[s
     except flags.UnrecognizedFlagError as error:
         mode = str(own["mode"].value)
         rooms.check(MODES[mode].module, f"--mode={mode}")  # its flags are absent too
-        near = did_you_mean(error.flagname, list(together), prefix="--")
-        raise UserError(f"unknown flag --{error.flagname}{near}") from error
+        fields = [f"--fdl.set={path}=VALUE" for path in _fields_like(error.flagname, argv)]
+        near = did_you_mean(error.flagname, list(together), prefix="--", otherwise=_WHERE_SETTINGS_ARE)
+        raise UserError(f"unknown flag --{error.flagname}{suggestion_text(fields) or near}") from error
     except flags.Error as error:
         raise UserError(str(error)) from error
     return list(rest)
+
+
+def _fields_like(flag: str, argv: Sequence[str]) -> list[str]:
+    """Returns what an unknown flag may mean of the command's experiment: its fields and class attributes of that name.
+
+    'lr' stands for learning_rate too. None if the command names no experiment, or one that can't be resolved.
+    """
+    _, equals, exp = next((text for text in argv if text.lstrip("-").startswith("exp=")), "").partition("=")
+    if not equals:
+        return []
+    try:
+        from spmd_trainer.training import experiment_config  # imports JAX, which flags alone don't need
+
+        resolved = experiment_config.resolve(exp)
+    except (Exception, SystemExit):  # the user's own code; a command with right flags says what is wrong with it
+        return []
+    paths = [line.partition(": ")[0] for line in resolved.lines()]
+    paths += [name for name in dir(resolved.experiment) if name.isupper() and not name.startswith("_")]
+    wanted = flag.lower().replace("-", "_")
+    named = {path: path.rpartition(".")[2].lower() for path in paths}
+    same = [path for path, name in named.items() if name == wanted]
+    short = [path for path, name in named.items() if "_" in name and wanted == "".join(w[:1] for w in name.split("_"))]
+    ending = [path for path, name in named.items() if name.endswith(f"_{wanted}")]
+    # Class attributes and what training reads come first.
+    return sorted(same or short or ending, key=lambda path: ("." in path, "train" not in path))[:3]
 
 
 def take_effect() -> None:

@@ -42,8 +42,6 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
     if flag_values.list:
         print_experiments()
         return
-    if not flag_values.exp:
-        raise UserError("--exp=NAME is required; --list shows the experiments")
     cluster = None if flag_values.dump else distributed.cluster_from_flags(flag_values)
     with distributed.Processes(cluster) as processes:
         config = run_flags.run_config_from_flags(flag_values, processes.join)

@@ -107,7 +107,7 @@ MODES = {
     ),
     "replay": Mode(
         "Take step --step of the run in JOB_LOG_DIR again, from the newest checkpoint before it, and print where its first NaN "
-        "or infinity came from, layer by layer. Give the run's other flags too.",
+        "or infinity came from, layer by layer.",
         "planner.replay",
         "replay",
     ),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from absl import flags
+from absl import flags, logging
 
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
@@ -25,7 +26,10 @@ class CommandFlags:
     """What the command line has besides the settings of a mode. Python has arguments of its own for it."""
 
     exp: str | None = _what(
-        None, "Name of a registered experiment, e.g. lm.stdlib.StdlibBytes; --list shows all.", value="NAME"
+        None,
+        "Name of a registered experiment, e.g. lm.stdlib.StdlibBytes; --list shows all. Without it, that of the run in "
+        "--job_log_dir, with its overrides and flags.",
+        value="NAME",
     )
     mode: str = _what("train", "What to do; see the modes above.", value="MODE", choices=tuple(MODES))
     exp_module: tuple[str, ...] = _what(
@@ -167,7 +171,7 @@ def config_without_experiment(flag_values: flags.FlagValues, arguments: Sequence
 
 
 def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], int]) -> RunConfig:
-    """Makes the run's config of the flags.
+    """Makes the run's config of the flags, and of what `--job_log_dir` knows of its run if there is no `--exp`.
 
     Args:
       flag_values: absl flags, parsed.
@@ -178,16 +182,20 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
     """
     mode = flag_values.mode
     settings = settings_from_flags(flag_values, config_class(mode))
+    exp, overrides = flag_values.exp, list(flag_values["fdl.set"].value or ())
+    if not exp:
+        exp, of_run, settings = _with_those_of_the_run(flag_values, settings)
+        overrides = [*of_run, *overrides]
     directory = settings.pop("job_log_dir", None)
     if settings.get("topology"):
         from spmd_trainer.planner import topologies  # imports JAX, which --help doesn't need
 
         topologies.run_on_host()
     config = make_run_config(
-        flag_values.exp,
+        exp,
         directory or ".",
         mode=mode,
-        overrides=flag_values["fdl.set"].value or (),
+        overrides=overrides,
         join=lambda: join(mode),
         writes_reports=bool(directory),
         **settings,
@@ -197,6 +205,46 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
             "--job_log_dir=DIR is required: the directory for checkpoints, summaries and outputs of this run"
         )
     return config
+
+
+def _with_those_of_the_run(
+    flag_values: flags.FlagValues, given: Mapping[str, Any]
+) -> tuple[str, list[str], dict[str, Any]]:
+    """Returns experiment, overrides and settings of the run that the command's directories hold. Given settings win.
+
+    Other modes than training look at the run's own checkpoints, not at the one that it began with, and a plan for other chips has
+    a mesh for them.
+
+    Raises:
+      UserError: neither `--job_log_dir` nor `--restore_checkpoint_dir` holds a run of this trainer.
+    """
+    # They import what --help doesn't need.
+    from spmd_trainer import experiment_registry, storage
+    from spmd_trainer.storage import access
+    from spmd_trainer.training import run_directory
+
+    places = []
+    for name in ("job_log_dir", "restore_checkpoint_dir"):
+        if name in given:
+            path = storage.directory(f"--{name}", given[name])
+            access.check_readable(f"--{name}", path)
+            places += [path] if name == "job_log_dir" else [path, path.parent]
+    records = {path: record for path in places if (record := run_directory.record_of(path)).get("experiment")}
+    if not records:
+        where = f", and {places[0]} holds no run that says its own" if places else ""
+        raise UserError(f"--exp=NAME is required{where}; --list shows the experiments")
+    path, record = next(iter(records.items()))
+    overrides, of_run = record.get("overrides") or [], record.get("settings") or {}
+    left = {"job_log_dir", *given}
+    left |= set() if flag_values.mode == "train" else {"restore_checkpoint_dir", "restore_checkpoint_step"}
+    left |= {"mesh"} if "topology" in given else set()
+    known = settings_of(config_class(flag_values.mode)).keys() - left
+    taken = {name: value for name, value in of_run.items() if name in known}
+    exp = experiment_registry.short_name(record["experiment"])
+    command = [f"--exp={exp}", *(f"--{name}={value}" for name, value in taken.items())]
+    command += [f"--fdl.set={override}" for override in overrides]
+    logging.info("as the run in %s was started: %s", path, shlex.join(command))
+    return exp, overrides, {**taken, **given}
 
 
 define()

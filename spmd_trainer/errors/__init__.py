@@ -18,6 +18,7 @@ __all__ = [
     "disk_is_full",
     "first_line",
     "first_paragraph",
+    "not_a_config",
     "require_one_of",
 ]
 
@@ -120,6 +121,15 @@ def _parameters(called: Callable[..., Any] | None) -> list[str]:
     except (TypeError, ValueError):  # some classes written in C have no signature
         return []
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def not_a_config(field: str, value: object) -> UserError:
+    """Returns the error for a class or an object where a config of it must stand."""
+    name = getattr(value, "__name__", None)  # of a class or a function
+    what = name or f"{type(value).__name__}(...), already made"
+    return UserError(
+        f"{field} is {what}; write Config({name or type(value).__name__}, ...) with Config = praxis.pax_fiddle.Config"
+    )
 
 
 def require_one_of(field: str, value: object, allowed: Sequence[str]) -> None:

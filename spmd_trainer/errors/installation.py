@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import pathlib
 import shlex
 import sys
 from collections.abc import Iterable
@@ -51,6 +52,14 @@ def pip_install() -> str:
     python = shlex.quote(sys.executable)
     # Environments made by uv have no pip.
     return f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
+
+
+def install_extra(extra: str) -> str:
+    """Returns the shell command that installs an extra of the trainer into the running environment."""
+    checkout = pathlib.Path(__file__).parents[2]
+    if (checkout / "pyproject.toml").exists():
+        return f"uv sync --extra {extra}"
+    return f"{pip_install()} {shlex.quote(f'spmd-trainer[{extra}]')}"
 
 
 def install_command(packages: Iterable[str] = ("praxis", "lingvo")) -> str:

@@ -9,6 +9,7 @@ import pathlib
 import sys
 import sysconfig
 import traceback
+import types
 
 _TRAINER = pathlib.Path(__file__).resolve().parents[1]
 # Shipped experiments count as the user's code: users run, copy and change them.
@@ -17,6 +18,8 @@ _SHIPPED = _TRAINER / "experiments"
 _LIBRARIES = tuple(
     pathlib.Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib", "scripts")
 )
+# In what JAX adds to an error's text.
+_JAX_NOTICE = "JAX_TRACEBACK_FILTERING"
 # Users' top-level packages, which may be installed among the libraries.
 _claimed: set[str] = set()
 
@@ -65,6 +68,27 @@ def frames(error: BaseException) -> list[traceback.FrameSummary]:
         if found:
             return found
     return []
+
+
+def keep_own(error: BaseException) -> None:
+    """Leaves the user's frames in the traceback of an error, and of its causes those that came through the user's code.
+
+    JAX's notice on frames that it has hidden goes too: it stands after the message.
+    """
+    own, entry = [], error.__traceback__
+    while entry is not None:
+        own += [entry] if is_users(entry.tb_frame.f_code.co_filename) else []
+        entry = entry.tb_next
+    kept = None
+    for entry in reversed(own):
+        kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__traceback__ = kept
+    if hasattr(error, "__notes__"):
+        error.__notes__ = [note for note in error.__notes__ if _JAX_NOTICE not in note]
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
+        keep_own(cause)
+        error.__cause__ = cause if cause.__traceback__ or cause.__cause__ else None
 
 
 def lines(error: BaseException) -> list[str]:

@@ -52,6 +52,8 @@ def export(
     dtype: str | None = None,
     *,
     imported_from: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    eos_id: int | None = None,
     architecture: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
@@ -67,7 +69,9 @@ def export(
       dtype: 'float32', 'bfloat16' or 'float16'; None: that of the variables.
       imported_from: the folder that the model came from, whose config.json, generation_config.json and tokenizer are copied. If
         the model's settings have changed, config.json is made from the model, with the folder's token ids. None: config.json is
-        made from the model, without a tokenizer.
+        made from the model.
+      tokenizer: without `imported_from`, a folder or file (tokenizer.json, SentencePiece model) of the tokenizer to copy, if any.
+      eos_id: without `imported_from`, the token that ends a text.
       architecture: the model's class in transformers; None: that of `imported_from`, or the first that describes the model.
       max_file_bytes: most bytes of a tensor file.
 
@@ -81,11 +85,13 @@ def export(
     path: epath.Path = storage.directory("export_dir", directory)
     source = None if imported_from is None else storage.directory("imported_from", imported_from)
     plan = agreed(lambda: _plan(state, job, path, dtype, source, architecture, max_file_bytes))
+    if source is None and eos_id is not None:
+        plan.config["eos_token_id"] = eos_id
     with writing.atomically(path, last=CONFIG) as target:
         for name, tensors in plan.files.items():
             writing.write_file(target, name, tensors, plan.specs, state)
         if target is not None:
-            _write_rest(target, plan, source)
+            _write_rest(target, plan, source or tokenizer)
     logging.info("wrote %s tensors in %s files to %s", sum(map(len, plan.files.values())), len(plan.files), path)
 
 
@@ -205,7 +211,7 @@ def _by_layer(name: str) -> tuple[int, int, str]:
     return (0 if is_embedding else 2 if number is None else 1, number or 0, name)
 
 
-def _write_rest(target: epath.Path, plan: _Plan, source: epath.Path | None) -> None:
+def _write_rest(target: epath.Path, plan: _Plan, source: str | os.PathLike[str] | None) -> None:
     """Writes the index, the tokenizer and the configs; config.json, which makes the folder one, comes last."""
     if SINGLE not in plan.files:
         weight_map = {tensor.described.name: name for name, tensors in plan.files.items() for tensor in tensors}
@@ -214,13 +220,17 @@ def _write_rest(target: epath.Path, plan: _Plan, source: epath.Path | None) -> N
         count = sum(one.nbytes // one.dtype.itemsize for one in described)
         metadata = {"total_parameters": count, "total_size": total}
         writing.write_json(target / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
-    generation = None if source is None else read_json(source, GENERATION_CONFIG)
+    is_folder = source is not None and reading.is_dir(os.fspath(source))
+    generation = read_json(epath.Path(source), GENERATION_CONFIG) if source is not None and is_folder else None
     if generation is None:
         tokens = {key: plan.config[key] for key in config_json.TOKENS if plan.config.get(key) is not None}
         generation = {"_from_model_config": True, **tokens}
     writing.write_json(target / GENERATION_CONFIG, generation)
-    if source is not None:
+    if source is not None and is_folder:
         _copy_tokenizer(os.fspath(source), target)
+    elif source is not None:
+        content = reading.read(os.fspath(source))
+        (target / ("tokenizer.json" if content.lstrip().startswith(b"{") else "tokenizer.model")).write_bytes(content)
     writing.write_json(target / CONFIG, plan.config)
 
 

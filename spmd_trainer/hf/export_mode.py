@@ -20,6 +20,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.hf import peft
 from spmd_trainer.hf.experiment import spec_of_task
 from spmd_trainer.hf.folder import read_model
+from spmd_trainer.inputs import tokenizer_field
 from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import checkpoints
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY
@@ -59,7 +60,16 @@ def export(job: Job) -> int:
             peft.export(restored.state, job, settings.directory, base=imported_from)
         else:
             state = restored.state if job.task.lora is None else _merged(restored.state, job)
-            hf.export(state, job, settings.directory, settings.dtype, imported_from=imported_from)
+            tokenizer, eos_id = (None, None) if imported_from else _tokenizer(job)
+            hf.export(
+                state,
+                job,
+                settings.directory,
+                settings.dtype,
+                imported_from=imported_from,
+                tokenizer=tokenizer,
+                eos_id=eos_id,
+            )
     if not storage.is_remote(settings.directory):
         opener = "AutoPeftModelForCausalLM" if settings.adapter else "AutoModelForCausalLM"
         library = "peft" if settings.adapter else "transformers"
@@ -101,6 +111,16 @@ def _imported_from(job: Job, noted: Mapping[str, Any]) -> epath.Path | None:
     candidates = [job.config.restore_checkpoint_dir, *map(epath.Path, filter(None, [folder])), *map(epath.Path, rules)]
     folders = [path for path in candidates if path is not None and hf.find_agreed(path)]
     return next((path for path in folders if decided_by_process_0(functools.partial(_fits, path, job))), None)
+
+
+def _tokenizer(job: Job) -> tuple[str | None, int | None]:
+    """Returns the path of the tokenizer that the model was trained with, and its end-of-text; None where there is none."""
+    for dataset in job.config.experiment.config.train_datasets:
+        if "tokenizer" in dir(dataset):
+            given = dataset.tokenizer
+            eos_id = tokenizer_field.make_tokenizer(given, getattr(dataset, "eos_id", None)).eos_id
+            return os.fspath(given) if isinstance(given, str | os.PathLike) else None, eos_id
+    return None, None
 
 
 def _fits(folder: epath.Path, job: Job) -> bool:

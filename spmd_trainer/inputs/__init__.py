@@ -6,6 +6,7 @@
 | `ChatPromptInput` | `chat_text` | conversations as prompts for decode, by a chat template |
 | `ChatInput`, `Chat` | `chat_text` | conversations for training, also among text: the loss counts what the assistant wrote |
 | `PreferenceInput` | `preferences` | pairs of answers, one preferred, for DPO |
+| `DocumentPrompts` | `text` | the beginnings of a corpus' documents as prompts for decode |
 | `PackedTextInput` | `text` | short documents packed into rows, each document a segment |
 | `CorpusInput`, `Documents`, `Mixture` | `corpus` | text in JSON lines, Parquet, Arrow, ArrayRecord, ...; mixtures of sources |
 | `ByteTokenizer`, `SentencePieceTokenizer` | `tokenizers` | tokenizers for the text inputs |

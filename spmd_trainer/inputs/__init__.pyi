@@ -26,6 +26,7 @@ from .stdlib_text import stdlib_train_files as stdlib_train_files
 from .synthetic import SyntheticInput as SyntheticInput
 from .synthetic import SyntheticLmInput as SyntheticLmInput
 from .text import ByteTextInput as ByteTextInput
+from .text import DocumentPrompts as DocumentPrompts
 from .text import PackedTextInput as PackedTextInput
 from .text import PromptInput as PromptInput
 from .text import TextInput as TextInput

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, installation
 from spmd_trainer.inputs import batches, examples, indexed
 
 # Number of elements that Grain reads ahead.
@@ -249,5 +249,5 @@ def import_grain(error_of: Callable[[str], UserError]) -> Any:
     try:
         import grain
     except ImportError as error:
-        raise error_of(f"{error}. Install it with the extra `grain`: uv sync --extra grain") from error
+        raise error_of(f"{error}. Install it with the extra `grain`: {installation.install_extra('grain')}") from error
     return grain

@@ -13,7 +13,9 @@ Example, T = 4, one file holding b"hello", so that the stream is h e l l o EOS:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import zlib
 from typing import Any
 
 import jax
@@ -21,8 +23,10 @@ import numpy as np
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.inputs import batches, files, indexed, text_base
+from spmd_trainer.inputs.corpus import encoding, open_source
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
-from spmd_trainer.inputs.corpus.documents import Documents
+from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Source
+from spmd_trainer.inputs.corpus.tokens import fetch
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
 
 # Bytes read initially per token of a prompt. Most texts have fewer bytes per token.
@@ -266,6 +270,57 @@ class PromptInput(PromptRows):
             if before is not None and len(tokens) == count and np.array_equal(tokens, before):
                 return tokens
             before, limit = tokens, 2 * limit
+
+
+class DocumentPrompts(PromptRows):
+    """Prompts for `LanguageModel.decode`: the beginnings of the first documents of a corpus, of any kind of file.
+
+    A row holds the start token and the first tokens of a document, up to `prefix_len` together and half of the document, so that
+    there is something to continue. Documents without text and records that can't be read are left out. Batches are those of
+    `PromptRows`.
+
+    Attributes:
+      source: `Documents`; `files` is left out.
+      tokenizer, eos_id, start: see `text_base.TokenizedInput`.
+      prefix_len: most tokens in a prompt, including the start token, P.
+      num_prompts: use the first this many documents.
+    """
+
+    source: Documents | None = None
+    num_prompts: int = 8
+    _opened: Any = dataclasses.field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        with self.naming():
+            self._opened: Source = open_source.open_documents(self.source or Documents(None))
+        self.files, self.allow_binary = getattr(self._opened, "paths", ()), True
+        super().__post_init__()
+
+    @property
+    def num_available(self) -> int:
+        return len(self._prompts)
+
+    def tokens_of_prompt(self, index: int) -> np.ndarray:
+        """Returns the start token and the first tokens of a document."""
+        return self._prompts[index]
+
+    @functools.cached_property
+    def _prompts(self) -> list[np.ndarray]:
+        first = np.array([] if self.start_id is None else [self.start_id], np.int32)
+        encoder = encoding.Encoder(self.tokenizer, self._model_vocab_size or self.vocab_size)
+        found: list[np.ndarray] = []
+        for record in (one for chunk in range(self._opened.num_chunks) for one in self._opened.read_chunk(chunk, 0)):
+            (tokens,) = encoder.encode([record])
+            if not isinstance(tokens, BadRecord) and len(tokens):
+                most = min(self.prefix_len - len(first), max(1, len(tokens) // 2))
+                (beginning,) = fetch([(tokens, 0, most)])
+                found.append(np.concatenate([first, beginning.astype(np.int32)]))
+            if len(found) == self.num_prompts:
+                break
+        return found
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**super()._fingerprint(), "prompts": zlib.crc32(b"".join(one.tobytes() for one in self._prompts))}
 
 
 class PackedTextInput(CorpusInput):

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, installation
 from spmd_trainer.inputs import examples as examples_lib
 from spmd_trainer.inputs import record_files
 from spmd_trainer.storage import reading
@@ -49,7 +49,9 @@ class TfdsInput(examples_lib.ExamplesInput):
         try:
             import tensorflow_datasets as tfds
         except ImportError as error:
-            raise self.error(f"{error}. Install it with the extra `tfds`: uv sync --extra tfds") from error
+            raise self.error(
+                f"{error}. Install it with the extra `tfds`: {installation.install_extra('tfds')}"
+            ) from error
         name = file_or_pattern("dataset", self.dataset)
         if not name:
             raise self.error("dataset is not set; give a name, e.g. 'mnist:3.0.1', or a prepared dataset's directory")

@@ -21,6 +21,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.lib import cuda_versions
 from jax.ad_checkpoint import checkpoint_name
 
+from spmd_trainer.errors import installation
 from spmd_trainer.kernels.chunked import KERNEL as CHUNKED
 from spmd_trainer.kernels.kernels import Call, Pattern
 
@@ -135,7 +136,7 @@ class Cudnn:
 def _device_reasons(call: Call) -> list[str]:
     capability = call.target.compute_capability
     if cuda_versions is None:
-        return ["cuDNN is not installed; install it with `uv sync --extra cuda12` (or cuda13)"]
+        return [f"cuDNN is not installed; install it with `{installation.install_extra('cuda12')}` (or cuda13)"]
     if capability is None:
         return [f"the compute capability of {call.target.kind!r} is unknown"]
     reasons = []
@@ -145,7 +146,7 @@ def _device_reasons(call: Call) -> list[str]:
     try:
         installed = cuda_versions.cudnn_get_version()
     except RuntimeError:
-        return [*reasons, "JAX finds no cuDNN; install it with `uv sync --extra cuda12` (or cuda13)"]
+        return [*reasons, f"JAX finds no cuDNN; install it with `{installation.install_extra('cuda12')}` (or cuda13)"]
     if installed < _OLDEST_CUDNN.get(capability, 0):
         reasons.append(f"cuDNN is {installed}; compute capability {shown} needs {_OLDEST_CUDNN[capability]} or later")
     if call.segments and capability < (9, 0):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from clu import metrics as clu_metrics
 from flax import linen as nn
 from flax.core import unfreeze
@@ -126,9 +127,10 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
         one value or a tuple, or None for the whole batch.
       loss: (the module's output, the batch) -> (loss, weight), or {name: (mean value, weight)} with an entry 'loss'. All
         are scalars: means over the batch's examples, and the weight of the mean, e.g. the number of examples. The learner's
-        `loss_name` names the one to minimise. Entries may also be clu metrics, and a clu `Collection` stands for its metrics;
-        the loss may be a clu `Average`. They are merged over batches, minibatches and devices, and computed on the host, so
-        their `compute` must return a scalar or a dict of scalars. Give them the rows' weights as `mask`.
+        `loss_name` names the one to minimise, 'loss' if it is not set. A loss alone, a scalar, weighs as many examples as the
+        batch has rows, those that only fill a batch included. Entries may also be clu metrics, a clu `Collection` stands for
+        its metrics, and the loss may be a clu `Average`. They are merged over batches, minibatches and devices, and computed on
+        the host, so their `compute` must return a scalar or a dict of scalars. Give them the rows' weights as `mask`.
       per_example: (the module's output, the batch) -> arrays with the batch as dimension 0, which evaluations can write; or
         None.
       generate: (variables, batch, key) -> arrays with the batch as dimension 0, for `--mode=decode`; or None. NNX models get
@@ -142,6 +144,8 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
         the batch as it is, and other variables keep their dtypes. None casts nothing.
     """
 
+    # Name of the loss if the learner has none.
+    default_loss_name: ClassVar[str] = LOSS
     gathered_variables: ClassVar[GatheredVariables] = GatheredVariables(where_read=False)
 
     inputs: str | Sequence[str] | Callable[[PyTree], Any] | None = None
@@ -184,7 +188,7 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
         found, non_trainable = self.run(mdl_vars, arguments, key, do_eval=do_eval)
         before = mdl_vars.get(base_layer.NON_TRAINABLE, {})
         non_trainable = jax.tree_util.tree_map_with_path(_written, non_trainable, before)
-        scalars, clu = loss_metrics(self.loss(found, inputs))
+        scalars, clu = loss_metrics(_with_weight(self.loss(found, inputs), inputs, do_eval=do_eval))
         per_example = {} if self.per_example is None else self.per_example(found, inputs)
         _check_per_example(per_example, inputs, "task.model.per_example")
         written = {base_layer.NON_TRAINABLE: non_trainable} if base_layer.NON_TRAINABLE in mutable else {}
@@ -266,6 +270,18 @@ def loss_metrics(found: Any) -> tuple[dict[str, tuple[jax.Array, jax.Array]], di
         else:
             scalars[name] = _pair(name, value)
     return scalars, others
+
+
+def _with_weight(found: Any, batch: PyTree, *, do_eval: bool) -> Any:
+    """Returns a loss function's result; a loss alone gets the number of the batch's rows as its weight."""
+    if not jax.tree_util.all_leaves([found]) or jnp.shape(found):
+        return found
+    if do_eval and isinstance(batch, Mapping) and "eval_sample_weights" in batch:
+        logging.warning(
+            "task.model.loss returns a loss without a weight, so rows that only fill an evaluation's last batch count in it; "
+            "return (loss, weight) with the batch's eval_sample_weights to leave them out"
+        )
+    return found, jnp.asarray(_num_rows(batch), jnp.float32)
 
 
 def _each(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

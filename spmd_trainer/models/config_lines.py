@@ -51,7 +51,7 @@ class Change:
             return f"{self.path} is new: {now}"
         if now is None:
             return f"{self.path} was removed; it was {before}"
-        return f"{self.path} was {before}, is now {now}"
+        return f"{self.path} was {before or 'empty'}, is now {now or 'empty'}"
 
 
 def changes(before: Sequence[str], now: Sequence[str]) -> list[Change]:

@@ -7,13 +7,14 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core import meta
 from praxis import base_layer, pax_fiddle
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, not_a_config
 from spmd_trainer.models import declared_axes
 from spmd_trainer.models.base import ModuleModel
 from spmd_trainer.train_states import NestedJTensor, PyTree
@@ -44,6 +45,8 @@ class NnxModel(ModuleModel):
             raise UserError(
                 "task.model.module is not set; give a config of an nnx.Module, e.g. Config(MyNet, features=64)"
             )
+        if not isinstance(self.module, fdl.Buildable):
+            raise not_a_config("task.model.module", self.module)
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
         """See `Model`."""

@@ -14,7 +14,7 @@ from absl import logging
 from praxis import pax_fiddle
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, installation
 from spmd_trainer.inputs import batches, examples, indexed
 from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow
 
@@ -340,7 +340,9 @@ def import_seqio(what: str) -> Any:
     try:
         import seqio
     except ImportError as error:
-        raise UserError(f"{what}: {error}. Install it with the extra `seqio`: uv sync --extra seqio") from error
+        raise UserError(
+            f"{what}: {error}. Install it with the extra `seqio`: {installation.install_extra('seqio')}"
+        ) from error
     return seqio
 
 

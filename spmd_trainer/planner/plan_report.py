@@ -209,7 +209,8 @@ def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
             f"{bytes_text(outcome.padding or 0):>10}  {outcome.candidate}; {outcome.dominant or 'none'}"
         )
     if ranked:
-        lines.append("* nothing else is both faster per row and smaller. The best one runs with")
+        of = "" if compiled == len(outcomes) else f" of the {compiled} that were compiled"
+        lines.append(f"* nothing else{of} is both faster per row and smaller. The best one runs with")
         lines.append(f"  {run_flags(job, ranked[0].candidate)}")
         first = job.partitioner.mesh.devices.flat[0].device_kind
         known = chips.chip(first)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import jax
 
-from spmd_trainer.errors import MissingCompilerError, UserError, did_you_mean
+from spmd_trainer.errors import MissingCompilerError, UserError, did_you_mean, installation
 from spmd_trainer.kernels.chips import BY_TOPOLOGY, Gpu
 
 _ENVIRONMENT = {
@@ -78,8 +78,8 @@ def _tpu_devices(topology: str, num_slices: int) -> Sequence[jax.Device]:
         text = str(error)
         if "TPU support not installed" in text or "libtpu" in text:
             raise MissingCompilerError(
-                "--topology needs the TPU compiler: install it with `uv sync --extra tpu`, or use --plan to plan for the "
-                "available devices"
+                f"--topology needs the TPU compiler: install it with `{installation.install_extra('tpu')}`, or use --plan to "
+                "plan for the available devices"
             ) from error
         raise UserError(
             f"--topology={topology}: the TPU compiler does not support this topology ({text.splitlines()[0]})"
@@ -117,8 +117,8 @@ def _register_plugin() -> None:
         plugin.initialize()
         return
     raise MissingCompilerError(
-        "--topology needs the GPU compiler: install it with `uv sync --extra cuda12` (or cuda13), or use --plan to plan for "
-        "the available devices"
+        f"--topology needs the GPU compiler: install it with `{installation.install_extra('cuda12')}` (or cuda13), or use "
+        "--plan to plan for the available devices"
     )
 
 

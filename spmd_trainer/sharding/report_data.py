@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from spmd_trainer.sharding.messages import bytes_text, spec_text
-from spmd_trainer.sharding.specs import AnyMesh, PyTree, entry_axes, mesh_shape_of
+from spmd_trainer.sharding.specs import AnyMesh, PyTree, dimension_paddings, entry_axes, mesh_shape_of
 from spmd_trainer.sharding.variables import VariableSpec, named_leaves
 
 KINDS = ("parameters", "optimizer_state", "other")
@@ -172,7 +172,7 @@ def report_data(
             }
             for v in variables
         ],
-        "inputs": [input_data(layout) for layout in inputs],
+        "inputs": [input_data(layout, sizes) for layout in inputs],
     }
 
 
@@ -231,7 +231,10 @@ class InputLayout:
 
 
 class InputFieldData(TypedDict):
-    """One field of an input's batch. The specs have the axes of each dimension."""
+    """One field of an input's batch. The specs have the axes of each dimension.
+
+    `shape_in_step` is its shape in the step with the padding that the axes need there.
+    """
 
     path: str
     dtype: str
@@ -239,6 +242,7 @@ class InputFieldData(TypedDict):
     padded_shape: tuple[int, ...]
     arrives: list[tuple[str, ...]]
     arrives_text: str
+    shape_in_step: tuple[int, ...]
     in_step: list[tuple[str, ...]]
     in_step_text: str
 
@@ -248,24 +252,26 @@ InputData = TypedDict(
 )
 
 
-def input_data(layout: InputLayout) -> InputData:
-    """Returns one input's data for all forms of the report."""
+def input_data(layout: InputLayout, sizes: Mapping[str, int]) -> InputData:
+    """Returns one input's data for all forms of the report. `sizes`: {axis: size} of the mesh."""
     return {
         "use": layout.use,
         "name": layout.name,
         "class": layout.class_name,
-        "fields": list(_fields(layout)),
+        "fields": list(_fields(layout, sizes)),
         "problem": layout.problem,
     }
 
 
-def _fields(layout: InputLayout) -> Iterator[InputFieldData]:
+def _fields(layout: InputLayout, sizes: Mapping[str, int]) -> Iterator[InputFieldData]:
     def is_spec(x: object) -> bool:
         return isinstance(x, PartitionSpec)
 
     padded = jax.tree.leaves(layout.padded_shapes)
     arrives, in_step = (jax.tree.leaves(specs, is_leaf=is_spec) for specs in (layout.arrives, layout.in_step))
     for (path, x), whole, first, then in zip(named_leaves(layout.shapes), padded, arrives, in_step, strict=True):
+        added = dimension_paddings(then, x.shape, sizes)
+        in_step_shape = tuple(size + more for size, more in zip(x.shape, added, strict=True))
         yield {
             "path": path,
             "dtype": str(x.dtype),
@@ -273,8 +279,9 @@ def _fields(layout: InputLayout) -> Iterator[InputFieldData]:
             "padded_shape": tuple(whole.shape),
             "arrives": [entry_axes(entry) for entry in first],
             "arrives_text": spec_text(first),
+            "shape_in_step": in_step_shape,
             "in_step": [entry_axes(entry) for entry in then],
-            "in_step_text": spec_text(then),
+            "in_step_text": f"{spec_text(then)}{f' as {in_step_shape}' if any(added) else ''}",
         }
 
 

@@ -28,7 +28,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
 
     Attributes:
       optimizer: a praxis optimizer, an optax GradientTransformation, or a config of either.
-      loss_name: name of the loss among the model's outputs.
+      loss_name: name of the loss among the model's outputs. None: 'loss', for the models of `spmd_trainer.models`.
       stochastic_gradient: a Pax field for differentially private gradients, which are not supported; must be None.
       skip_zero_gradients: a Pax field that never had an effect; must be None.
       grad_norm_summary: summarise the global gradient norm, before and after clipping and as applied.
@@ -77,7 +77,10 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         super().__post_init__()
         opt_state_dtypes.check(self)
         if self.optimizer is None:
-            raise ValueError("task.train.learner.optimizer is not set; e.g. pax_fiddle.Config(optimizers.Adam, ...)")
+            raise ValueError(
+                "task.train.learner.optimizer is not set; e.g. pax_fiddle.Config(optimizers.Adam, ...). A task is made of its "
+                "config: in task(), write Config(SingleTask, ...) instead of SingleTask(...), and set its fields"
+            )
         self.optimizer = optax_bridge.as_optimizer(self.optimizer)
         if self.stochastic_gradient is not None:
             raise ValueError(

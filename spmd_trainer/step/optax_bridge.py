@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import optax
 from praxis import base_layer, optimizers, pax_fiddle
 
+from spmd_trainer.errors import not_a_config
+
 
 @dataclasses.dataclass(frozen=True)
 class OptaxTransformation:
@@ -67,7 +69,9 @@ def as_optimizer(optimizer: Any) -> Any:
     if isinstance(optimizer, optax.GradientTransformation):
         return OptaxTransformation(optimizer)
     name = type(optimizer).__name__
-    if isinstance(optimizer, type) or not isinstance(optimizer, optimizers.Optimizer):
+    if isinstance(optimizer, type):
+        raise not_a_config("task.train.learner.optimizer", optimizer)
+    if not isinstance(optimizer, optimizers.Optimizer):
         raise ValueError(
             f"task.train.learner.optimizer is {optimizer!r:.80}; give a praxis optimizer such as "
             "pax_fiddle.Config(optimizers.Adam, ...), or an optax GradientTransformation such as optax.adamw(1e-3)"

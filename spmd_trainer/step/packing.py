@@ -167,6 +167,9 @@ class Scalars(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self._by_name)
 
+    def __repr__(self) -> str:
+        return repr(self._by_name)
+
     def summaries_called(self, last_part: str) -> list[float]:
         """Summaries whose name ends in `last_part`, of all layers and optimizers."""
         return [self._values[index] for index in self._names.indices_of(last_part)]

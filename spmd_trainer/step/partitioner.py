@@ -205,13 +205,15 @@ def batch_notes(inputs: NestedShapeDtypeStruct, specs: NestedPartitionSpec, size
             shards = math.prod(sizes[axis] for axis in axes)
             if not size % shards:
                 continue
-            held = -(-size // shards) * shards
+            each = -(-size // shards)
+            held, idle = each * shards, shards - -(-size // each)
             what = f"the batch has {size} rows" if dim == 0 else f"dimension {dim} of input {path!r} has size {size}"
+            only_padding = f", and {idle} of {shards} parts hold nothing but padding" if idle else ""
             below = f"{held - shards} or " if held > shards else ""
             # Inputs share their rows, so that they are named once.
             found.setdefault(
                 (dim, size, axes) if dim == 0 else (dim, id(x), axes),
                 f"{what}, which {axes_text(axes, sizes)} does not divide: each step computes {held} "
-                f"({held / size - 1:.1%} more). {below}{held} cost nothing.",
+                f"({held / size - 1:.1%} more){only_padding}. {below}{held} cost nothing.",
             )
     return list(found.values())

@@ -34,7 +34,7 @@ NestedVariableSpec: TypeAlias = PyTree
 # Decides the layout of every variable: (the task and its variables, mesh) -> VariableSpecs, same structure.
 Plan: TypeAlias = Callable[[LogicalLayout, Mesh], NestedVariableSpec]
 DECLARED = "declared"
-NOT_DECLARED = "replicated: the layer declares no split mapping"
+NOT_DECLARED = "replicated: no split mapping; task.train.sharding_strategy=[...] gives one"
 # Where the train state, and so the sharding report, has the variables. Rules of a strategy are matched without it.
 _REPORT_PREFIX = "mdl_vars/"
 
@@ -235,7 +235,7 @@ def _opt_reasons(opt_hparams: NestedWeightHParams, hparams: NestedWeightHParams)
             return "replicated: it belongs to no variable, or to several"
         shape, variable_shape = tuple(part.full_shape), tuple(variables[own].full_shape)
         if shape == variable_shape:
-            return "replicated: its variable is"
+            return "replicated: as its variable"
         return f"replicated: its shape {shape} is not {variable_shape}, that of its variable"
 
     return jax.tree_util.tree_map_with_path(reason, opt_hparams)

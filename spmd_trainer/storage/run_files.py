@@ -35,7 +35,8 @@ def read_record(directory: epath.Path) -> dict[str, Any]:
     """Returns the content of a run's `run.json`, with a failure of another process; {} if there is none.
 
     Its keys: 'experiment'; 'status', which is 'running', 'stopped', 'finished' or 'failed'; 'last_step', only once training
-    has ended; 'failure', only after one: step, process and reason; 'overrides', 'parameters', 'devices' and 'versions'.
+    has ended; 'failure', only after one: step, process and reason; 'overrides', 'settings' (the flags of its newest start that
+    are not the defaults), 'parameters', 'devices' and 'versions'.
 
     A file beside `run.json` that can't be read is left out, with a warning; so is `run.json` itself if an older version's
     files are there.

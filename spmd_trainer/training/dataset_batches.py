@@ -16,6 +16,7 @@ from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.batch_checks import check_values
 from spmd_trainer.inputs.batches import dataset_input_specs
+from spmd_trainer.inputs.prefetch import is_end
 from spmd_trainer.models.config_lines import lines_of
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.sharding.variables import path_str
@@ -119,12 +120,11 @@ class FiniteDataset:
                 yield number, batch
                 phase.advance()
         if number < 0:
-            raise UserError(f"{self._activity} dataset {self.name} is empty; give it at least one example")
+            raise _empty(self._activity, self.name)
 
     def _batches(self) -> Iterator[PyTree]:
         """Yields the batches of the input until it ends. The first is compared with the declared specs."""
-        added_rows = getattr(self._input, "batch_padding_size", 0)
-        check = batch_checker(self._job, self.name, _with_rows(self._specs, added_rows))
+        check = _padded_batch_checker(self._job, self.name, self._input, self._specs)
         limit = _limit(self._input)
         for _ in itertools.count() if limit is None else range(limit):
             try:
@@ -199,6 +199,36 @@ def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], N
         check_values(name, batch, vocabulary)
 
     return check
+
+
+def _padded_batch_checker(job: Job, name: str, data: Any, specs: PyTree) -> Callable[[PyTree], None]:
+    """Returns `batch_checker` for the batches of a built input with the rows that it adds."""
+    return batch_checker(job, name, _with_rows(specs, getattr(data, "batch_padding_size", 0)))
+
+
+def check_first_batch(job: Job, input_p: Any, kind: str) -> None:
+    """Reads this process's first batch of a dataset and checks it as evaluation and decode will. The batch is dropped.
+
+    Args:
+      job: the job.
+      input_p: the input's config.
+      kind: 'evaluation' or 'decode'.
+
+    Raises:
+      UserError: the input can't be built or read, it is empty, or the batch is not what its specs declare.
+    """
+    built, name = job.build_input(input_p), str(input_p.name)
+    try:
+        batch = built.get_next_padded()
+    except Exception as error:
+        if is_end(error):
+            raise _empty(kind, name) from error
+        raise
+    _padded_batch_checker(job, name, built, dataset_input_specs(input_p))(batch)
+
+
+def _empty(kind: str, name: str) -> UserError:
+    return UserError(f"{kind} dataset {name} is empty; give it at least one example")
 
 
 def check_specs(name: str, batch: Any, declared: Any) -> None:

@@ -205,13 +205,8 @@ def _steps_text(saved: list[int]) -> str:
 
 
 def _command(config: RunConfig, mode: str) -> str:
-    """Returns the command that runs another mode on this run's checkpoints, with the overrides of its model and data."""
-    # In full: a short name may be known only after --exp_module.
-    name = experiment_registry.short_name(config.experiment.name)
-    command = ["spmd-trainer", f"--exp={name}", f"--job_log_dir={config.job_log_dir}", f"--mode={mode}"]
-    if config.mesh:
-        command.append(f"--mesh={mesh_flag(config.mesh)}")
-    return shlex.join([*command, *(f"--fdl.set={override}" for override in _overrides(config))])
+    """Returns the command that runs another mode on this run's checkpoints; the directory knows the rest."""
+    return shlex.join(["spmd-trainer", f"--job_log_dir={config.job_log_dir}", f"--mode={mode}"])
 
 
 def _python_call(config: RunConfig, function: str) -> str:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
+import optax
 from fiddle import absl_flags as fiddle_flags
 from fiddle import daglish
 from praxis import pax_fiddle
 
-from spmd_trainer import experiment_registry, sharding
+from spmd_trainer import experiment_registry, sharding, tasks_lib
 from spmd_trainer.base_experiment import BaseExperiment
-from spmd_trainer.errors import UserError, did_you_mean, first_paragraph, user_code
+from spmd_trainer.errors import UserError, did_you_mean, first_paragraph, not_a_config, user_code
 from spmd_trainer.models.config_lines import without_addresses
 from spmd_trainer.step import mesh_choice
 from spmd_trainer.training import class_overrides
@@ -100,7 +101,13 @@ def resolve(
     try:
         of_class = [assignment for assignment in overrides if class_overrides.is_of_class(assignment)]
         experiment, attributes = class_overrides.make_experiment(exp, found.cls, of_class)
-        config = pax_fiddle.Config(ExperimentConfig, task=_task_config(experiment))
+        task_p = experiment.task()
+        with _errors_of(experiment, found.label):
+            if not isinstance(task_p, fdl.Buildable):
+                is_task = tasks_lib.SingleTask in (task_p, type(task_p))
+                wanted = f"task() returns {task_p!r:.200}; it must return a config of tasks_lib.SingleTask"
+                raise not_a_config("what task() returns", task_p) if is_task else UserError(wanted)
+        config = pax_fiddle.Config(ExperimentConfig, task=task_p)
         of_task = [assignment for assignment in overrides if assignment.startswith("task.")]
         for assignment in of_task:
             apply_override(config, assignment)
@@ -183,13 +190,6 @@ def _shown(value: Any) -> str:
     return f"{text[: _MAX_CHARS // 10]}... ({len(text)} characters, crc32 {checksum:08x})"
 
 
-def _task_config(experiment: BaseExperiment) -> Any:
-    task_p = experiment.task()
-    if not isinstance(task_p, fdl.Buildable):
-        raise TypeError(f"task() returns {task_p!r:.200}; it must return a config of tasks_lib.SingleTask")
-    return task_p
-
-
 def _use_datasets(experiment: BaseExperiment, config: Any) -> None:
     """Makes the experiment's own methods return the overridden configs."""
     for kind in _DATASETS:
@@ -230,8 +230,15 @@ def _check_step(node: Any, step: Any, before: list[Any], path: str) -> None:
     if not isinstance(step, daglish.Attr):
         _check_element(node, step.key, where, path)
         return
+    if isinstance(node, optax.GradientTransformation):
+        raise UserError(
+            f"override of {path}: {where} is an optax transformation, already made, so it has no fields. Write e.g. "
+            f"Config(optax.adam, {step.name}=...) instead of optax.adam({step.name}=...) in the experiment"
+        )
     if not isinstance(node, fdl.Buildable):
-        raise UserError(f"override of {path}: {where} is {node!r}, which has no field {step.name!r}")
+        raise UserError(
+            f"override of {path}: {where} is {without_addresses(repr(node)):.80}, which has no field {step.name!r}"
+        )
     fields = list(node.__signature_info__.parameters)
     if step.name not in fields:
         raise UserError(f"override of {path}: {where} has no field {step.name!r}{did_you_mean(step.name, fields)}")
@@ -267,6 +274,9 @@ def _validate_datasets(config: Any) -> None:
         datasets = getattr(config, kind)
         if not isinstance(datasets, list | tuple):
             raise UserError(f"{kind} is {datasets!r:.80}; give a list of configs of inputs")
+        for index, dataset in enumerate(datasets):
+            if not isinstance(dataset, fdl.Buildable):
+                raise not_a_config(f"{kind}[{index}]", dataset)
 
 
 def _validate_mesh(task_p: Any) -> None:

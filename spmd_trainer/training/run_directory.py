@@ -47,7 +47,7 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
       UserError: the directory holds something else, or another experiment's run.
     """
     names = names_in(directory)
-    record = _record(directory) if {RUN, OLD_MARKER} & names else {}
+    record = record_of(directory) if {RUN, OLD_MARKER} & names else {}
     owner = record.get("experiment")
     # Shipped experiments were once registered without the package that they are in.
     if owner not in (None, experiment, experiment.removeprefix("spmd_trainer.")):
@@ -76,7 +76,7 @@ def _refuse_pax_run(directory: epath.Path) -> None:
     )
 
 
-def _record(directory: epath.Path) -> dict[str, Any]:
+def record_of(directory: epath.Path) -> dict[str, Any]:
     """Returns what the directory says of its run; {} if nothing that can be read says anything."""
     try:
         return read_record(directory)
@@ -123,7 +123,7 @@ def describe(directory: epath.Path, about: Mapping[str, object], settings: Seque
     if jax.process_index():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    before = _record(directory)
+    before = record_of(directory)
     ended = {"status": "finished", "last_step": before["last_step"]} if "last_step" in before else {"status": "running"}
     _write(directory / RUN, {**about, **ended})
     write_config(directory, settings)
@@ -156,7 +156,7 @@ def _logging_errors(directory: epath.Path) -> Iterator[None]:
 
 def mark_begin_of_training(directory: epath.Path) -> None:
     """Clears that an earlier start of the run has ended. Process 0 does."""
-    if jax.process_index() == 0 and (record := _record(directory)).pop("last_step", None) is not None:
+    if jax.process_index() == 0 and (record := record_of(directory)).pop("last_step", None) is not None:
         record.pop("failure", None)
         _write(directory / RUN, {**record, "status": "running"})
 
@@ -175,7 +175,7 @@ def mark_end_of_training(directory: epath.Path, step: int, *, complete: bool) ->
     if jax.process_index():
         return
     with contextlib.nullcontext() if complete else _logging_errors(directory):
-        record = _record(directory)
+        record = record_of(directory)
         if complete:
             record.pop("failure", None)
             record |= {"status": "finished", "last_step": step}
@@ -189,7 +189,7 @@ def end_of_training(directory: epath.Path) -> int | None:
 
     The step may be less than num_train_steps.
     """
-    step = _record(directory).get("last_step")
+    step = record_of(directory).get("last_step")
     return step if isinstance(step, int) else None
 
 
@@ -218,12 +218,12 @@ def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None
         if process := jax.process_index():
             _write(directory / failure_file(process), failure)
         else:
-            _write(directory / RUN, {**_record(directory), "status": "failed", "failure": failure})
+            _write(directory / RUN, {**record_of(directory), "status": "failed", "failure": failure})
 
 
 def failure(directory: epath.Path) -> Failure | None:
     """Returns why the run's training failed, or None if it did not, or was started again since."""
-    failure = _record(directory).get("failure")
+    failure = record_of(directory).get("failure")
     try:
         return None if failure is None else Failure(**failure)
     except TypeError:  # another version's, or edited

@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from etils import epath
 from spmd_trainer import multihost
 from spmd_trainer.callbacks import Run
 from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, frozen_base
-from spmd_trainer.checkpointing.agreement import decided_by_process_0
+from spmd_trainer.checkpointing.agreement import agreed, decided_by_process_0
 from spmd_trainer.errors.installation import library_versions
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.sharding.messages import bytes_text, count_text
@@ -43,9 +44,10 @@ from spmd_trainer.training.agreed_input import agree_on_input
 from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.checkpoints import restore_from
 from spmd_trainer.training.corpus_stores import tokenised_ahead
-from spmd_trainer.training.dataset_batches import batch_checker
+from spmd_trainer.training.dataset_batches import batch_checker, check_first_batch
 from spmd_trainer.training.early_stopping import EarlyStopping
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.periodic import Schedule
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import TrainConfig
 
@@ -193,6 +195,7 @@ def start(
     else:
         run.times.begin("input")
         batches.peek()
+        _check_datasets(job)
         run.times.begin("compile")
         step = compiling.result() if compiling else compile_train_step(job)
         run.times.begin("start")
@@ -208,12 +211,28 @@ def start(
     return step, batches
 
 
+def _check_datasets(job: Job) -> None:
+    """Reads the first batch of what training will evaluate and decode: an error in the data must not wait for the first interval.
+
+    Called by every process, while the compiler works.
+
+    Raises:
+      UserError: see `check_first_batch`.
+    """
+    datasets, schedule = job.config.experiment.config, Schedule.of_run(job.config.of(TrainConfig))
+    used = [("evaluation", one) for one in datasets.eval_datasets if schedule.eval_interval]
+    used += [("decode", one) for one in datasets.decode_datasets if schedule.decode_interval]
+    for kind, input_p in used:
+        agreed(functools.partial(check_first_batch, job, input_p, kind))
+
+
 def _about(job: Job) -> dict[str, object]:
     """Returns what a start of the run is, besides its settings."""
     devices = job.partitioner.mesh.devices
     return {
         "experiment": job.config.experiment.name,
         "overrides": list(job.config.experiment.overrides),
+        "settings": job.config.given(),
         "parameters": job.partitioner.metadata.num_params() + job.partitioner.metadata.num_frozen_params(),
         "devices": {"count": int(devices.size), "kind": devices.flat[0].device_kind, "processes": jax.process_count()},
         "versions": {"python": platform.python_version(), **library_versions()},

@@ -13,7 +13,8 @@ from spmd_trainer.training.invalid_steps import is_valid
 class Summaries(Callback):
     """Writes a step's scalars to `summaries/train` every `summary_interval_steps`, with what other callbacks logged.
 
-    If something was logged after the last of these, the step at which the run ends has a summary too.
+    The first step of all has a summary too: a curve begins where training does. If something was logged after the last of these,
+    the step at which the run ends has one.
     """
 
     turn = Turn.WRITES
@@ -44,6 +45,8 @@ class Summaries(Callback):
         self._last_step, self._last = step, scalars
         if step % self._interval == 0:
             self._write(run, {**self._averages.take(scalars), **logged})
+        elif step == 1:
+            self._write(run, {**scalars, **logged})
         else:
             self._unwritten |= logged
 

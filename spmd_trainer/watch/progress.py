@@ -39,6 +39,7 @@ class Progress:
       peak_flops: peak FLOP/s of all devices; None if unknown. If both are known, the line shows the model FLOPs
         utilization.
       memory: of this process's devices, for the live line; None if unknown.
+      shown: the step of the newest line.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Progress:
         self._since: tuple[int, float] | None = None
         self._last_line = 0.0
         self.memory: Memory | None = None
+        self.shown = 0
         # For the live line, which reads them on its own thread.
         self._latest: tuple[int, float, float | None] | None = None
         self._seconds: float | None = None
@@ -111,7 +113,7 @@ class Progress:
 
     def _log(self, step: int, scalars: Scalars, seconds: float) -> dict[str, float]:
         """Logs a step's line. Returns the timing scalars."""
-        self._seconds = seconds
+        self._seconds, self.shown = seconds, step
         parts = [f"step {step}/{self._num_steps}", f"loss {scalars.loss:.4f}"]
         parts += [f"{text} {scalars.means[name]:.3f}" for name, text in _SHOWN.items() if name in scalars.means]
         rate = self.items_per_step / seconds
@@ -146,6 +148,7 @@ class ProgressLines(Callback):
     def on_open(self, run: Run) -> None:
         """Lets a display look at this run."""
         live.training = lambda: self._status(run)
+        self._summary_interval = run.task.train.summary_interval_steps
 
     def after_pause(self, run: Run, step: int) -> None:
         """Starts the clock again: evaluations, saves and compilation don't count as training."""
@@ -161,7 +164,13 @@ class ProgressLines(Callback):
             self._is_first = False
             took = format_duration(time.monotonic() - run.began)
             logging.info("first step done: loss %.4f, %s after the start", scalars.loss, took)
-        if self._progress is not None and (timing := self._progress.report(step, scalars)):
+        if self._progress is None:
+            return
+        timing = self._progress.report(step, scalars)
+        # Steps without a summary of their own: the curve of a short or slow run has what its lines show.
+        if self._progress.shown == step and step % self._summary_interval and step not in (1, run.num_steps):
+            run.summaries.write("train", step, {} if scalars.loss is None else {"loss": scalars.loss})
+        if timing:
             self._progress.memory = memory = _memory(run)
             if memory is not None:
                 timing |= {"device_bytes_in_use": float(memory.in_use), "device_peak_bytes": float(memory.peak)}

@@ -13,6 +13,8 @@ from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.invalid_steps import InvalidSteps
 from spmd_trainer.training.summaries import StepAverages, Summaries
 from spmd_trainer.training.summary_writers import SummaryWriters, read_metrics
+from spmd_trainer.watch import progress
+from spmd_trainer.watch.progress import ProgressLines
 
 pytestmark = pytest.mark.xdist_group("trained")
 
@@ -108,16 +110,30 @@ def written(directory, run, steps, *callbacks):
 def test_the_last_step_has_a_summary_of_what_was_logged_after_the_one_before(tmp_path):
     got = written(tmp_path, run_of(tmp_path, "task.train.summary_interval_steps=3"), 5)
     assert got == {
+        1: {"loss": 1.0, "mine/step": 1.0, "mine/1": 1.0},  # where a curve begins
         3: {"loss": 3.0, "mine/step": 3.0, "mine/3": 1.0},
         5: {"loss": 5.0, "mine/step": 5.0, "mine/4": 1.0, "mine/5": 1.0},
     }
 
 
+def test_the_losses_of_progress_lines_between_summaries_are_written_too(tmp_path, monkeypatch):
+    class Lines(ProgressLines):
+        def after_step(self, run, step, scalars):
+            if step == 1:
+                self.after_pause(run, 0)
+            super().after_step(run, step, scalars)
+
+    monkeypatch.setattr(progress, "LONGEST_SILENCE", 0.0)
+    run = run_of(tmp_path, "task.train.summary_interval_steps=100", "task.train.num_train_steps=4")
+    got = written(tmp_path, run, 4, Lines())
+    assert {step: record["loss"] for step, record in got.items()} == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
+
+
 @pytest.mark.full
 def test_a_run_that_ends_at_a_summary_writes_no_other(tmp_path):
     run = run_of(tmp_path, "task.train.summary_interval_steps=2")
-    assert sorted(written(tmp_path, run, 4)) == [2, 4]
-    assert len((tmp_path / "summaries/train/metrics.jsonl").read_text().splitlines()) == 2
+    assert sorted(written(tmp_path, run, 4)) == [1, 2, 4]
+    assert len((tmp_path / "summaries/train/metrics.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.full
@@ -147,6 +163,7 @@ def test_steps_that_were_skipped_are_counted_and_left_out_of_the_average(tmp_pat
         for step, record in read_metrics(tmp_path, "train").items()
     }
     assert averages == {
+        1: {"loss": 2.0, "x": 2.0, "layer/norm": 10.0, "invalid_steps": 0},  # its own; the average has it too
         3: {"loss": 3.0, "x": 3.0, "layer/norm": 20.0, "invalid_steps": 1},
         6: {"loss": 7.0, "x": 7.0, "layer/norm": 70.0, "invalid_steps": 3},
     }
@@ -168,7 +185,7 @@ def test_a_run_writes_the_averages_of_its_steps(tmp_path):
 
     each = records(tmp_path / "each", 1)
     averaged = records(tmp_path / "averaged", 2, "task.train.summary_accumulate_interval_steps=1")
-    assert sorted(averaged) == [2, 4]
+    assert sorted(averaged) == [1, 2, 4]
     for step in (2, 4):
         # Every row of this data weighs the same.
         for name in ("loss", "avg_xent", "learning/raw_grad_norm"):

@@ -83,3 +83,14 @@ def test_the_command_is_pips_where_there_is_pip_and_uvs_elsewhere(monkeypatch):
         command = installation.install_command()
         assert begins in command
         assert command.endswith("--no-deps praxis==1.4.0 lingvo==0.14.2")
+
+
+@pytest.mark.parametrize("checkout", [True, False])
+def test_an_extra_is_installed_as_the_trainer_was(tmp_path, monkeypatch, checkout):
+    package = tmp_path / "spmd_trainer" / "errors" / "installation.py"
+    if checkout:
+        (tmp_path / "pyproject.toml").write_text("")
+    monkeypatch.setattr(installation, "__file__", str(package))
+    command = installation.install_extra("grain")
+    assert command.startswith("uv sync --extra grain") == checkout
+    assert ("spmd-trainer[grain]" in command) == (not checkout)

@@ -1,17 +1,19 @@
 """From a command line to the settings of its mode."""
 
 import dataclasses
+import json
+import logging
 
 import pytest
 from absl import flags
 from absl.testing import flagsaver
-from facts import raises_naming
+from facts import assert_names, raises_naming
 
 from spmd_trainer.cli import flag_parsing, pax_flags, run_flags
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.text_settings import TokenizerConfig
 from spmd_trainer.settings import Settings, setting
-from spmd_trainer.training.run_config import RunConfig
+from spmd_trainer.training.run_config import RunConfig, TrainConfig
 
 OF_A_RUN = ("--exp=lm.stdlib.StdlibBytesTiny", "--job_log_dir=runs/mine", "--track=wandb", "--num_minibatches=2")
 
@@ -66,3 +68,85 @@ def test_an_empty_flag_is_none_unless_its_setting_has_an_empty_value():
     parsed("--mode=plan", "--topology=", "--restore_checkpoint_dir=", "--jax_cache_dir=")
     assert run_flags.settings_from_flags(flags.FLAGS, Two) == {"first": ""}
     assert run_flags.settings_from_flags(flags.FLAGS, RunConfig) == {"jax_cache_dir": ""}
+
+
+def config_of(*arguments):
+    """The settings of a command, as `main` makes them."""
+    with flagsaver.flagsaver():
+        return run_flags.run_config_from_flags(parsed(*arguments), lambda mode: 1)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The directory of a run, with what its start wrote about it."""
+    trained = TrainConfig(
+        None,
+        str(tmp_path),
+        mesh={"data": 2, "mdl": 1},
+        num_minibatches=2,
+        restore_checkpoint_dir="first",
+        eval_on_test=False,
+    )
+    overrides = ["NUM_LAYERS=3", "task.train.num_train_steps=5"]
+    record = {"experiment": "spmd_trainer.experiments.lm.stdlib.StdlibBytesTiny", "overrides": overrides}
+    (tmp_path / "run.json").write_text(json.dumps({**record, "settings": trained.given(), "status": "running"}))
+    return tmp_path
+
+
+def test_a_runs_directory_knows_its_experiment_and_flags(run, caplog):
+    with caplog.at_level(logging.INFO):
+        config = config_of(f"--job_log_dir={run}", "--mode=verify")
+    assert config.experiment.label == "lm.stdlib.StdlibBytesTiny"
+    assert config.experiment.class_attributes == {"NUM_LAYERS": 3}
+    assert (config.mesh, config.num_minibatches) == ((("data", 2), ("mdl", 1)), 2)
+    assert config.restore_checkpoint_dir is None  # it looks at the run's own checkpoints
+    (said,) = [record.getMessage() for record in caplog.records if str(run) in record.getMessage()]
+    for flag in ("--exp=lm.stdlib.StdlibBytesTiny", "--mesh=data:2,mdl:1", "--fdl.set=NUM_LAYERS=3"):
+        assert flag in said
+    trains = config_of(f"--job_log_dir={run}", "--mode=train")
+    assert (trains.restore_checkpoint_dir.name, trains.eval_on_test) == ("first", False)
+
+
+def test_given_flags_win_over_the_runs(run, tmp_path):
+    config = config_of(f"--job_log_dir={run}", "--mode=verify", "--mesh=data:1,mdl:2", "--fdl.set=NUM_LAYERS=4")
+    assert (config.mesh, config.experiment.class_attributes) == ((("data", 1), ("mdl", 2)), {"NUM_LAYERS": 4})
+    # A plan is for other devices than the run's.
+    assert config_of(f"--job_log_dir={run}", "--mode=plan", "--topology=h100:1x8").mesh is None
+    # With an experiment, nothing is taken.
+    config = config_of("--exp=lm.stdlib.StdlibBytesTiny", f"--job_log_dir={run}", "--mode=verify")
+    assert (config.mesh, config.experiment.overrides) == (None, ())
+
+
+def test_the_run_that_checkpoints_are_read_from_knows_them_too(run, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for place in (run, run / "checkpoints"):
+        config = config_of(f"--job_log_dir={elsewhere}", f"--restore_checkpoint_dir={place}", "--mode=eval")
+        assert config.experiment.class_attributes == {"NUM_LAYERS": 3}
+
+
+@pytest.mark.parametrize("content", [None, "", "not JSON"])
+def test_a_directory_without_a_run_is_one_message(tmp_path, content):
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    with raises_naming(UserError, "--exp=NAME", str(tmp_path), "--list"):
+        config_of(f"--job_log_dir={tmp_path}", "--mode=eval")
+
+
+def refused(*arguments):
+    """The message about a command's flags."""
+    with flagsaver.flagsaver(), pytest.raises(UserError) as raised:
+        flag_parsing.parse_into(flags.FLAGS, pax_flags.define(), ["spmd-trainer", *arguments])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("flag", ["--lr=3", "--learning_rate=3"])
+def test_an_unknown_flag_is_told_with_the_field_that_it_may_mean(flag):
+    said = refused("--exp=lm.stdlib.StdlibBytesTiny", flag)
+    assert_names(said, flag.partition("=")[0], "--fdl.set=LEARNING_RATE=", "optimizer.learning_rate=")
+
+
+@pytest.mark.parametrize("command", [["--zzz=3"], ["--exp=no.such.Experiment", "--lr=3"]])
+def test_an_unknown_flag_without_a_field_is_one_short_message(command):
+    said = refused(*command)
+    assert_names(said, command[-1].partition("=")[0], "--help", "--fdl.set=")
+    assert len(said) < 200

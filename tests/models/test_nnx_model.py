@@ -355,7 +355,7 @@ def test_a_wrong_module_is_named(module, says):
 @pytest.mark.parametrize(
     ("loss_fn", "says"),
     [
-        (lambda outputs, batch: jnp.mean(outputs), r"task.model.loss returns 'float32\[\]'; return \(loss, weight\)"),
+        (lambda outputs, batch: outputs[:, 0], r"task.model.loss returns 'float32\[16\]'; return \(loss, weight\)"),
         (lambda outputs, batch: (outputs[:, 0], 1.0), r"value of metric 'loss' has shape \(16,\).*take its mean"),
         (lambda outputs, batch: {"loss": (0.0, batch["x"])}, r"weight of metric 'loss' has shape \(16, 8\)"),
         (lambda outputs, batch: (0.0, {"more": 1.0}), r"metric 'loss' is .*return \(loss, weight\)"),
@@ -367,6 +367,21 @@ def test_a_wrong_loss_is_named(loss_fn, says):
     built.model.loss = loss_fn
     with pytest.raises(UserError, match=says):
         forward(built, initial(built), do_eval=False)
+
+
+def test_a_loss_alone_weighs_the_rows_of_the_batch_and_needs_no_name():
+    built = nnx_task(loss_name=None)
+    built.model.loss = lambda outputs, batch: jnp.mean(outputs)
+    assert built.learner.loss_name == "loss"
+    (scalars, *_), _ = forward(built, initial(built), do_eval=False)
+    assert scalars["loss"][0].shape == ()
+    assert float(scalars["loss"][1]) == 16
+
+
+def test_a_class_in_place_of_a_config_is_named_with_the_mend():
+    for module in (NoModule, NoModule(rngs=None)):
+        with raises_naming(UserError, "task.model.module", "Config(NoModule, ...)"):
+            models.NnxModel(module=module, loss=lambda outputs, batch: 0.0)
 
 
 def test_outputs_that_are_not_per_example_are_named():

@@ -375,7 +375,7 @@ def test_learning_rates_of_several_optimizers() -> None:
     [
         (None, {}, "optimizer is not set; e.g. pax_fiddle.Config"),
         ("adam", {}, "optimizer is 'adam'; give a praxis optimizer such as .*, or an optax GradientTransformation"),
-        (optimizers.Adam, {}, "optimizer is <class 'praxis.optimizers.Adam'>; give"),
+        (optimizers.Adam, {}, r"optimizer is Adam; .*Config\(Adam"),
         (praxis(optimizers.OptaxOptimizer), {}, r"OptaxOptimizer\.grad_tx is not set"),
         (sgd(clip_gradient_norm_to_value=1.0, clip_gradient_single_norm_to_value=1.0), {}, "has both .*; set one"),
         (sgd(), {"skip_zero_gradients": "variable"}, "skip_zero_gradients='variable' is not supported"),

@@ -31,7 +31,12 @@ TRAIN_STATE = [
     record("step", (), P(), "replicated: a scalar"),
     record("mdl_vars/params/bias", (512,), P("mdl")),
     record(LONG_PATH, (30, 16), P("data", "mdl"), LONG_REASON),
-    record("mdl_vars/non_trainable/mean", (1000,), P(), "replicated: the layer declares no split mapping"),
+    record(
+        "mdl_vars/non_trainable/mean",
+        (1000,),
+        P(),
+        "replicated: no split mapping; task.train.sharding_strategy=[...] gives one",
+    ),
     record("opt_states/0/m/params/bias", (512,), P("mdl"), "follows its variable"),
     record("opt_states/0/m/" + LONG_PATH, (30, 16), P("data", "mdl"), "follows its variable"),
     record("extra_state/0", (3,)),

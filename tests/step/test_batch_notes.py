@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from praxis import pax_fiddle
 
 from spmd_trainer import models, sharding, tasks_lib
+from spmd_trainer.sharding import report_data
 from spmd_trainer.step import partitioner, step_fns
 from spmd_trainer.step.pjit import PjitPartitioner
 
@@ -33,9 +34,15 @@ def test_fewer_rows_than_devices():
     assert "0 or" not in note
 
 
-def test_another_dimension_is_named_with_its_input():
-    (note,) = notes({"images": (8, 2, 2, 3)}, {"images": PartitionSpec("mdl", "data")})
-    assert_names(note, "'images'", "dimension 1", "size 2", "data=4", 4)
+def test_another_dimension_is_named_with_its_input_and_the_devices_that_have_nothing_of_it():
+    shapes, specs = {"images": (8, 2, 2, 3)}, {"images": PartitionSpec("mdl", "data")}
+    (note,) = notes(shapes, specs)
+    assert_names(note, "'images'", "dimension 1", "size 2", "data=4", 4, "2 of 4 parts", "padding")
+    structs = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    layout = report_data.InputLayout("train", "mine", "C", structs, structs, specs, specs)
+    (field,) = report_data.input_data(layout, SIZES)["fields"]
+    assert field["shape_in_step"] == (8, 4, 2, 3)
+    assert "(8, 4, 2, 3)" in field["in_step_text"]
 
 
 def test_what_divides_is_not_named():

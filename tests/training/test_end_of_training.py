@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 from praxis import pax_fiddle
-from trained_helpers import TINY, make_job
+from trained_helpers import make_job
 
 from spmd_trainer.training import decode, elastic, evaluate, train
 from spmd_trainer.training.early_stopping import EarlyStopping
@@ -71,8 +71,8 @@ def test_a_run_says_what_it_does_and_ends_with_an_evaluation_and_a_decode(tmp_pa
         r"last evaluation, .*step 5: heldout: .*bits_per_byte",
         rf"results in {tmp_path}: checkpoints/ \(steps 0, 4, 5\), summaries/, decode_out/",
         rf"tensorboard --logdir {tmp_path}/summaries",
-        rf"to evaluate: .* --exp={TINY} --job_log_dir={tmp_path} --mode=eval .*--fdl.set=eval_datasets\[0\].max_windows=4",
-        rf"to decode: .* --exp={TINY} --job_log_dir={tmp_path} --mode=decode_once",
+        rf"to evaluate: .* --job_log_dir={tmp_path} --mode=eval$",
+        rf"to decode: .* --job_log_dir={tmp_path} --mode=decode_once$",
     ]
     places = [place(lines, pattern) for pattern in order]
     assert places == sorted(places)

@@ -2,11 +2,15 @@
 
 import pathlib
 
+import optax
 import pytest
 from facts import assert_names
+from praxis import pax_fiddle
 
+from spmd_trainer import tasks_lib
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.inputs import ArrayInput
 from spmd_trainer.training import experiment_config
 
 
@@ -32,6 +36,20 @@ def test_a_task_that_returns_nothing_is_said_with_the_class():
 
     text = message(Forgets, "task.train.num_train_steps=2")
     assert_names(text, "task() returns None", "tasks_lib.SingleTask", f"{__file__}:")
+
+
+@pytest.mark.parametrize(
+    ("method", "made", "field", "mend"),
+    [
+        ("datasets", lambda: [ArrayInput], "eval_datasets[0]", "Config(ArrayInput, ...)"),
+        ("decode_datasets", lambda: [StdlibBytesTiny()], "decode_datasets[0]", "Config(StdlibBytesTiny, ...)"),
+        ("task", lambda: tasks_lib.SingleTask, "task()", "Config(SingleTask, ...)"),
+        ("task", lambda: tasks_lib.SingleTask(name="t", model=object()), "task.model", "the config of one"),
+    ],
+)
+def test_a_class_or_an_object_in_place_of_a_config_is_said_with_the_mend(method, made, field, mend):
+    cls = type("Bare", (StdlibBytesTiny,), {method: lambda self: made()})
+    assert_names(message(cls), field, mend)
 
 
 def test_an_error_deep_in_the_users_code_has_all_of_the_users_lines():
@@ -65,3 +83,23 @@ def test_overrides_of_one_call_do_not_stick_to_the_instance():
     experiment = StdlibBytesTiny()
     experiment_config.resolve(experiment, ["task.train.num_train_steps=2"])
     assert experiment_config.resolve(experiment).task_p.train.num_train_steps == StdlibBytesTiny.NUM_TRAIN_STEPS
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_field_of_an_optax_transformation_needs_its_config(made):
+    class Optax(StdlibBytesTiny):
+        def task(self):
+            task_p = super().task()
+            adam = optax.adam(1e-2) if made else pax_fiddle.Config(optax.adam, learning_rate=1e-2)
+            task_p.train.learner.optimizer = adam
+            return task_p
+
+    field = "task.train.learner.optimizer.learning_rate"
+    if made:
+        text = message(Optax, f"{field}=1e-3")
+        assert_names(text, field, "Config(optax.adam, learning_rate=...)")
+        assert " at 0x" not in text
+    else:
+        resolved = experiment_config.resolve(Optax, [f"{field}=1e-3"])
+        assert resolved.task_p.train.learner.optimizer.learning_rate == 1e-3
+        assert tasks_lib.build_task(resolved.task_p).learner.optimizer.grad_tx

@@ -110,6 +110,38 @@ def test_a_training_input_is_refused_before_the_step_is_compiled(tmp_path, monke
     refused.set()
 
 
+@pytest.mark.parametrize("interval", [2, 0])
+def test_a_file_to_evaluate_that_cannot_be_read_is_refused_at_the_start(tmp_path, monkeypatch, interval):
+    bad = tmp_path / "heldout.jsonl"
+    bad.write_text('{"body": "no text"}\n')
+    good = tmp_path / "train.jsonl"
+    good.write_text('{"text": "a text"}\n')
+    fields = (
+        f"FILES={str(good)!r}",
+        f"EVAL_FILES={str(bad)!r}",
+        "NUM_LAYERS=1",
+        "MODEL_DIMS=8",
+        "NUM_HEADS=2",
+        "HIDDEN_DIMS=8",
+        "MAX_SEQ_LEN=8",
+        f"task.train.eval_interval_steps={interval}",
+    )
+    job = make_job(tmp_path / "run", exp="lm.own_text.OwnText", mesh=(1, 1, 1), fields=fields)
+    read = threading.Event()
+
+    def compile_train_step(job):
+        read.wait(60 if interval else 0)
+        raise UserError("the compiler was waited for")
+
+    monkeypatch.setattr(start_up, "compile_train_step", compile_train_step)
+    facts = (
+        ("'heldout'", "heldout.jsonl:1", "'text'") if interval else ("compiler",)
+    )  # it is not read if it isn't evaluated
+    with raises_naming(UserError, *facts):
+        train.train(job)
+    read.set()
+
+
 class PlainPaxInput(base_input.BaseInput):
     """Two batches, without input_specs() of its own and with praxis' padding: zeros."""
 

@@ -6,6 +6,7 @@ import pytest
 from facts import assert_names
 from praxis import base_hyperparams, pax_fiddle
 
+import spmd_trainer
 from spmd_trainer.inputs import CorpusInput, Documents
 from spmd_trainer.inputs.corpus import prepare
 from spmd_trainer.training import experiment_config, train
@@ -49,7 +50,9 @@ def test_a_prepared_corpus_trains_like_its_files(corpus, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_the_vocabulary_is_that_of_the_tokenizer(corpus, tmp_path):
+@pytest.fixture
+def tokenizer(tmp_path):
+    """A SentencePiece model of 64 pieces, which has no other characters than those of the texts."""
     sentencepiece = pytest.importorskip("sentencepiece")
     model = tmp_path / "m.model"
     with model.open("wb") as file:
@@ -62,16 +65,45 @@ def test_the_vocabulary_is_that_of_the_tokenizer(corpus, tmp_path):
             bos_id=-1,
             minloglevel=2,
         )
-    resolved = experiment_config.resolve("lm.own_text.OwnText", (f"FILES={str(corpus)!r}", f"TOKENIZER={str(model)!r}"))
-    assert resolved.experiment.vocab_size() == 64
-    assert resolved.experiment.decode_datasets() == []
+    return model
+
+
+def test_vocabulary_and_prompts_are_those_of_the_tokenizer(corpus, tokenizer, tmp_path):
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text('{"text": ""}\n' + "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[-3:]))
+    overrides = (f"FILES={str(corpus)!r}", f"EVAL_FILES={str(heldout)!r}", f"TOKENIZER={str(tokenizer)!r}")
+    resolved = experiment_config.resolve("lm.own_text.OwnText", overrides)
+    assert resolved.task_p.model.lm_tpl.spec.vocab_size == 64
+    (prompts,) = map(base_hyperparams.instantiate, resolved.config.decode_datasets)
+    batch = prompts.get_next()
+    shown = prompts.ids_to_strings(batch.ids, batch.prefix_lengths)
+    # The beginnings of the first held-out documents with text: something is left to continue.
+    for prompt, text in zip(shown, TEXTS[-3:], strict=False):
+        assert prompt
+        assert text.startswith(prompt)
+        assert prompt != text
+    assert batch.eval_sample_weights.tolist() == [1, 1, 1, 0, 0]
+
+
+@pytest.mark.full
+def test_it_decodes_and_exports_with_a_tokenizer(corpus, tokenizer, tmp_path):
+    overrides = [f"FILES={str(corpus)!r}", f"TOKENIZER={str(tokenizer)!r}", *SMALL, *STEPS, "DECODE_STEPS=3"]
+    spmd_trainer.train("lm.own_text.OwnText", tmp_path / "run", overrides=overrides)
+    decoded = spmd_trainer.decode("lm.own_text.OwnText", tmp_path / "run", overrides=overrides)
+    assert len(decoded.examples["prompts"]) == 5
+    step = spmd_trainer.export("lm.own_text.OwnText", tmp_path / "run", tmp_path / "out", overrides=overrides)
+    assert step == 3
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["vocab_size"], config["eos_token_id"]) == (64, 1)
 
 
 def test_what_data_mode_says_of_a_corpus(corpus, tmp_path, capsys):
     show_data.show_data(job(tmp_path / "shown", corpus, mode="data"))
     out = capsys.readouterr().out
     assert_names(out, "train: CorpusInput", "positions filled", "1 file of", "squared is")
-    assert (tmp_path / "shown" / "data.html").exists()
+    page = (tmp_path / "shown" / "data.html").read_text()
+    assert_names(page, "row 0", "squared is")  # the text of its rows, as the terminal shows it
 
 
 def test_the_summary_counts_rows_that_are_given(corpus):

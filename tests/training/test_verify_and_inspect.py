@@ -161,7 +161,7 @@ def test_rows_that_are_added_and_inputs_without_a_mapping(tmp_path):
 
     job = make_job(tmp_path, fields=("eval_datasets[0].batch_size=3",), customize=unmapped)
     (layout,) = [layout for layout in report_parts.of_inputs(job) if layout.use == "eval"]
-    fields = {field["path"]: field for field in input_data(layout)["fields"]}
+    fields = {field["path"]: field for field in input_data(layout, job.partitioner.mesh_shape())["fields"]}
     assert (fields["labels"]["shape"][0], fields["labels"]["padded_shape"][0]) == (3, 8)
     assert fields["labels"]["arrives"] == fields["labels"]["in_step"] == [("replica", "data", "mdl"), ()]
 

@@ -29,7 +29,7 @@ SUMMARY = CorpusSummary(
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_page_shows_what_was_measured(tmp_path, dark):
     path = tmp_path / corpus_summary.FILE
-    path.write_text(corpus_summary.data_page("lm.Mine", {"train": SUMMARY, "heldout": SUMMARY}))
+    path.write_text(corpus_summary.data_page("lm.Mine", {"train": SUMMARY, "heldout": SUMMARY}, {}))
     with chromium(tmp_path / "profile") as browser:
         page = browser.open(path, width=390, dark=dark)
         assert page.texts("h1") == ["lm.Mine"]
@@ -48,11 +48,11 @@ def test_the_page_shows_what_was_measured(tmp_path, dark):
 
 def test_names_of_sources_and_datasets_are_texts():
     sources = (SourceSummary(EVIL, EVIL, 1.0, 100, 7_100, 0),)
-    page = corpus_summary.data_page(EVIL, {EVIL: dataclasses.replace(SUMMARY, sources=sources)})
+    page = corpus_summary.data_page(EVIL, {EVIL: dataclasses.replace(SUMMARY, sources=sources)}, {EVIL: EVIL})
     assert_harmless(page, scripts=0)
-    assert page.count(html.escape(EVIL)) == 5
+    assert page.count(html.escape(EVIL)) == 6
 
 
 def test_a_corpus_without_rows_has_a_page_too():
     empty = CorpusSummary((), 0.0, 0, 0, 0, 0, {}, {})
-    assert "0 tokens" in corpus_summary.data_page("lm.Mine", {"train": empty})
+    assert "0 tokens" in corpus_summary.data_page("lm.Mine", {"train": empty}, {})

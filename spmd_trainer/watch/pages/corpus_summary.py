@@ -163,16 +163,22 @@ def _cells(found: CorpusSummary) -> list[tuple[str, ...]]:
     ]
 
 
-def data_page(experiment: str, found: Mapping[str, CorpusSummary]) -> str:
-    """Returns the page."""
-    datasets = "".join(_dataset(name, summary) for name, summary in found.items())
+def data_page(experiment: str, found: Mapping[str, CorpusSummary], rows: Mapping[str, str]) -> str:
+    """Returns the page.
+
+    Args:
+      experiment: its name.
+      found: what was measured of each dataset.
+      rows: the first rows of each dataset as text.
+    """
+    datasets = "".join(_dataset(name, summary, rows.get(name, "")) for name, summary in found.items())
     head = f'<header><p class="kicker">Data</p><h1>{html.escape(experiment)}</h1></header>'
     return page.document(
         f"{experiment}: data", f"{head}\n<main>\n{datasets}</main>\n", styles=map(shared, ("page.css", "data_page.css"))
     )
 
 
-def _dataset(name: str, found: CorpusSummary) -> str:
+def _dataset(name: str, found: CorpusSummary, rows: str) -> str:
     cards = "".join(
         (
             fact("Positions filled", f"{found.tokens / max(1, found.positions):.1%}", f"{found.tokens:,} tokens"),
@@ -183,8 +189,14 @@ def _dataset(name: str, found: CorpusSummary) -> str:
     )
     lengths = [(f"{length:,}", count) for length, count in _between(found.lengths)]
     fills = _tenths(found.fills)
+    text = (
+        '<div class="card"><h2>First rows</h2><p class="note">Labels that count in the loss are in brackets.</p>'
+        f'<pre class="mono rows">{html.escape(rows)}</pre></div>'
+        if rows
+        else ""
+    )
     return (
-        f'<section><h2>{html.escape(name)}</h2><div class="facts">{cards}</div>'
+        f'<section><h2>{html.escape(name)}</h2><div class="facts">{cards}</div>{text}'
         f'<div class="card scroll"><h2>Sources</h2>{_sources(found)}</div><div class="pair">'
         f'<div class="card"><h2>Segments by length</h2>{_histogram(lengths, "segments")}'
         '<p class="note">tokens: each bar from its number to the next</p></div>'

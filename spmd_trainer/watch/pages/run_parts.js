@@ -58,7 +58,7 @@ const goodputText = run => `goodput ${(100 * run.goodput.share).toFixed(1)}%`;
 function lostText(run) {
   const { redone, redone_steps: steps, away } = run.goodput, parts = [];
   if (steps) parts.push(`${many(steps)} steps (${duration(redone)}) were taken again after a restart and don't count`);
-  if (away > 1) parts.push(`${duration(away)} passed between its starts, which no bar shows`);
+  if (away > 1) parts.push(`the run stood still for ${duration(away)} between its starts, which is in none of these bars`);
   return parts.length ? `${data.runs.length > 1 ? `${run.name}: ` : ""}${parts.join("; ")}.` : "";
 }
 const sumOf = seconds => PARTS.reduce((sum, [part]) => sum + seconds[part], 0) || 1;
@@ -264,18 +264,20 @@ function showSettings() {
   $("settings-list").replaceChildren(...rows);
   filterRows($("settings-filter"), rows);
 }
+/* What stands where a setting has no value: an attribute of the experiment's class has a line only where it is overridden. */
+const absent = path => make("small", {}, /^[A-Z][A-Z0-9_]*$/.test(path) ? "the class's default" : "not there");
 function differenceTable({ rows }) {
   return make("table", { class: "listed" }, make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "setting"),
     ...data.runs.map((_, number) => make("th", { scope: "col" }, runName(number))))),
   make("tbody", {}, ...rows.map(row => make("tr", {}, make("th", { scope: "row", class: "mono" }, row.path), ...row.values.map((value, number) =>
-    make("td", { class: "mono", "data-name": data.runs[number].name }, value ?? make("small", {}, "not there")))))));
+    make("td", { class: "mono", "data-name": data.runs[number].name }, value ?? absent(row.path)))))));
 }
 function changeTables(run, number) {
   if (!run.changes.rows.length) return [];
   const of = data.runs.length > 1 ? `: ${run.name}` : "";
   return [make("h3", {}, `Changed between starts${of}`), make("table", { class: "listed" }, header(["setting", "before", "after"], 3),
     make("tbody", {}, ...run.changes.rows.map(change => make("tr", {}, make("th", { scope: "row", class: "mono" }, change.path),
-      make("td", { class: "mono", "data-name": "before" }, change.before ?? make("small", {}, "not there")),
-      make("td", { class: "mono", "data-name": "after" }, change.now ?? make("small", {}, "not there")))))),
+      make("td", { class: "mono", "data-name": "before" }, change.before ?? absent(change.path)),
+      make("td", { class: "mono", "data-name": "after" }, change.now ?? absent(change.path)))))),
   make("p", { class: "note" }, left(run.changes.left_out, "changes"))];
 }

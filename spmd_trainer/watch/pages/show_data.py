@@ -100,6 +100,7 @@ def show_data(job: Job) -> None:
             f"experiment {job.config.experiment.label} has no datasets to show; return some from datasets()"
         )
     measured: dict[str, corpus_summary.CorpusSummary] = {}
+    shown: dict[str, str] = {}
     style = Style(colours=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     for input_p in datasets:
         source = reference_files.attach_zeros(job.build_input(input_p))
@@ -108,9 +109,12 @@ def show_data(job: Job) -> None:
         text = "\n".join(describe(source, style, measured.get(source.name)))
         if jax.process_index() == 0:
             terminal.write(f"{text}\n\n", styled=True)
+        if source.name in measured:
+            source.reset()
+            shown[source.name] = "\n".join(list(describe(source, Style(colours=False)))[1:])
     if measured and job.config.writes_reports and jax.process_index() == 0:
         path = report_directory(job.config.job_log_dir) / corpus_summary.FILE
-        files.write_atomically(path, corpus_summary.data_page(job.config.experiment.name, measured).split("\n"))
+        files.write_atomically(path, corpus_summary.data_page(job.config.experiment.name, measured, shown).split("\n"))
         logging.info("wrote %s", path)
 
 
