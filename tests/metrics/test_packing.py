@@ -6,7 +6,7 @@ import pytest
 from trained_helpers import make_job
 
 from spmd_trainer.step import step_fns
-from spmd_trainer.step.packing import ScalarPacking
+from spmd_trainer.step.packing import ScalarPacking, Scalars, SummaryNames
 from spmd_trainer.step.step_fns import StepFnOutput
 
 
@@ -101,3 +101,8 @@ def test_layers_say_as_much_as_the_task_asks_for(tmp_path, verbosity):
     assert {name for name in names if name.startswith(layer)} == (
         {f"{layer}/0", f"{layer}/1"} if verbosity > 2 else set()
     )
+
+
+def test_printed_scalars_are_their_names_and_values():
+    scalars = Scalars(0.5, {"accuracy": 0.25}, {"accuracy": 1.0}, SummaryNames(["layer/norm"]), [2.0])
+    assert str(scalars) == str({"loss": 0.5, "accuracy": 0.25, "layer/norm": 2.0})
