@@ -15,7 +15,7 @@ import jax
 from etils import epath
 from jax.sharding import Mesh
 
-from spmd_trainer.checkpointing import frozen_base, mismatch, opt_state_conversion, records
+from spmd_trainer.checkpointing import frozen_base, mismatch, records
 from spmd_trainer.checkpointing.agreement import agreed_problem
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError
 
@@ -141,6 +141,8 @@ def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, 
         position was saved by a different number of processes.
       CheckpointError: the source cannot be read; see its class.
     """
+    from spmd_trainer.checkpointing import opt_state_conversion  # imports praxis, which a checkpoint's record doesn't need
+
     variables = frozen_base.trained_part(layout.variables, layout.variables)
     wanted = records.by_path(variables)
     changed = opt_state_conversion.conversion(source.saved, wanted)
