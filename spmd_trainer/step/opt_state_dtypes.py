@@ -171,10 +171,8 @@ def _rounded_level(size: jax.Array, scale: jax.Array, drawn: jax.Array, signed: 
     eighths = sum((mantissa >= root).astype(jnp.int32) for root in _ROOTS[1:])
     most = _most(signed)
     low = jnp.clip(most + _PER_OCTAVE * ((bits >> 23) - 127) + eighths, 0, most)
-    # The division was rounded, so this may be a level too high or too low.
-    low = jnp.where(_value(low, signed=signed) * scale > size, low - 1, low)
-    low = jnp.where((_value(low + 1, signed=signed) * scale <= size) & (low < most), low + 1, low)
     below, above = (_value(level, signed=signed) * scale for level in (low, low + 1))
+    # Of a level itself, exactly 0 or 1: also if the rounding of the division made `low` the level below.
     part = (size - below) / jnp.where(above > below, above - below, 1.0)
     level = low + ((drawn >> 8).astype(jnp.float32) * 2.0**-24 < part).astype(jnp.int32)
     # A second moment must not become zero: the step divides by its root.
