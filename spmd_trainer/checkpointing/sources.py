@@ -141,7 +141,8 @@ def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, 
         position was saved by a different number of processes.
       CheckpointError: the source cannot be read; see its class.
     """
-    from spmd_trainer.checkpointing import opt_state_conversion  # imports praxis, which a checkpoint's record doesn't need
+    # It imports praxis, which a checkpoint's record doesn't need.
+    from spmd_trainer.checkpointing import opt_state_conversion
 
     variables = frozen_base.trained_part(layout.variables, layout.variables)
     wanted = records.by_path(variables)
