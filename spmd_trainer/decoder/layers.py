@@ -31,6 +31,10 @@ class Embedding(SpecLayer):
         rows = self.split(self.read("w"), self.rows_axis, "norm")
         return self.split(jnp.take(rows, ids, axis=0, mode="clip"), "batch", "length", "activation_embed")
 
+    def matrix(self) -> jax.Array:
+        """Returns all rows, [num_rows, model_dims]."""
+        return self.read("w")
+
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns x [batch, time, model_dims] times all rows, float32 [batch, time, num_rows]."""
         return jnp.einsum("btd,vd->btv", x, self.read("w"), preferred_element_type=jnp.float32)
@@ -41,6 +45,10 @@ class Logits(SpecLayer):
 
     def setup(self) -> None:
         self.add_weight("w", (self.spec.model_dims, self.spec.vocab_size), ("embed", "vocab"))
+
+    def matrix(self) -> jax.Array:
+        """Returns a row for each label, [vocab_size, model_dims]."""
+        return self.read("w").T
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns float32 [batch, time, vocab_size] for [batch, time, model_dims]."""

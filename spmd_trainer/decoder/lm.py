@@ -35,11 +35,10 @@ from spmd_trainer.decoder import rotary
 from spmd_trainer.decoder.attention import PADDING, Context
 from spmd_trainer.decoder.axes import Norm, SpecLayer, renamed_axes
 from spmd_trainer.decoder.generation import decode as generation_decode
-from spmd_trainer.decoder.generation import sampling
 from spmd_trainer.decoder.generation.settings import GenerationSettings
 from spmd_trainer.decoder.layers import DecoderBlock, DecoderLayer, Embedding, Logits
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.kernels import kernels, sequence_order
+from spmd_trainer.kernels import cross_entropy, kernels, sequence_order
 from spmd_trainer.kernels.sequence_order import SequenceOrder
 
 # Outputs of `compute_loss` with dimensions batch and time.
@@ -179,6 +178,8 @@ class DecoderLm(SpecLayer):
     def compute_loss(self, activations: jax.Array, labels: NestedMap | None = None) -> NestedMap:
         """Computes logits and cross entropy.
 
+        The loss doesn't need the logits (see `kernels.cross_entropy`). Unless something else does, the program leaves them out.
+
         Args:
           activations: output of the final norm, [batch, time, model_dims].
           labels: class_ids int32 [batch, time] and class_weights [batch, time]; None: no loss.
@@ -195,10 +196,14 @@ class DecoderLm(SpecLayer):
             output.probs = jnp.exp(log_probs)
             return output
         weights = labels.class_weights.astype(jnp.float32)
-        # A sum instead of a lookup: the vocabulary is split over the mesh.
-        is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == labels.class_ids[..., None]
-        output.per_example_xent = -jnp.sum(jnp.where(is_label, log_probs, 0.0), axis=-1)
-        output.per_example_argmax = sampling.most_likely(logits)
+        of_tokens = cross_entropy.cross_entropy(
+            activations,
+            self._output_layer.matrix(),
+            labels.class_ids,
+            softcap=self.spec.final_softcap,
+            split=cross_entropy.VocabularySplit(*map(self.mesh_axes, ("batch", "length", "activation_vocab", "embed"))),
+        )
+        output.per_example_xent, output.per_example_argmax = of_tokens.xent, of_tokens.argmax
         output.per_token_xent = output.per_example_xent * weights
         output.per_sequence_xent = jnp.sum(output.per_token_xent, axis=-1)
         output.total_xent, output.total_weight = jnp.sum(output.per_token_xent), jnp.sum(weights)
@@ -338,9 +343,14 @@ class DecoderLm(SpecLayer):
         }
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        logits: jax.Array = (self.token_emb if self.spec.tied_embeddings else self.logits).logits(x)
+        logits: jax.Array = self._output_layer.logits(x)
         cap = self.spec.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    @property
+    def _output_layer(self) -> Embedding | Logits:
+        layer: Embedding | Logits = self.token_emb if self.spec.tied_embeddings else self.logits
+        return layer
 
     def _aux_loss(self) -> jax.Array:
         losses = jax.tree.leaves(

@@ -1,4 +1,4 @@
-"""Self-attention over whole rows, and the grouped products of sparse experts, with a kernel for each kind of device.
+"""Self-attention over whole rows, the grouped products of sparse experts, and a loss without logits.
 
 Start with `attend.py`: layers call its `attend`, which picks a kernel for the device, the shapes and the pattern, and runs it
 on each device's part of the arrays. `kernels.py` defines which keys a query sees, and has the
@@ -12,5 +12,5 @@ interface of a kernel and the order in which kernels are tried:
 A new attention kernel is one new file and one line in `kernels.py`. `ring.py` and `all_to_all.py` split rows over a mesh axis.
 
 For experts, `token_groups.py` sorts tokens by expert, and `grouped_dot.py` multiplies them: by `megablox.py` on TPUs, by
-`grouped_blocks.py` elsewhere.
+`grouped_blocks.py` elsewhere. `cross_entropy.py` is the loss of a language model, in blocks of tokens.
 """

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_trainer.sharding.even_values import DimAxes, Pins, Shape, Value, agreed_axes, whole_in
+from spmd_trainer.sharding.constraints import split_axes
+from spmd_trainer.sharding.even_values import DimAxes, Pins, Shape, Value, agreed_axes, filled, whole_in
 
 Rule: TypeAlias = Callable[[Pins, Any, list[Value]], list[Value]]
 
@@ -300,27 +301,46 @@ def losing(param: str) -> Rule:
 
 
 def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Adds the program's own padding, in dimensions that lose the padding of the mesh."""
+    """Adds or drops the program's own padding. Dimensions that it changes lose the mesh's, unless `_is_split_for`."""
     x, fill = values
-    changed = [dim for dim, config in enumerate(eqn.params["padding_config"]) if tuple(config) != (0, 0, 0)]
+    config, shape = eqn.params["padding_config"], eqn.outvars[0].aval.shape
+    changed = [dim for dim, added in enumerate(config) if tuple(added) != (0, 0, 0)]
+    is_at_end = not any(low or inner for low, _, inner in config)
+    if is_at_end and all(_is_split_for(pins, x, dim, shape[dim]) for dim in changed):
+        return results(pins, eqn, [filled(x.array, x.shape, changed, fill.array)], x.axes)
     array = x.at(x.without_padding_of(changed))
-    dilated = any(interior for _, _, interior in eqn.params["padding_config"])
+    dilated = any(interior for _, _, interior in config)
     run = lambda arrays: bind(eqn, [*arrays, fill.array])  # noqa: E731
     return results(pins, eqn, *pins.resizing([array], x.axes, changed, run, always=dilated))
 
 
 def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Takes a slice. Dimensions that are taken whole keep their padding."""
+    """Takes a slice. Dimensions that are taken whole, or split as they will be (`_is_split_for`), keep their padding."""
     (x,) = values
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
     given = zip(starts, limits, strides, strict=True)
     parts = [dim for dim, part in enumerate(given) if part != (0, x.shape[dim], 1)]
+    if all((starts[dim], strides[dim]) == (0, 1) and _is_split_for(pins, x, dim, limits[dim]) for dim in parts):
+        return results(pins, eqn, [x.array], x.axes)
     physical = x.without_padding_of(parts)
     ends = tuple(limit if dim in parts else physical[dim] for dim, limit in enumerate(limits))
     cut = lambda arrays: [lax.slice(arrays[0], starts, ends, strides)]  # noqa: E731
     strided = any(stride != 1 for stride in strides)
     return results(pins, eqn, *pins.resizing([x.at(physical)], x.axes, parts, cut, always=strided))
+
+
+def _is_split_for(pins: Pins, x: Value, dim: int, size: int) -> bool:
+    """Returns True if `size` elements of a split dimension are held in the array as it is: its shards need no other size."""
+    shards = pins.shards(x.axes[dim] or ())
+    return x.is_held and shards > 1 and x.physical[dim] == -(-size // shards) * shards
+
+
+def shard_map(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
+    """Runs each device's own program, on arrays without padding."""
+    found = without_padding(pins, eqn, values)
+    specs = eqn.params["out_specs"]
+    return [pins.value(v.array, axes=split_axes(spec, len(v.shape))) for v, spec in zip(found, specs, strict=True)]
 
 
 def dynamic_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
@@ -361,6 +381,7 @@ RULES: dict[str, Rule] = {
     "random_bits": random_bits,
     "reshape": reshape,
     "rev": losing("dimensions"),
+    "shard_map": shard_map,
     "slice": slice_,
     "sort": along_one("dimension"),
     "split": losing("axis"),

@@ -82,7 +82,7 @@ class Value:
         padded = tuple(dim for dim in dims if physical[dim] != self.shape[dim])
         key = (physical, padded, str(fill))
         if key not in self._made:
-            self._made[key] = _filled(self.at(physical), self.shape, padded, fill)
+            self._made[key] = filled(self.at(physical), self.shape, padded, fill)
         return self._made[key]
 
 
@@ -108,7 +108,7 @@ def agreed_axes(several: Sequence[DimAxes]) -> DimAxes:
     return tuple(dim.pop() if len(dim) == 1 else None for dim in known)
 
 
-def _filled(x: jax.Array, shape: Shape, dims: Sequence[int], fill: Any) -> jax.Array:
+def filled(x: jax.Array, shape: Shape, dims: Sequence[int], fill: Any) -> jax.Array:
     """Returns `x` with `fill` beyond its logical shape in some dimensions."""
     for dim in dims:
         inside = lax.broadcasted_iota(jnp.int32, x.shape, dim) < shape[dim]

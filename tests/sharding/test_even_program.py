@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +251,27 @@ def test_padding_is_zero_again_at_the_end():
         found = np.asarray(run(padded))
         np.testing.assert_allclose(found[:5], 1 / 7, rtol=1e-6)
         assert not found[5:].any()
+
+
+def test_padding_for_a_shard_map_moves_nothing():
+    """The function pads its rows to divide, and drops what comes of the padding; the array holds these rows already."""
+    mesh = probe.mesh_of((4, 2))
+    spec = PartitionSpec("axis0")
+
+    def padded(x):
+        each = jax.shard_map(lambda x: x + jnp.sum(x), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return each(jnp.pad(x, [(0, 3), (0, 0)], constant_values=2))[:5]
+
+    def step(x):
+        x = lax.with_sharding_constraint(slice_off(x, (5, 3)), NamedSharding(mesh, spec))
+        return put_back(jax.grad(lambda x: jnp.sum(padded(x) ** 2))(x), (8, 3))
+
+    held = np.pad(X, [(0, 3), (0, 0)], constant_values=np.nan)
+    over = NamedSharding(mesh, spec)
+    even = jax.jit(evenly(step, mesh), in_shardings=over, out_shardings=over).lower(held).compile()
+    np.testing.assert_allclose(even(held), jax.jit(step, in_shardings=over)(held), rtol=1e-6)
+    exchanges = set(re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)\(", even.as_text()))
+    assert exchanges <= {"all-reduce"}  # of the function's own gradient
 
 
 def test_constraints_of_the_program_are_named_with_what_they_split_unevenly():

@@ -1,0 +1,270 @@
+"""Cross entropy of a language model without its logits: blocks of tokens, forward and backward.
+
+The logits of a block are computed, reduced to a few numbers a token, and forgotten; the backward pass computes them again. Their
+memory is that of a block, whatever the batch and the vocabulary, for a fourth product beside the three of the whole form.
+Published as Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009), whose kernels also cut the vocabulary; here the mesh does.
+
+On a mesh, each device computes its own tokens with its own part of the vocabulary. The matrix is gathered along its width before
+all blocks. The parts' maxima and sums are combined after all blocks, and so are the gradients, in float32. Nothing is exchanged
+in the loops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from spmd_trainer.kernels import chips
+
+# Most logits of a block on a device.
+BLOCK_LOGITS = 2**27
+
+# Several blocks have a multiple of these tokens, as matrix units want it.
+_TILE = 128
+
+# Logits of the padding.
+_LEAST = float(jnp.finfo(jnp.float32).min)
+
+
+class TokenLosses(NamedTuple):
+    """What is known of each token.
+
+    Attributes:
+      xent: cross entropy of its label, float32 [B, T].
+      log_sum: logarithm of the sum of its exponentiated logits, float32 [B, T].
+      argmax: the most likely label, the first of equals, int32 [B, T]. Without a gradient.
+    """
+
+    xent: jax.Array
+    log_sum: jax.Array
+    argmax: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularySplit:
+    """The mesh axes that split the tokens and the matrix; () if a dimension is whole.
+
+    Attributes:
+      batch, length: axes of the tokens.
+      vocab: axes of the matrix' rows.
+      width: axes of the matrix' columns. Over those that split tokens, the matrix is gathered for the products, and its gradient
+        reduced and scattered; XLA gathers it over others.
+    """
+
+    batch: tuple[str, ...] = ()
+    length: tuple[str, ...] = ()
+    vocab: tuple[str, ...] = ()
+    width: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The axes that split tokens."""
+        return (*self.batch, *self.length)
+
+
+def cross_entropy(
+    hidden: jax.Array,
+    matrix: jax.Array,
+    labels: jax.Array,
+    *,
+    softcap: float | None = None,
+    split: VocabularySplit = VocabularySplit(),
+) -> TokenLosses:
+    """Computes the cross entropy of `hidden` times the rows of `matrix`.
+
+    Rows and the matrix are padded to divide by the devices; no token is given a label of the padding.
+
+    Args:
+      hidden: [B, T, D].
+      matrix: [V, D], of the same dtype.
+      labels: int32 [B, T], 0 to V - 1.
+      softcap: logits become softcap * tanh(logits / softcap); None: they stay.
+      split: how the arrays are split over the ambient mesh. Ignored under a `jax.shard_map`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {} if mesh.manual_axes else {axis: size for axis, size in mesh.shape.items() if size > 1}
+
+    def even(size: int, axes: tuple[str, ...]) -> int:
+        return size + -size % math.prod(sizes[axis] for axis in axes)
+
+    kept = VocabularySplit(*(tuple(axis for axis in axes if axis in sizes) for axes in dataclasses.astuple(split)))
+    (rows, length), (vocab_size, width) = hidden.shape[:2], matrix.shape
+    if length != even(length, kept.length):
+        kept = dataclasses.replace(kept, length=())
+    kept = dataclasses.replace(kept, width=tuple(axis for axis in kept.width if axis in kept.tokens))
+    padded = (even(vocab_size, kept.vocab), even(width, kept.width))
+    form = _Form(kept, tuple(sizes), vocab_size, padded, softcap)
+    matrix, labels = form.after(hidden, matrix, labels)
+    hidden, labels = (_padded(x, (even(rows, kept.batch), *x.shape[1:])) for x in (hidden, labels))
+    xent, log_sum, argmax = _losses(form, hidden, _padded(matrix, padded), labels)
+    return TokenLosses(xent[:rows], log_sum[:rows], lax.stop_gradient(argmax)[:rows])
+
+
+def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns `x` with zeros at the end of each dimension up to `shape`."""
+    if x.shape == shape:
+        return x
+    return jnp.pad(x, [(0, size - held) for size, held in zip(shape, x.shape, strict=True)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What is fixed when a call is traced.
+
+    Attributes:
+      split: axes of the call that split something.
+      axes: such axes of the mesh.
+      vocab_size: V without padding.
+      padded: shape of the matrix with its padding.
+      softcap: see `cross_entropy`.
+    """
+
+    split: VocabularySplit
+    axes: tuple[str, ...]
+    vocab_size: int
+    padded: tuple[int, ...]
+    softcap: float | None
+
+    def on_each_device(self, local: Callable[..., Any], given: str, returned: str) -> Callable[..., Any]:
+        """Wraps a function of a device's parts: 't' is an array by tokens, 'v' the matrix, 'w' with its whole width."""
+        if not self.axes:
+            return local
+        rows = self.split.vocab or None
+        specs = {
+            "t": PartitionSpec(self.split.batch or None, self.split.length or None),
+            "v": PartitionSpec(rows, self.split.width or None),
+            "w": PartitionSpec(rows),
+        }
+        in_specs, out_specs = (tuple(specs[one] for one in names) for names in (given, returned))
+        return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def gathered(self, part: jax.Array, width: int) -> jax.Array:
+        """Returns a device's part of the matrix with its whole width, without padding."""
+        if not self.split.width:
+            return part
+        return lax.all_gather(part, self.split.width, axis=1, tiled=True)[:, :width]
+
+    def scattered(self, of_part: jax.Array) -> jax.Array:
+        """Sums the gradients of all tokens, of whole width; returns a device's part, padded as before `gathered`."""
+        if self.split.width:
+            of_part = _padded(of_part, (of_part.shape[0], self.padded[1]))
+            of_part = lax.psum_scatter(of_part, self.split.width, scatter_dimension=1, tiled=True)
+        rest = tuple(axis for axis in self.split.tokens if axis not in self.split.width)
+        return lax.psum(of_part, rest) if rest else of_part
+
+    def after(self, earlier: jax.Array, *later: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the arrays `later`. On host devices, nothing is done with them before `earlier` is known.
+
+        XLA's CPU runtime starts an exchange between devices as soon as the loops before it have started. Some devices then wait
+        in that exchange and others in one of a loop's, for ever, unless the exchange needs what the loop computes. See
+        `docs/partitioner_faults.md`.
+        """
+        if not self.axes or chips.current_target().platform != "cpu":
+            return later
+        first = lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim).reshape(())
+        never = lax.stop_gradient(first) < -jnp.inf  # XLA doesn't know that it is False
+        return tuple(jnp.where(never, jnp.zeros_like(x), x) for x in later)
+
+    def first(self, part: jax.Array) -> jax.Array | int:
+        """Returns the first label of this device's part of the matrix."""
+        return lax.axis_index(self.split.vocab) * part.shape[0] if self.split.vocab else 0
+
+    def logits(self, hidden: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns a block's logits with this device's labels, float32 [n, V], and these labels [V]."""
+        products = jnp.einsum("nd,vd->nv", hidden, part, preferred_element_type=jnp.float32)
+        if self.softcap is not None:
+            products = self.softcap * jnp.tanh(products / self.softcap)
+        labels = self.first(part) + jnp.arange(part.shape[0])
+        # Finite, because a device may have nothing but padding.
+        is_padded = self.padded[0] > self.vocab_size
+        return jnp.where(labels < self.vocab_size, products, _LEAST) if is_padded else products, labels
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _losses(form: _Form, hidden: jax.Array, matrix: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
+    return _losses_forward(form, hidden, matrix, labels)[0]
+
+
+def _losses_forward(
+    form: _Form, hidden: jax.Array, matrix: jax.Array, labels: jax.Array
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    local = form.on_each_device(functools.partial(_forward, form), "tvt", "tttw")
+    *found, whole = local(hidden, matrix, labels)
+    return tuple(found), (hidden, whole, labels, found[1])
+
+
+def _losses_backward(
+    form: _Form, saved: tuple[jax.Array, ...], grads: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array, None]:
+    local = form.on_each_device(functools.partial(_backward, form), "twtttt", "tv")
+    of_hidden, of_matrix = local(*saved, *form.after(saved[-1], *grads[:2]))
+    return of_hidden, of_matrix, None
+
+
+_losses.defvjp(_losses_forward, _losses_backward)
+
+
+def _forward(form: _Form, hidden: jax.Array, part: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
+    def block(given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        hidden, labels = given
+        logits, own = form.logits(hidden, part)
+        most = jnp.max(logits, axis=-1)
+        total = jnp.sum(jnp.exp(logits - most[:, None]), axis=-1)
+        of_label = jnp.sum(jnp.where(own == labels[:, None], logits, 0.0), axis=-1)
+        return most, total, of_label, form.first(part) + jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    shape, axes = labels.shape, form.split.vocab
+    part = form.gathered(part, hidden.shape[-1])
+    found = lax.map(block, tuple(map(functools.partial(_blocks, part.shape[0]), (hidden, labels))))
+    most, total, of_label, argmax = (x.reshape(-1)[: labels.size].reshape(shape) for x in found)
+    if axes:
+        whole = lax.pmax(most, axes)
+        argmax = lax.pmin(jnp.where(most == whole, argmax, form.vocab_size), axes)
+        total, of_label = lax.psum((total * jnp.exp(most - whole), of_label), axes)
+        most = whole
+    log_sum = most + jnp.log(total)
+    return log_sum - of_label, log_sum, argmax, part
+
+
+def _backward(
+    form: _Form, hidden: jax.Array, part: jax.Array, labels: jax.Array, *rest: jax.Array
+) -> tuple[jax.Array, ...]:
+    # What other devices add to is summed in float32.
+    of_hidden_dtype = jnp.float32 if form.split.vocab else hidden.dtype
+
+    def block(of_part: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        hidden, labels, log_sum, of_xent, of_log_sum = given
+        logits, own = form.logits(hidden, part)
+        grads = jnp.exp(logits - log_sum[:, None]) * (of_xent + of_log_sum)[:, None]
+        grads -= jnp.where(own == labels[:, None], of_xent[:, None], 0.0)
+        if form.softcap is not None:
+            grads *= 1 - jnp.square(jnp.maximum(logits, -form.softcap) / form.softcap)
+        grads = grads.astype(hidden.dtype)
+        of_part += jnp.einsum("nv,nd->vd", grads, hidden, preferred_element_type=jnp.float32)
+        return of_part, jnp.einsum("nv,vd->nd", grads, part, preferred_element_type=jnp.float32).astype(of_hidden_dtype)
+
+    given = tuple(map(functools.partial(_blocks, part.shape[0]), (hidden, labels, *rest)))
+    of_part, of_hidden = lax.scan(block, jnp.zeros(part.shape, jnp.float32), given)
+    of_hidden = of_hidden.reshape(-1, hidden.shape[-1])[: labels.size].reshape(hidden.shape)
+    if form.split.vocab:
+        of_hidden = lax.psum(of_hidden, form.split.vocab)
+    of_part = form.scattered(of_part).astype(part.dtype)
+    return form.after(of_part, of_hidden.astype(hidden.dtype))[0], of_part
+
+
+def _blocks(vocab_size: int, x: jax.Array) -> jax.Array:
+    """Returns a device's array by tokens, [B, T, ...], as blocks [blocks, n, ...]; the last one is filled up with zeros."""
+    x = x.reshape(-1, *x.shape[2:])
+    most = max(1, BLOCK_LOGITS // vocab_size)
+    unit = _TILE if _TILE <= most < x.shape[0] else 1
+    count = -(-x.shape[0] // (most // unit * unit))
+    size = -(-x.shape[0] // (count * unit)) * unit
+    return _padded(x, (count * size, *x.shape[1:])).reshape(count, size, *x.shape[1:])
