@@ -21,7 +21,7 @@ separate variables below `layer{r}`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -196,13 +196,9 @@ class DecoderLm(SpecLayer):
             output.probs = jnp.exp(log_probs)
             return output
         weights = labels.class_weights.astype(jnp.float32)
-        of_tokens = cross_entropy.cross_entropy(
-            activations,
-            self._output_layer.matrix(),
-            labels.class_ids,
-            softcap=self.spec.final_softcap,
-            split=cross_entropy.VocabularySplit(*map(self.mesh_axes, ("batch", "length", "activation_vocab", "embed"))),
-        )
+        split = cross_entropy.VocabularySplit(*map(self.mesh_axes, ("batch", "length", "activation_vocab", "embed")))
+        matrix, cap = self._output_layer.matrix(), self.spec.final_softcap
+        of_tokens = cross_entropy.cross_entropy(activations, matrix, labels.class_ids, softcap=cap, split=split)
         output.per_example_xent, output.per_example_argmax = of_tokens.xent, of_tokens.argmax
         output.per_token_xent = output.per_example_xent * weights
         output.per_sequence_xent = jnp.sum(output.per_token_xent, axis=-1)
@@ -229,8 +225,7 @@ class DecoderLm(SpecLayer):
         self._check_positions(cache_length)
         first_index = length - lengths.astype(jnp.int32)
         positions = jnp.arange(length, dtype=jnp.int32) - first_index[:, None]
-        segment_ids = jnp.where(positions >= 0, 1, PADDING)
-        positions = jnp.maximum(positions, 0)
+        segment_ids, positions = jnp.where(positions >= 0, 1, PADDING), jnp.maximum(positions, 0)
         ids = jnp.take_along_axis(ids, positions, axis=1)
         self.update_decode_state("time_step", jnp.asarray(length, jnp.int32))
         self.update_decode_state("first_index", first_index)
@@ -265,11 +260,11 @@ class DecoderLm(SpecLayer):
             first_index=first_index,
         )
         x = self._embed(ids, positions)
-        for layer in self._first_layers():
+        for layer in self._not_repeated("first_layers"):
             x = layer.extend_step(x, context)
         if self.spec.num_repeats:
             x = self.layers.extend_step(x, context=context)
-        for layer in self._last_layers():
+        for layer in self._not_repeated("last_layers"):
             x = layer.extend_step(x, context)
         output = self.compute_loss(self.final_norm(x))
         return jax.tree.map(lambda x: x[:, 0], output) if inputs.ndim == 1 else output
@@ -279,7 +274,7 @@ class DecoderLm(SpecLayer):
         self.update_decode_state("first_index", transform_fn(self.get_decode_state("first_index"), 0, -1))
         if self.spec.num_repeats:
             self.layers.transform_decode_state(transform_fn)
-        for layer in (*self._first_layers(), *self._last_layers()):
+        for layer in (*self._not_repeated("first_layers"), *self._not_repeated("last_layers")):
             layer.transform_decode_state(transform_fn)
 
     def lazy_broadcast_prefix(self, num_suffix_samples: int, suffix_length: int) -> None:
@@ -318,11 +313,11 @@ class DecoderLm(SpecLayer):
 
         run = nn.remat(run, policy=custom_policy(self.checkpoint_policy))
         x = self._embed(ids, positions, order)
-        for layer in self._first_layers():
+        for layer in self._not_repeated("first_layers"):
             x = run(layer, x)
         if self.spec.num_repeats:
             x = self.layers(x, context=context)
-        for layer in self._last_layers():
+        for layer in self._not_repeated("last_layers"):
             x = run(layer, x)
         normed: jax.Array = self.final_norm(x)
         return normed
@@ -338,9 +333,8 @@ class DecoderLm(SpecLayer):
     def _rotary(self, positions: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
         if self.spec.positions != "rotary":
             return {}
-        return {
-            kind: rotary.sine_and_cosine(self.spec, kind, positions) for kind in sorted(set(self.spec.layer_pattern))
-        }
+        kinds = sorted(set(self.spec.layer_pattern))
+        return {kind: rotary.sine_and_cosine(self.spec, kind, positions) for kind in kinds}
 
     def _logits(self, x: jax.Array) -> jax.Array:
         logits: jax.Array = self._output_layer.logits(x)
@@ -358,11 +352,8 @@ class DecoderLm(SpecLayer):
         )
         return sum((jnp.sum(loss.value) for loss in losses), jnp.zeros((), jnp.float32))
 
-    def _first_layers(self) -> list[DecoderLayer]:
-        return [getattr(self, f"first_layers_{index}") for index in range(len(self.spec.first_layers))]
-
-    def _last_layers(self) -> list[DecoderLayer]:
-        return [getattr(self, f"last_layers_{index}") for index in range(len(self.spec.last_layers))]
+    def _not_repeated(self, which: Literal["first_layers", "last_layers"]) -> list[DecoderLayer]:
+        return [getattr(self, f"{which}_{index}") for index in range(len(getattr(self.spec, which)))]
 
     def _order(self, length: int) -> SequenceOrder:
         return sequence_order.of_rows(length, self.mesh_axes("length"), self.context_parallel)

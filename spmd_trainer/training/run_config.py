@@ -73,7 +73,7 @@ class RunConfig(Settings):
         None, "Read checkpoints from DIR instead of JOB_LOG_DIR/checkpoints.", value="DIR", read=_directory
     )
     restore_checkpoint_step: int | None = _checkpoints(
-        None, "Restore this step instead of the newest one.", value="N", at_least=0
+        None, "Restore this step, not the newest.", value="N", at_least=0
     )
     jax_profiler_port: int | None = _training(
         None, "Serve JAX's profiler on this port.", value="PORT", at_least=1, compared=False
@@ -206,9 +206,8 @@ class ChipsConfig(StepConfig):
 
     topology: str | None = _planning(
         None,
-        "With --mode=inspect: also compile the train step for these chips, and print the plan: memory, time, collectives, FLOPs. "
-        "With --mode=plan: the chips to search for. They need not be here. E.g. v5e:16x16 for a TPU slice, h100:32x8 for 32 "
-        "hosts with 8 GPUs each.",
+        "Chips that need not be here, e.g. v5e:16x16, a TPU slice, or h100:32x8, 32 hosts with 8 GPUs each. --mode=inspect also "
+        "compiles the train step for them and prints the plan: memory, time, collectives, FLOPs. --mode=plan searches for them.",
         value="CHIP:SHAPE",
     )
     num_slices: int = _planning(
@@ -260,8 +259,7 @@ class VerifyConfig(StepConfig):
     )
     verify_against: Options | None = _planning(
         None,
-        "XLA options, e.g. 'xla_cpu_enable_fast_math=true'. --mode=verify then compares the experiment on its mesh with and "
-        "without them, instead of with one device.",
+        "XLA options, e.g. 'xla_cpu_enable_fast_math=true': --mode=verify compares with and without them, not with one device.",
         value="'XLA_OPTION=VALUE ...'",
         read=_xla_options,
     )
@@ -360,15 +358,11 @@ _CONFIGS: dict[str, type[Settings]] = {
 }
 
 
+@functools.cache
 def config_class(mode: str) -> type[Settings]:
     """Returns the class of a mode's settings."""
-    return _lm_eval_config() if mode == "lm_eval" else _CONFIGS.get(mode, RunConfig)
-
-
-@functools.cache
-def _lm_eval_config() -> type[Settings]:
-    if rooms.missing("lm_eval"):
-        return RunConfig
+    if mode != "lm_eval" or rooms.missing("lm_eval"):
+        return _CONFIGS.get(mode, RunConfig)
     from spmd_trainer.lm_eval.settings import LmEvalSettings
 
     bases = (LmEvalSettings, RunConfig)
@@ -400,8 +394,9 @@ def make_run_config(
     from spmd_trainer.training import experiment_config
 
     overrides = texts("overrides", overrides)
-    cls = cast(type[RunConfig], config_class(mode))
     # Without an experiment first: resolving it is what takes long.
-    asked = cls(cast(Any, None), _directory("--job_log_dir", job_log_dir), mode, **settings)
+    asked = cast(type[RunConfig], config_class(mode))(
+        cast(Any, None), _directory("--job_log_dir", job_log_dir), mode, **settings
+    )
     rooms.check_settings(asked)
     return dataclasses.replace(asked, experiment=experiment_config.resolve(exp, overrides, asked.mesh, join))
