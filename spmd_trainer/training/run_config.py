@@ -72,9 +72,7 @@ class RunConfig(Settings):
     restore_checkpoint_dir: epath.Path | None = _checkpoints(
         None, "Read checkpoints from DIR instead of JOB_LOG_DIR/checkpoints.", value="DIR", read=_directory
     )
-    restore_checkpoint_step: int | None = _checkpoints(
-        None, "Restore this step, not the newest.", value="N", at_least=0
-    )
+    restore_checkpoint_step: int | None = _checkpoints(None, "Restore step N, not the newest.", value="N", at_least=0)
     jax_profiler_port: int | None = _training(
         None, "Serve JAX's profiler on this port.", value="PORT", at_least=1, compared=False
     )
