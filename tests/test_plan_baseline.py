@@ -1,11 +1,14 @@
 """The hand-written step that plans are compared with has the same variables in the same layout, and trains."""
 
 import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 from facts import assert_names
+from praxis import pax_fiddle
 
 from benchmarks import gpu, plan_baseline
 from spmd_trainer.errors import UserError
@@ -31,7 +34,7 @@ def test_the_baseline_needs_the_same_argument_bytes_as_the_trainer(tmp_path, cap
 @pytest.mark.full
 def test_the_baseline_trains():
     devices = jax.devices()[:1]
-    step = gpu.baseline_step(gpu.CASES["tiny"], devices)
+    step = gpu.baseline_step(gpu.PAIRS["tiny"], devices)
     losses = [float(step()) for _ in range(3)]
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0]
@@ -51,7 +54,7 @@ def test_the_baseline_trains():
     ],
 )
 def test_the_cases_have_the_sizes_of_their_experiments(name, size):
-    case = {**plan_baseline.CASES, **gpu.CASES}[name]
+    case = {**plan_baseline.CASES, **gpu.PAIRS}[name]
     lm_p = experiment_config.resolve(case.exp).task_p.model.lm_tpl
     stack = lm_p.stacked_transformer_tpl
     assert (lm_p.model_dims, lm_p.vocab_size, stack.x_times) == (case.width, case.vocab, case.layers)
@@ -86,3 +89,22 @@ def test_the_gpu_benchmark_refuses_to_run_without_a_gpu(capsys):
     assert gpu.main([]) == 2
     assert "needs a GPU" in capsys.readouterr().err
     assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+@pytest.mark.parametrize(("name", "gigaflops"), [("A", 8.22), ("B", 21.4)])
+def test_a_tokens_products_are_those_that_are_published(name, gigaflops):
+    """Llama 3.2's sizes, rows of 4,096: products of the parameters, and of attention with half of the keys."""
+    params = {"A": 1_235_814_400, "B": 3_212_749_824}[name]
+    spec = pax_fiddle.build(gpu.CASES[name].experiment().spec())
+    assert round(gpu.matrix_flops(spec, params, 0.0, 4096) / 1e9, 2 if name == "A" else 1) == gigaflops
+
+
+@pytest.mark.full
+def test_the_gpu_benchmark_runs_tiny_models_of_the_same_structure():
+    """So that nothing is found missing on the day when there is a GPU. In a process that has one device."""
+    names = ["C", "E", "F", "G"]
+    command = [sys.executable, "-m", "benchmarks.gpu", *names, "--tiny", "--rounds=1"]
+    done = subprocess.run(command, env={**os.environ, "XLA_FLAGS": ""}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        assert f"{name}, rate" in done.stdout

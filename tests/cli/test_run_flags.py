@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 
 import pytest
 from absl import flags
@@ -94,7 +93,7 @@ def run(tmp_path):
 
 
 def test_a_runs_directory_knows_its_experiment_and_flags(run, caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level("INFO", logger="absl"):
         config = config_of(f"--job_log_dir={run}", "--mode=verify")
     assert config.experiment.label == "lm.stdlib.StdlibBytesTiny"
     assert config.experiment.class_attributes == {"NUM_LAYERS": 3}

@@ -76,7 +76,7 @@ def test_every_published_size_is_counted():
         if issubclass(cls, experiment.DecoderExperiment) and name.startswith("spmd_trainer.experiments.lm.")
         if not {"tiny", "needs_folder"} & set(experiment_registry.get_registry_tags(name))
     }
-    assert registered == set(PUBLISHED)
+    assert registered - {"own_text.OwnText"} == set(PUBLISHED)  # whose size is the user's
 
 
 # One size of each family.
