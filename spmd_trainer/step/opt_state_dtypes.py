@@ -96,9 +96,16 @@ def stored(learner: Any, state: PyTree, step: jax.Array | int) -> PyTree:
     return _mapped(learner, lambda path, x, dtype: encode(path, x, dtype, step), state) if changes(learner) else state
 
 
-def loaded(state: PyTree) -> PyTree:
-    """Returns a stored optimizer state as its optimizer reads it, in float32. Under jit."""
-    return jax.tree.map(decode, state, is_leaf=lambda x: isinstance(x, Bytes))
+def loaded(learner: Any, state: PyTree) -> PyTree:
+    """Returns a stored optimizer state as its optimizer reads it. Under jit. What it keeps in bfloat16 by itself stays so."""
+    if not changes(learner):
+        return state
+
+    def one(keys: tuple[Any, ...], x: Any) -> Any:
+        by_learner = isinstance(x, Bytes) or _asked(learner, path_str(keys), x.shape) == BFLOAT16
+        return decode(x) if by_learner else x
+
+    return jax.tree_util.tree_map_with_path(one, state, is_leaf=lambda x: isinstance(x, Bytes))
 
 
 def stored_specs(learner: Any, shapes: PyTree, specs: PyTree) -> PyTree:
@@ -218,21 +225,19 @@ def _mapped(learner: Any, fn: Callable[..., Any], state: PyTree, *others: PyTree
 
     def one(keys: tuple[Any, ...], x: Any, *rest: Any) -> Any:
         path = path_str(keys)
-        dtype = _dtype_of(learner, path, x)
+        dtype = _asked(learner, path, x.shape) if x.dtype == jnp.float32 else FLOAT32
         return (rest[-1] if rest else x) if dtype == FLOAT32 else fn(path, x, dtype, *rest)
 
     return jax.tree_util.tree_map_with_path(one, state, *others)
 
 
-def _dtype_of(learner: Any, path: str, x: Any) -> str:
-    if x.dtype != jnp.float32 or not x.shape:
-        return FLOAT32
-    if _AVERAGES in path.split("/"):
+def _asked(learner: Any, path: str, shape: tuple[int, ...]) -> str:
+    if not shape or _AVERAGES in path.split("/"):
         return FLOAT32
     for regex, dtype in learner.opt_state_dtype_rules:
         if re.search(regex, path):
             return str(dtype)
-    return FLOAT32 if math.prod(x.shape) < LEAST_ELEMENTS else str(learner.opt_state_dtype)
+    return FLOAT32 if math.prod(shape) < LEAST_ELEMENTS else str(learner.opt_state_dtype)
 
 
 def _warn_of_unused_rules(learner: Any, shapes: PyTree) -> None:

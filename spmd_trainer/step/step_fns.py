@@ -249,7 +249,7 @@ def _learn(
     left_alone = jax.tree.map(lambda no_opt, no_grad: no_opt and no_grad, excluded_for_opt, excluded_for_grad)
     mdl_vars = masks.mask_out(seen_by_learner, left_alone)
     hparams = masks.mask_out(layout.var_weight_hparams, left_alone)
-    loaded = opt_state_dtypes.loaded(state.opt_states[0])
+    loaded = opt_state_dtypes.loaded(learner, state.opt_states[0])
     updates, opt_state = learner.update_states(grads, loaded, mdl_vars, hparams)
     opt_state = opt_state_dtypes.stored(learner, opt_state, state.step)
     new_vars = learner.apply_gradient(mdl_vars, updates, hparams)

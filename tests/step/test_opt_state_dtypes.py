@@ -137,10 +137,11 @@ def test_a_run_may_change_the_dtype_when_it_is_started_again(tmp_path, before, n
     @jax.jit
     def filled(state):
         moments = lambda x: jnp.where(jnp.arange(x.size).reshape(x.shape) % 7, 0.01, 0.3).astype(x.dtype)  # noqa: E731
-        loaded = opt_state_dtypes.loaded(old.layout.slice(state).opt_states)
+        learner = old.task.learner
+        loaded = opt_state_dtypes.loaded(learner, old.layout.slice(state).opt_states[0])
         opt = jax.tree.map(lambda x: moments(x) if x.ndim else x, loaded)
-        opt = [opt_state_dtypes.stored(old.task.learner, opt[0], 0)]
-        return old.layout.pad(old.layout.slice(state).replace(opt_states=opt)), opt_state_dtypes.loaded(opt)
+        opt = opt_state_dtypes.stored(learner, opt, 0)
+        return old.layout.pad(old.layout.slice(state).replace(opt_states=[opt])), opt_state_dtypes.loaded(learner, opt)
 
     state, logical = filled(old.initialize_train_state(KEY))
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
@@ -148,7 +149,8 @@ def test_a_run_may_change_the_dtype_when_it_is_started_again(tmp_path, before, n
     restored = Checkpointer(tmp_path / "checkpoints", read_only=True).restore(new.layout.variables, new.layout.mesh)
     for variable, array in zip(new.layout.records(), jax.tree.leaves(restored.state), strict=True):
         assert (array.shape, array.dtype) == (variable.padded_shape, variable.dtype)
-    opt = jax.jit(lambda s: opt_state_dtypes.loaded(new.layout.slice(s).opt_states))(restored.state)
+    learner = new.task.learner
+    opt = jax.jit(lambda s: opt_state_dtypes.loaded(learner, new.layout.slice(s).opt_states[0]))(restored.state)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0.0 if now == "float32" else ONE_LEVEL * 1.01), opt, logical
     )
@@ -169,6 +171,17 @@ def test_rules_choose_parts_of_any_optax_chain_and_small_states_and_averages_sta
         if variable.path.endswith("/codes_8bit"):
             assert np.prod(variable.logical_shape) >= opt_state_dtypes.LEAST_ELEMENTS
             assert "/ema/" not in variable.path
+
+
+def test_what_the_optimizer_itself_keeps_in_bfloat16_stays_so():
+    state = {"mu": {"w": jnp.ones((64, 64), jnp.bfloat16)}, "nu": {"w": jnp.ones((64, 64), jnp.float32)}}
+    for dtype in ("float32", "8bit"):
+        learner = make_task(opt_state_dtype=dtype).learner
+        kept = opt_state_dtypes.stored(learner, state, 0)
+        assert kept["mu"]["w"].dtype == jnp.bfloat16
+        assert isinstance(kept["nu"]["w"], Bytes) == (dtype == "8bit")
+        found = opt_state_dtypes.loaded(learner, kept)
+        assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, state)
 
 
 @pytest.mark.parametrize(
