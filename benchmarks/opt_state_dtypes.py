@@ -3,7 +3,8 @@
     python -m benchmarks.opt_state_dtypes [--rounds 3] [--steps 1000] [--rows 8] [--dtypes float32,8bit] [--json FILE]
 
 Trains once for each dtype and seed (--rounds), on one device, and compares the losses on the held-out text at the end. The bar is
-0.5%, for the mean of the seeds: single runs differ by several percent from seed to seed. Also prints the bytes of the optimizer state for each parameter. 1,000 steps take about eight minutes on 2 idle cores.
+0.5%, for the mean of the seeds: single runs differ by several percent from seed to seed. Also prints the bytes of the optimizer
+state for each parameter. 1,000 steps take about eight minutes on 2 idle cores.
 """
 
 from __future__ import annotations
