@@ -3,8 +3,7 @@
     python -m benchmarks.opt_state_dtypes [--rounds 3] [--steps 1000] [--rows 8] [--dtypes float32,8bit] [--json FILE]
 
 Trains once for each dtype and seed (--rounds), on one device, and compares the losses on the held-out text at the end. The bar is
-0.5%, for the mean of the seeds: single runs differ by several percent from seed to seed. Also prints the bytes of the optimizer
-state for each parameter. 1,000 steps take about eight minutes on 2 idle cores.
+0.5%. Also prints the bytes of the optimizer state for each parameter. 1,000 steps take about six minutes on 2 idle cores.
 """
 
 from __future__ import annotations
@@ -37,7 +36,9 @@ def run(dtype: str, seed: int, steps: int, rows: int) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as directory:
         result = st.train(EXPERIMENT, directory, overrides=overrides, mesh="data:1", enable_checkpoint_saving=False)
     size = sum(x.nbytes for x in jax.tree.leaves(result.state.opt_states))
-    return float(result.metrics["total_loss"]), size / sum(x.size for x in jax.tree.leaves(result.state.mdl_vars))
+    return float(result.metrics["heldout/total_loss"]), size / sum(
+        x.size for x in jax.tree.leaves(result.state.mdl_vars)
+    )
 
 
 def main() -> int:
@@ -58,7 +59,7 @@ def main() -> int:
     for dtype, found in losses.items():
         if dtype != FLOAT32:
             report.ratio(f"loss, {dtype} / {FLOAT32}", found, losses[FLOAT32], bar=BAR)
-            report.figure(f"mean loss, {dtype} / {FLOAT32}", float(np.mean(found) / np.mean(losses[FLOAT32])))
+            report.figure(f"largest loss, {dtype} / {FLOAT32}", float(np.max(np.divide(found, losses[FLOAT32]))))
     return report.finish()
 
 
