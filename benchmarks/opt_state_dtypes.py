@@ -48,6 +48,8 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="what to compare, float32 first")
     args = parser.parse_args()
+    if args.dtypes.split(",")[0] != FLOAT32 or not {*args.dtypes.split(",")} <= {*DTYPES}:
+        parser.error(f"--dtypes={args.dtypes}: give float32 first, then some of {', '.join(DTYPES[1:])}")
     report = reporting.Report("opt_state_dtypes", args.json)
     losses: dict[str, list[float]] = {dtype: [] for dtype in args.dtypes.split(",")}
     for seed in range(1, args.rounds + 1):

@@ -169,9 +169,10 @@ class Settings:
 
 
 def _as_json(value: Any) -> Any:
-    """Returns a number or a bool, or the text of the flag: 'data:4,mdl:2' for pairs, 'a,b' for names."""
+    """Returns a number, a bool, a list of names, or the text of the flag: 'data:4,mdl:2' for pairs."""
     if isinstance(value, tuple | list):
-        return ",".join(":".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
+        pairs = [":".join(map(str, item)) for item in value if isinstance(item, tuple)]
+        return ",".join(pairs) if pairs else list(map(str, value))
     return value if isinstance(value, bool | int | float) else os.fspath(value)
 
 

@@ -236,12 +236,15 @@ def _with_those_of_the_run(
     path, record = next(iter(records.items()))
     overrides, of_run = record.get("overrides") or [], record.get("settings") or {}
     left = {"job_log_dir", *given}
-    left |= set() if flag_values.mode == "train" else {"restore_checkpoint_dir", "restore_checkpoint_step"}
+    if flag_values.mode != "train":
+        left |= {"restore_checkpoint_dir", "restore_checkpoint_step", "jax_profiler_port"}
+    left |= {"restore_checkpoint_step"} if "restore_checkpoint_dir" in given else set()
     left |= {"mesh"} if "topology" in given else set()
     known = settings_of(config_class(flag_values.mode)).keys() - left
     taken = {name: value for name, value in of_run.items() if name in known}
     exp = experiment_registry.short_name(record["experiment"])
-    command = [f"--exp={exp}", *(f"--{name}={value}" for name, value in taken.items())]
+    shown = {name: ",".join(value) if isinstance(value, list) else value for name, value in taken.items()}
+    command = [f"--exp={exp}", *(f"--{name}={value}" for name, value in shown.items())]
     command += [f"--fdl.set={override}" for override in overrides]
     logging.info("as the run in %s was started: %s", path, shlex.join(command))
     return exp, overrides, {**taken, **given}

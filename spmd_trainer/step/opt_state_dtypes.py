@@ -6,7 +6,7 @@ mesh. The byte is logarithmic, in eighths of a power of two.
 
 Both are rounded stochastically: up or down at random, so that the mean is right. Otherwise a moment would stand still if each
 training step changes it by less than half a rounding step, as most do. What is drawn depends on the training step, the path and
-the element alone, so a run is the same on any mesh and after a restart.
+the element alone, not on the mesh or on restarts. (A moment that differs in its last bit may be rounded to another level.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LEAST_ELEMENTS = 4096
 _PER_OCTAVE = 8
 _ROOTS = (2.0 ** (np.arange(_PER_OCTAVE) / _PER_OCTAVE)).astype(np.float32)
 # Parts of a state that are never negative, by praxis' and optax' names: they use the sign's bit for their range.
-_SECOND_MOMENTS = frozenset({"v", "nu"})
+_SECOND_MOMENTS = frozenset({"v", "vr", "vc", "nu", "nu_max", "v_row", "v_col", "sum_of_squares"})
 # praxis' averages of the variables, which evaluation reads, and which change too slowly for few bits: they stay float32.
 _AVERAGES = "ema"
 
@@ -216,8 +216,14 @@ def _mixed(x: jax.Array) -> jax.Array:
 
 
 def is_signed(path: str) -> bool:
-    """Returns False for the path of a second moment."""
-    return _SECOND_MOMENTS.isdisjoint(path.split("/"))
+    """Returns False for the path of a second moment, such as 'no_prefix/v/params/lm/softmax/w'."""
+    return _part_name(path) not in _SECOND_MOMENTS
+
+
+def _part_name(path: str) -> str:
+    """Returns the state's own name of a part, which stands before its variable's path; '' if there is none."""
+    before, collection, _ = path.partition(f"/{base_layer.PARAMS}/")
+    return before.rpartition("/")[2] if collection else ""
 
 
 def _mapped(learner: Any, fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTree:
@@ -232,7 +238,7 @@ def _mapped(learner: Any, fn: Callable[..., Any], state: PyTree, *others: PyTree
 
 
 def _asked(learner: Any, path: str, shape: tuple[int, ...]) -> str:
-    if not shape or _AVERAGES in path.split("/"):
+    if not shape or _part_name(path) == _AVERAGES:
         return FLOAT32
     for regex, dtype in learner.opt_state_dtype_rules:
         if re.search(regex, path):

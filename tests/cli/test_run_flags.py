@@ -85,6 +85,7 @@ def run(tmp_path):
         num_minibatches=2,
         restore_checkpoint_dir="first",
         eval_on_test=False,
+        track=["tensorboard"],
     )
     overrides = ["NUM_LAYERS=3", "task.train.num_train_steps=5"]
     record = {"experiment": "spmd_trainer.experiments.lm.stdlib.StdlibBytesTiny", "overrides": overrides}
@@ -104,6 +105,7 @@ def test_a_runs_directory_knows_its_experiment_and_flags(run, caplog):
         assert flag in said
     trains = config_of(f"--job_log_dir={run}", "--mode=train")
     assert (trains.restore_checkpoint_dir.name, trains.eval_on_test) == ("first", False)
+    assert list(trains.track) == ["tensorboard"]
 
 
 def test_given_flags_win_over_the_runs(run, tmp_path):

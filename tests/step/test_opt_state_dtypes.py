@@ -48,10 +48,14 @@ def in_dtype(dtype, sizes=(1, 4, 2)):
 
 
 @settings(deadline=None, max_examples=30)
-@given(seed=st.integers(0, 10**6), dtype=st.sampled_from(["bfloat16", "8bit"]), path=st.sampled_from(["m/w", "v/w"]))
+@given(
+    seed=st.integers(0, 10**6),
+    dtype=st.sampled_from(["bfloat16", "8bit"]),
+    path=st.sampled_from(["m/params/w", "v/params/w"]),
+)
 def test_an_element_is_rounded_to_a_neighbour_and_storing_it_again_changes_nothing(seed, dtype, path):
     x = rows(seed, decades=4.0)
-    x = np.abs(x) if path == "v/w" else x
+    x = np.abs(x) if path == "v/params/w" else x
     x[0, 1], x[1] = 0.0, 0.0
     once = stored(path, x, dtype, step=seed)
     values = np.asarray(opt_state_dtypes.decode(once))
@@ -64,7 +68,7 @@ def test_an_element_is_rounded_to_a_neighbour_and_storing_it_again_changes_nothi
 @pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])
 def test_the_mean_over_steps_is_the_element(dtype):
     x, count = rows(0, decades=3.0), 400
-    found = jax.jit(lambda step: opt_state_dtypes.decode(stored("m/w", x, dtype, step)))
+    found = jax.jit(lambda step: opt_state_dtypes.decode(stored("m/params/w", x, dtype, step)))
     mean = np.mean([np.asarray(found(step), np.float64) for step in range(count)], axis=0)
     # Five standard deviations of a mean of draws that are at most a level apart, of 2,400 elements.
     level = ONE_BFLOAT16 if dtype == "bfloat16" else ONE_LEVEL
@@ -74,10 +78,10 @@ def test_the_mean_over_steps_is_the_element(dtype):
 def test_a_second_moment_is_not_rounded_to_zero_and_an_element_that_is_not_finite_stays_visible():
     x = np.abs(rows(1))
     x[:, 1] = 1e-30
-    assert (np.asarray(opt_state_dtypes.decode(stored("v/w", x, "8bit"))) > 0).all()
+    assert (np.asarray(opt_state_dtypes.decode(stored("v/params/w", x, "8bit"))) > 0).all()
     x[2, 5] = np.nan
     for dtype in ("bfloat16", "8bit"):
-        assert np.isnan(np.asarray(opt_state_dtypes.decode(stored("v/w", x, dtype)))[2, 5])
+        assert np.isnan(np.asarray(opt_state_dtypes.decode(stored("v/params/w", x, dtype)))[2, 5])
 
 
 def test_a_step_on_a_mesh_that_divides_nothing_gives_the_losses_of_one_device():
@@ -203,9 +207,10 @@ def test_a_rule_without_a_part_of_the_state_is_a_warning(caplog):
     assert "'/momentum/'" in caplog.text
 
 
-def test_the_sign_of_zero_and_of_levels_is_kept():
+@pytest.mark.parametrize("path", ["m/params/w", "0/mu/params/attention/v/kernel", "m/params/nu/w", "momentum/w"])
+def test_the_sign_of_zero_and_of_levels_is_kept(path):
     x = np.array([[1.0, -1.0, 0.0, -0.25, 0.5]], np.float32)
-    found = stored("m/w", x, "8bit")
+    found = stored(path, x, "8bit")
     assert isinstance(found, Bytes)
     np.testing.assert_array_equal(opt_state_dtypes.decode(found), x)
     assert np.asarray(found.codes_8bit).tolist() == [[127, 255, 0, 239, 119]]
