@@ -39,9 +39,7 @@ from spmd_trainer.inputs.corpus.mixture import Mixture
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 
 LENGTH, BATCH, WINDOW_ROWS = 1024, 64, 256
-DOCUMENT_BYTES, VOCABULARY, TOGETHER = 3000, 4096, 64
-EOS = 0
-SOURCES = 35
+DOCUMENT_BYTES, VOCABULARY, TOGETHER, EOS, SOURCES = 3000, 4096, 64, 0, 35
 # The bars of this benchmark.
 LEAST_RATE, LEAST_FILL, MOST_MEMORY, MOST_THREADS = 0.9, 0.97, 1.5, 2
 START_SECONDS, START_BYTES = 1.0, 100e6
@@ -140,14 +138,9 @@ def _measure(name: str) -> dict[str, Any]:
 
 def build(source: Any, **fields: Any) -> CorpusInput:
     """Builds the input of this benchmark: one epoch, in order, unless the fields say otherwise."""
-    defaults = {
-        "seq_len": LENGTH,
-        "batch_size": BATCH,
-        "window_rows": WINDOW_ROWS,
-        "is_training": False,
-        "name": "rate",
-    }
-    return base_hyperparams.instantiate(pax_fiddle.Config(CorpusInput, source=source, **{**defaults, **fields}))
+    sizes = {"seq_len": LENGTH, "batch_size": BATCH, "window_rows": WINDOW_ROWS}
+    given = {"name": "rate", "is_training": False, **sizes, **fields}
+    return base_hyperparams.instantiate(pax_fiddle.Config(CorpusInput, source=source, **given))
 
 
 def read_all(source: CorpusInput) -> int:
@@ -299,8 +292,8 @@ def _write_parquet(documents: list[str], path: pathlib.Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    table = pyarrow.table({"id": list(range(len(documents))), "text": documents})
-    pyarrow.parquet.write_table(table, path, row_group_size=500)
+    columns = {"id": list(range(len(documents))), "text": documents}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=500)
 
 
 def _write_tfrecord(documents: list[str], path: pathlib.Path) -> None:
@@ -385,8 +378,7 @@ def measure_start() -> dict[str, Any]:
     before = memory("VmRSS")
     began = time.perf_counter()
     build(Documents(MadeUp()), is_training=True).get_next()
-    seconds = time.perf_counter() - began
-    return {"seconds": seconds, "added": memory("VmHWM") - before}
+    return {"seconds": time.perf_counter() - began, "added": memory("VmHWM") - before}
 
 
 def memory(entry: str) -> int:

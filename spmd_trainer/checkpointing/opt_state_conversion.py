@@ -53,7 +53,6 @@ class Conversion:
             logging.info(
                 "%d parts of the optimizer state are converted: saved in %s, now kept in %s", count, before, now
             )
-        done = [path for path in self.read if path not in self.wanted]
         given = {path: arrays[path] for path in self.read if _part_of(path) in self.parts}
         targets = {path: spec for path, spec in self.wanted.items() if _part_of(path) in self.parts}
 
@@ -74,7 +73,8 @@ class Conversion:
         converted = jax.jit(convert, out_shardings=named_shardings(targets, mesh))(given)
         for path in given:
             arrays[path].delete()
-        return {path: array for path, array in (arrays | converted).items() if path not in done}
+        made = arrays | converted
+        return {path: made[path] for path in self.wanted}
 
 
 def conversion(saved: Mapping[str, SavedVariable], wanted: Mapping[str, VariableSpec]) -> Conversion:

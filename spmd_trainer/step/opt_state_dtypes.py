@@ -247,7 +247,7 @@ def _asked(learner: Any, path: str, shape: tuple[int, ...]) -> str:
 
 
 def _warn_of_unused_rules(learner: Any, shapes: PyTree) -> None:
-    paths = [path_str(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    paths = [path for path, _ in masks.with_paths(shapes)]
     for number, (regex, _) in enumerate(learner.opt_state_dtype_rules, start=1):
         if not any(re.search(regex, path) for path in paths):
             logging.warning(
