@@ -51,7 +51,7 @@ test-gpu-compiler: setup $(GPU_COMPILER)/.synced
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) python -c "import jax_plugins.xla_cuda12"
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) pytest $(GPU_COMPILER_TESTS)
 
-$(GPU_COMPILER)/.synced: uv.lock
+$(GPU_COMPILER)/.synced: uv.lock | $(if $(filter $(UV_DIR)/bin/uv,$(UV)),$(UV_DIR)/bin/uv)
 	$(UV) export --quiet --frozen --no-hashes --extra cuda12 --no-emit-project \
 		| grep -E '^(jax-cuda12-pjrt|jax-cuda12-plugin|nvidia-cuda-nvcc-cu12)==' > $(GPU_COMPILER).txt
 	$(UV) pip install --quiet --no-deps --target $(GPU_COMPILER) -r $(GPU_COMPILER).txt

@@ -85,8 +85,9 @@ MODES = {
     ),
     "plan": Mode(
         "Search the meshes (and, with --search, rematerialisation, minibatches and batch) for --topology: compile the most "
-        "promising ones, and print their estimated step, their bytes per chip and the flags of the best. Needs no such chips.",
-        "planner.plan_search",
+        "promising ones, and print their estimated step, their bytes per chip and the flags of the best. With --search=memory, "
+        "find what makes the experiment fit. Needs no such chips.",
+        "planner.plan_mode",
         "search",
         has_run=False,
         builder="build_job",

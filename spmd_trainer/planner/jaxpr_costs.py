@@ -56,6 +56,20 @@ def dot_costs(jaxpr: core.Jaxpr) -> DotCosts:
     return total
 
 
+def saved_bytes(jaxpr: core.Jaxpr) -> float:
+    """Returns the bytes, on all devices, of the values that loops stack and that live at the same time: those of loops beside
+    each other, and of the loops inside one of them those of a single iteration. `jaxpr`: as for `dot_costs`."""
+    own, inside = 0.0, 0.0
+    for equation in jaxpr.eqns:
+        inner = sum(saved_bytes(sub) for sub in _inside(equation)) * _parts(equation)
+        if equation.primitive.name == "scan":
+            own += _of_loop(equation).stacked_bytes
+            inside = max(inside, inner)
+        else:
+            own += inner
+    return own + inside
+
+
 def _of_dot(equation: core.JaxprEqn) -> DotCosts:
     (contracted, _), (batch, _) = equation.params["dimension_numbers"]
     arrays: list[Any] = [variable.aval for variable in (*equation.invars, *equation.outvars)]
@@ -97,13 +111,16 @@ def _bytes(arrays: list[Any]) -> float:
 
 def _times(equation: core.JaxprEqn) -> int:
     """Returns how often an equation runs its inner functions; for a shard_map, the number of parts of its mesh."""
-    if equation.primitive.name == "scan":
-        return int(equation.params["length"])
-    if equation.primitive.name == "shard_map":
-        # The compiler divides the work over the other axes: the function in it is for all their devices.
-        sizes = equation.params["mesh"].shape
-        return math.prod(sizes[axis] for axis in equation.params["newly_manual_axes"])
-    return 1
+    return int(equation.params["length"]) if equation.primitive.name == "scan" else _parts(equation)
+
+
+def _parts(equation: core.JaxprEqn) -> int:
+    """Returns the number of parts of the mesh that a shard_map's function is for one of; 1 for other equations."""
+    if equation.primitive.name != "shard_map":
+        return 1
+    # The compiler divides the work over the other axes: the function in it is for all their devices.
+    sizes = equation.params["mesh"].shape
+    return math.prod(sizes[axis] for axis in equation.params["newly_manual_axes"])
 
 
 def _inside(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:

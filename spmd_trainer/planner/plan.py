@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import html
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,12 @@ from spmd_trainer.training.run_config import ChipsConfig
 _GPU_SHARE = 0.75
 # Largest share to advise: CUDA, cuDNN and NCCL need the remaining memory.
 _MOST_OF_GPU = 0.95
+_CLIMB = "--mode=plan --search=memory finds what makes it fit"
+# What the TPU compiler says of a program that doesn't fit: the bytes of all its arrays, or of its temporaries.
+_REFUSED = re.compile(
+    r"Used (?P<all>[\d.]+)(?P<unit>[BKMGT]) of [\d.]+[BKMGT] hbm"
+    r"|memory required for HLO temporaries \((?P<temporaries>[\d.]+)(?P<unit_of_temporaries>[BKMGT])\)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +127,22 @@ def usable_memory(kind: str, memory: int) -> int:
     return memory if known is None or known.gpu is None else int(_MOST_OF_GPU * memory)
 
 
+def refused_bytes(message: str, arguments: int) -> int | None:
+    """Returns the bytes per chip of a step that the TPU compiler refused, as its message says; None if it doesn't say.
+
+    Args:
+      message: the compiler's message.
+      arguments: bytes of the step's arguments, which the message may leave out.
+    """
+    found = _REFUSED.search(message)
+    if found is None:
+        return None
+    number = float(found["all"] or found["temporaries"]) * 1024 ** (
+        "BKMGT".index(found["unit"] or found["unit_of_temporaries"])
+    )
+    return int(number) + (0 if found["all"] else arguments)
+
+
 def plan(job: Job) -> Plan:
     """Compiles the job's train step for its mesh and returns the plan.
 
@@ -140,7 +163,9 @@ def plan(job: Job) -> Plan:
         if "RESOURCE_EXHAUSTED" in str(error):
             least = _least_chips(job)
             raise UserError(
-                f"the train step doesn't fit: {_shortened(str(error))}" + (f"\n{_least_text(least)}" if least else "")
+                f"the train step doesn't fit: {_shortened(str(error))}"
+                + (f"\n{_least_text(least)}" if least else "")
+                + f"\n{_CLIMB}"
             ) from error
         chips_text = topology or "these devices"
         raise UserError(f"the compiler can't compile the train step for {chips_text}: {first_line(error)}") from error
@@ -282,5 +307,5 @@ def misfit(result: Plan, topology: str | None) -> str | None:
     least = _least_text(result.least_chips) if result.least_chips else "use more chips"
     return (
         f"the train step doesn't fit {topology}: it needs {bytes_text(result.total)} per chip, "
-        f"{_fits(result).partition('in ')[2]}; {least}"
+        f"{_fits(result).partition('in ')[2]}; {least}. {_CLIMB}"
     )

@@ -18,8 +18,11 @@ from spmd_trainer.training.experiment_config import ResolvedExperiment
 _MOST_MINIBATCHES = 8
 # Global batches: the experiment's times these.
 _BATCH_FACTORS = (0.5, 1, 2, 4)
-_POLICY_FIELD = re.compile(r"^(task\.model\.\S*\bcheckpoint_policy): ", re.MULTILINE)
+_POLICY_FIELD = re.compile(r"^(task\.model\.\S*\bcheckpoint_policy): (.*)", re.MULTILINE)
 _BATCH_FIELD = re.compile(r"^(train_datasets\[0\]\.batch_size(?:\.global_batch_size)?): (\d+)$", re.MULTILINE)
+
+# See `Candidate.settings`.
+Settings = tuple[str | None, int | None, tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,25 +34,27 @@ class Candidate:
       remat: value of the model's checkpoint policies; None: as the experiment sets them.
       minibatches: the partitioner's `num_minibatches`; None: as the experiment sets it.
       rows: global batch; None: the experiment's.
+      more: further overrides of the experiment's config, each as 'path=value'.
     """
 
     mesh: tuple[tuple[str, int], ...]
     remat: str | None = None
     minibatches: int | None = None
     rows: int | None = None
+    more: tuple[str, ...] = ()
 
     @property
-    def settings(self) -> tuple[str | None, int | None]:
-        """Changes to the experiment's config: policy and rows."""
-        return self.remat, self.rows
+    def settings(self) -> Settings:
+        """Changes to the experiment's config: policy, rows and further overrides."""
+        return self.remat, self.rows, self.more
 
     def overrides(self, experiment: ResolvedExperiment) -> tuple[str, ...]:
-        """Returns the overrides that set the rematerialisation policy and the global batch, each as 'path=value'."""
+        """Returns the overrides that make these changes, each as 'path=value'."""
         found = [f"{path}={self.remat!r}" for path in policy_fields(experiment)] if self.remat else []
         if self.rows is not None:
             field, _ = batch_field(experiment)
             found.append(f"{field}={self.rows}")
-        return tuple(found)
+        return (*found, *self.more)
 
     def flags(self, experiment: ResolvedExperiment) -> str:
         """Returns the command line's flags for this candidate."""
@@ -64,6 +69,7 @@ class Candidate:
         parts += [self.remat] if self.remat else []
         parts += [f"{self.minibatches} minibatches"] if self.minibatches else []
         parts += [f"{self.rows} rows"] if self.rows else []
+        parts += [override.rpartition(".")[2] for override in self.more]
         return ", ".join(parts)
 
 
@@ -72,8 +78,9 @@ def quoted(override: str) -> str:
     return shlex.quote(override) if re.search(r'["$`\\!]', override) else f'"{override}"'
 
 
-def policy_fields(experiment: ResolvedExperiment) -> list[str]:
-    return _POLICY_FIELD.findall("\n".join(experiment.lines()))
+def policy_fields(experiment: ResolvedExperiment) -> dict[str, str]:
+    """Returns the value of each field that is a rematerialisation policy, by its path."""
+    return dict(_POLICY_FIELD.findall("\n".join(experiment.lines())))
 
 
 def batch_field(experiment: ResolvedExperiment) -> tuple[str, int]:

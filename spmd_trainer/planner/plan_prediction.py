@@ -66,10 +66,12 @@ class Work:
     Attributes:
       step: the train step's dots.
       forward: dots of the forward pass alone.
+      saved_bytes: bytes that the step's loops stack; see `jaxpr_costs.saved_bytes`.
     """
 
     step: DotCosts
     forward: DotCosts
+    saved_bytes: float = 0.0
 
     @property
     def passes(self) -> float:
@@ -151,12 +153,17 @@ def lower_bound(job: Job, machine: links.Machine, flops: float) -> float:
     """
     whole, _ = state_bytes(job)
     products = flops / job.partitioner.mesh.size / machine.chip.peak_flops
-    return max(products, (2 * whole - _frozen_bytes(job)) / machine.memory)
+    return max(products, (2 * whole - _variable_bytes(job, frozen=True)) / machine.memory)
 
 
-def _frozen_bytes(job: Job) -> int:
+def trained_bytes(job: Job) -> int:
+    """Returns the bytes on one device of all variables that learn, and so of their gradients."""
+    return _variable_bytes(job, frozen=False)
+
+
+def _variable_bytes(job: Job, *, frozen: bool) -> int:
     mesh = job.partitioner.mesh_shape()
-    return sum(variable.bytes_per_device(mesh) for variable, hparam in _params(job) if masks.is_frozen(hparam))
+    return sum(v.bytes_per_device(mesh) for v, hparam in _params(job) if masks.is_frozen(hparam) == frozen)
 
 
 def _params(job: Job) -> list[tuple[VariableSpec, base_layer.WeightHParams]]:
@@ -292,7 +299,11 @@ class _Network:
 def traced(job: Job) -> tuple[str, Work]:
     """Returns the traced train step as text, without parts that differ between equal programs, and its dot costs."""
     step, forward = (_jaxpr(job, fn, is_eval=is_eval) for fn, is_eval in _STEPS)
-    work = Work(jaxpr_costs.dot_costs(step.jaxpr), jaxpr_costs.dot_costs(forward.jaxpr))
+    work = Work(
+        jaxpr_costs.dot_costs(step.jaxpr),
+        jaxpr_costs.dot_costs(forward.jaxpr),
+        jaxpr_costs.saved_bytes(step.jaxpr),
+    )
     return _POLICY.sub("", str(step)), work
 
 

@@ -119,6 +119,7 @@ class Store:
         self._job = job
         self._path = report_directory(config.job_log_dir) / FILE if config.writes_reports else None
         self._searched = list(searched)
+        self._earlier: dict[str, dict[str, Any]] | None = None
         self._versions = library_versions()
         settings = [
             # Plain objects print their address, which differs between processes.
@@ -136,25 +137,30 @@ class Store:
         self.key = short_hash(json.dumps(settings))
 
     def read(self, outcomes: Sequence[Outcome]) -> None:
-        """Fills in the results of earlier searches with the same settings, topology, compiler flags and versions."""
+        """Fills in the results of earlier searches with the same settings, topology, compiler flags and versions. They are
+        those that the file has at the first call."""
+        if self._earlier is None:
+            self._earlier = self._read_file()
+        for outcome in outcomes:
+            record = self._earlier.get(str(outcome.candidate))
+            # Keep compiled candidates only. Other results are cheap, and depend on the search's progress.
+            if record and record["compiled_in"]:
+                for name, value in record.items():
+                    setattr(outcome, name, value)
+
+    def _read_file(self) -> dict[str, dict[str, Any]]:
         if self._path is None or not self._path.exists():
-            return
+            return {}
         fields = [field.name for field in dataclasses.fields(Outcome) if field.name not in ("candidate", "not_reached")]
         try:
             earlier = json_values.parse_object(json_values.content_of(self._path), finite=False)
             if earlier["key"] != self.key:
                 logging.info("%s was made with other settings or versions and will be replaced", self._path)
-                return
-            known = {record["name"]: {name: record[name] for name in fields} for record in earlier["candidates"]}
+                return {}
+            return {record["name"]: {name: record[name] for name in fields} for record in earlier["candidates"]}
         except (ValueError, LookupError, TypeError):
             logging.warning("%s is not a record of a search and will be replaced", self._path)
-            return
-        for outcome in outcomes:
-            record = known.get(str(outcome.candidate))
-            # Keep compiled candidates only. Other results are cheap, and depend on the search's progress.
-            if record and record["compiled_in"]:
-                for name, value in record.items():
-                    setattr(outcome, name, value)
+            return {}
 
     def write(self, outcomes: Sequence[Outcome]) -> None:
         """Writes the file."""
@@ -239,8 +245,8 @@ def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
     if all(o.state_bytes is None for o in outcomes):
         return f"no candidate can be built for {topology}: {reasons}"
     return (
-        f"no candidate fits {topology}. {_least_chips(job, outcomes, memory)} Use more chips, a smaller batch, or "
-        f"--search=mesh,remat,minibatches. {reasons}"
+        f"no candidate fits {topology}. {_least_chips(job, outcomes, memory)} Use more chips or a smaller batch; "
+        f"--search=memory finds what makes it fit. {reasons}"
     )
 
 

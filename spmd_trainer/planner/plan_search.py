@@ -1,4 +1,4 @@
-"""`--mode=plan`: searches the meshes, rematerialisation policies, minibatches and batches of an experiment for a topology.
+"""A search of `--mode=plan` for the fastest mesh, rematerialisation policy, minibatches and batch on a topology.
 
 Nothing is run. A candidate is ruled out if its state doesn't fit, if even its fastest possible step is too slow, or if
 another candidate has the same program. The others are compiled, most promising first, until the budget runs out or no
@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 import jax
 from absl import logging
 
-from spmd_trainer import tasks_lib
-from spmd_trainer.errors import UserError, first_line, first_paragraph, terminal
+from spmd_trainer.errors import UserError, first_line, first_paragraph
 from spmd_trainer.planner import (
     links,
     plan,
@@ -26,11 +25,9 @@ from spmd_trainer.planner import (
     plan_prediction,
     plan_report,
 )
-from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.planner.plan_candidates import Candidate, Settings
 from spmd_trainer.planner.plan_report import Outcome
-from spmd_trainer.planner.topologies import topology_devices
 from spmd_trainer.sharding.messages import bytes_text, count_text
-from spmd_trainer.step import mesh_choice
 from spmd_trainer.step.mesh_choice import mesh_over_slices
 from spmd_trainer.training import experiment_config
 from spmd_trainer.training.job import BatchSettings, Job
@@ -40,66 +37,17 @@ from spmd_trainer.training.run_config import ChipsConfig, PlanConfig
 # The search ends when no other candidate is likely to be among this many fastest.
 _BEST = 5
 # Errors of the libraries when a candidate is traced or compiled. `UserError` is a ValueError.
-_ERRORS = (ValueError, TypeError, AssertionError, NotImplementedError, jax.errors.JaxRuntimeError)
-
-
-def search(job: Job) -> None:
-    """Searches, prints the best candidates, and writes `plan_search.json` if a directory was given.
-
-    Raises:
-      UserError: no candidate fits.
-    """
-    config = job.config.of(PlanConfig)
-    searched = config.search
-    found = Search(job, searched)
-    store = plan_report.Store(job, searched)
-    try:
-        outcomes = found.run(config.budget, store)
-    except KeyboardInterrupt:
-        logging.info("interrupted; these are the candidates that are known")
-        outcomes = found.outcomes
-        for outcome in outcomes:
-            if not outcome.is_known:
-                outcome.not_reached = "the search was interrupted before it was compiled"
-    store.write(outcomes)
-    plan_page.write_search_page(
-        job,
-        outcomes,
-        chip_memory=found.memory,
-    )
-    if not any(outcome.seconds for outcome in outcomes):
-        raise UserError(plan_report.nothing_fits(job, outcomes, found.memory))
-    terminal.write(plan_report.report_text(job, outcomes))
-
-
-def build_job(config: PlanConfig) -> Job:
-    """Builds the job of a search on the experiment's own mesh, or on another one if the topology doesn't allow it.
-
-    Raises:
-      UserError: see `Job.build`.
-    """
-    if not config.topology:
-        raise UserError("--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8")
-    try:
-        return Job.build(config)
-    except UserError:
-        task = tasks_lib.build_task(config.experiment.task_p)
-        declared = mesh_choice.declared_mesh(task.model)
-        if config.mesh or "mesh" not in config.search or declared is None:
-            raise
-        devices = topology_devices(config.topology, config.num_slices)
-        # From large outer axes to large inner ones: these split the batch, which every model allows.
-        for mesh in reversed(list(plan_candidates.meshes(tuple(declared.shape), len(devices), config.num_slices))):
-            try:
-                mesh_over_slices(dict(mesh), devices)
-            except (ValueError, NotImplementedError):
-                continue
-            return Job.build(dataclasses.replace(config, mesh=mesh))
-        raise
+ERRORS = (ValueError, TypeError, AssertionError, NotImplementedError, jax.errors.JaxRuntimeError)
 
 
 class Search:
-    """One search: its candidates and their outcomes."""
+    """One search: its candidates and their outcomes.
+
+    Attributes:
+      machine: the chips' rates.
+      num_slices: number of slices that meshes are divided over.
+      outcomes: the candidates with what is known about each.
+    """
 
     def __init__(self, job: Job, searched: Sequence[str]):
         kind = job.partitioner.mesh.devices.flat[0].device_kind
@@ -107,25 +55,26 @@ class Search:
         if machine is None:
             raise UserError(f"--mode=plan has no bandwidths for {kind}")
         self._job = job
-        self._machine = machine
+        self.machine = machine
+        # Meshes of GPUs aren't divided over slices.
+        self.num_slices = 1 if machine.chip.gpu else job.config.of(ChipsConfig).num_slices
         self._devices = job.partitioner.mesh.devices.flatten().tolist()
         candidates = plan_candidates.enumerate_candidates(
             job.config.experiment,
             searched,
             mesh=job.partitioner.mesh_shape(),
-            # Meshes of GPUs aren't divided over slices.
-            num_slices=1 if machine.chip.gpu else job.config.of(ChipsConfig).num_slices,
+            num_slices=self.num_slices,
             rows=job.num_rows,
         )
         self.outcomes = [Outcome(candidate) for candidate in candidates]
-        self._jobs: dict[tuple[str | None, int | None], Job] = {}
+        self._jobs: dict[Settings, Job] = {}
         self._jobs_on_meshes: dict[Candidate, Job] = {}
-        self._work: dict[tuple[str | None, int | None], plan_prediction.Work] = {}
+        self._work: dict[Settings, plan_prediction.Work] = {}
 
     @property
     def memory(self) -> int:
         """Bytes of a chip's memory that JAX can use."""
-        return plan.usable_memory(self._devices[0].device_kind, self._machine.chip.memory_bytes)
+        return plan.usable_memory(self._devices[0].device_kind, self.machine.chip.memory_bytes)
 
     def run(self, budget: float, store: plan_report.Store) -> list[Outcome]:
         """Compiles promising candidates until no other is likely to be among the best, or the budget runs out. Returns the
@@ -153,10 +102,10 @@ class Search:
                 outcome.not_reached = f"the budget ran out before it was {what}"
         return self.outcomes
 
-    def _job_of(self, candidate: Candidate) -> Job:
+    def job_of(self, candidate: Candidate) -> Job:
         if candidate.settings not in self._jobs:
             base = self._job
-            if candidate.settings != (None, None):
+            if any(candidate.settings):
                 experiment = base.config.experiment
                 overrides = (*experiment.overrides, *candidate.overrides(experiment))
                 resolved = experiment_config.resolve(experiment.name, overrides)
@@ -206,20 +155,20 @@ class Search:
         seen: dict[tuple[int | None, str], str | None] = {}
         all_settings = dict.fromkeys(o.candidate.settings for o in self.outcomes)
         for number, settings in enumerate(all_settings):
-            policy, rows = settings
+            policy, rows, _ = settings
             same = [o for o in self.outcomes if o.candidate.settings == settings]
             if time.monotonic() > ends and not any(outcome.compiled_in for outcome in same):
                 continue
             if len(all_settings) > 1:
                 logging.info("tracing %s: %d of %d", _settings_text(settings), number + 1, len(all_settings))
             try:
-                job = self._job_of(dataclasses.replace(same[0].candidate, mesh=self._mesh))
+                job = self.job_of(dataclasses.replace(same[0].candidate, mesh=self._mesh))
                 text, work = plan_prediction.traced(job)
-            except _ERRORS as error:
-                _of_program(same, "")
+            except ERRORS as error:
+                of_program(same, "")
                 _leave_out(same, first_line(error))
                 continue
-            _of_program(same, plan_prediction.program(job, text))
+            of_program(same, plan_prediction.program(job, text))
             first = seen.setdefault((rows, text), policy)
             if first != policy:
                 _leave_out(same, f"the same program as {first}")
@@ -230,7 +179,7 @@ class Search:
         candidate = outcome.candidate
         try:
             # Policy and number of minibatches don't change the layout, and 1 divides every batch.
-            job = self._job_of(Candidate(candidate.mesh, minibatches=1, rows=candidate.rows))
+            job = self.job_of(Candidate(candidate.mesh, minibatches=1, rows=candidate.rows))
         except UserError as error:
             _leave_out([outcome], first_line(error))
             return
@@ -242,8 +191,8 @@ class Search:
             return
         work = self._work[candidate.settings]
         number = candidate.minibatches or self._job.partitioner.num_minibatches
-        outcome.bound = plan_prediction.lower_bound(job, self._machine, work.step.flops)
-        outcome.predicted = plan_prediction.predict(job, self._machine, work, minibatches=number).seconds
+        outcome.bound = plan_prediction.lower_bound(job, self.machine, work.step.flops)
+        outcome.predicted = plan_prediction.predict(job, self.machine, work, minibatches=number).seconds
 
     def _next(self) -> Outcome | None:
         """Returns the most promising candidate that hasn't been compiled yet.
@@ -278,18 +227,19 @@ class Search:
         Raises:
           UserError: see `plan.plan`; or the mesh can't be made, or doesn't fit the experiment.
         """
-        return plan.plan(self._job_of(candidate))
+        return plan.plan(self.job_of(candidate))
 
     def compile(self, outcome: Outcome) -> None:
         """Compiles a candidate's step and records its needs, or the reason why it can't be compiled."""
         started = time.monotonic()
         try:
             result = self.plan_of(outcome.candidate)
-        except _ERRORS as error:
+        except ERRORS as error:
             outcome.reason = first_line(error)
             outcome.compiled_in = time.monotonic() - started
             outcome.too_large = "RESOURCE_EXHAUSTED" in f"{error} {error.__cause__}"
             if outcome.too_large:
+                outcome.bytes = plan.refused_bytes(str(error), outcome.state_bytes or 0)
                 self._leave_out_larger(outcome)
             return
         outcome.compiled_in = time.monotonic() - started
@@ -319,7 +269,7 @@ class Search:
         """
         known, default = too_large.candidate, self._job.partitioner.num_minibatches
         number = known.minibatches or default
-        same = [o for o in self.outcomes if (o.candidate.mesh, o.candidate.remat) == (known.mesh, known.remat)]
+        same = [o for o in self.outcomes if _without_rows(o.candidate) == _without_rows(known)]
         larger = [
             o
             for o in same
@@ -329,8 +279,12 @@ class Search:
         _leave_out(larger, f"{known} doesn't fit, and this one has at least as many rows in a minibatch")
 
 
-def _settings_text(settings: tuple[str | None, int | None]) -> str:
-    policy, rows = settings
+def _without_rows(candidate: Candidate) -> Candidate:
+    return dataclasses.replace(candidate, rows=None, minibatches=None)
+
+
+def _settings_text(settings: Settings) -> str:
+    policy, rows, _ = settings
     return ", ".join([policy or "the experiment's policy", *([f"{rows} rows"] if rows else [])])
 
 
@@ -349,7 +303,7 @@ def _drop_details(outcomes: Sequence[Outcome]) -> None:
             outcome.details = None
 
 
-def _of_program(outcomes: Sequence[Outcome], program: str) -> None:
+def of_program(outcomes: Sequence[Outcome], program: str) -> None:
     """Sets the program of candidates, and forgets earlier results of other programs."""
     for outcome in outcomes:
         if outcome.compiled_in and outcome.program != program:

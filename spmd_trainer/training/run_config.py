@@ -237,10 +237,10 @@ class PlanConfig(ChipsConfig):
     mode: str = "plan"
     search: tuple[str, ...] = _planning(
         ("mesh",),
-        "With --mode=plan: what to search, of mesh, remat, minibatches and batch.",
+        "With --mode=plan: what to search, of mesh, remat, minibatches and batch; or memory, for what makes the experiment fit.",
         value="mesh,remat,...",
         read=names,
-        choices=("mesh", "remat", "minibatches", "batch"),
+        choices=("mesh", "remat", "minibatches", "batch", "memory"),
     )
     budget: float = _planning(
         "20m", "With --mode=plan: how long to compile candidates, e.g. 90s, 20m or 1h.", value="20m", read=seconds

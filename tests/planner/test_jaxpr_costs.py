@@ -87,3 +87,20 @@ def test_what_a_loop_stacks_counts():
 
     found = jaxpr_costs.dot_costs(jax.jit(layers).trace(X, W).jaxpr.jaxpr)
     assert found.stacked_bytes == 5 * X.nbytes
+
+
+def test_saved_bytes_are_those_that_live_together():
+    """Of a loop in a loop, one iteration's stack lives beside the outer loop's; two loops in a row add up."""
+
+    def inner(x):
+        return jax.lax.scan(lambda c, _: (c * 2, c), x, length=3)[1].sum(0)  # stacks 3 x [8, 16]
+
+    def saved(fn):
+        return jaxpr_costs.saved_bytes(jax.jit(fn).trace(X).jaxpr.jaxpr)
+
+    def outer(x):
+        return jax.lax.scan(lambda c, _: (inner(c), c), x, length=5)[1]  # stacks 5 x [8, 16]
+
+    assert saved(inner) == 3 * X.nbytes
+    assert saved(outer) == (5 + 3) * X.nbytes
+    assert saved(lambda x: outer(x).sum() + inner(x).sum()) == (5 + 3 + 3) * X.nbytes

@@ -13,7 +13,7 @@ from praxis.layers import AutodiffCheckpointType
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels.chips import chip
-from spmd_trainer.planner import links, plan_candidates, plan_prediction, plan_report, plan_search, roofline
+from spmd_trainer.planner import links, plan_candidates, plan_mode, plan_prediction, plan_report, plan_search, roofline
 from spmd_trainer.training import job as job_module
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
@@ -45,7 +45,7 @@ def test_ctrl_c_keeps_what_is_known(tmp_path, as_h100, monkeypatch, capsys):
 
     monkeypatch.setattr(plan_search.plan, "plan", interrupted)
     config = dataclasses.replace(make_job(tmp_path).config, topology="h100:1x8", search=("mesh",))
-    plan_search.search(dataclasses.replace(make_job(tmp_path), config=config))
+    plan_mode.search(dataclasses.replace(make_job(tmp_path), config=config))
     out = capsys.readouterr().out
     assert "10 candidates on h100:1x8: 2 compiled" in out
     assert "of the 2 that were compiled" in out  # of the others, nobody knows which is faster
@@ -68,7 +68,7 @@ def test_ctrl_c_works_while_candidates_are_predicted(tmp_path, as_h100, monkeypa
     monkeypatch.setattr(plan_prediction, "predict", interrupted)
     config = dataclasses.replace(make_job(tmp_path).config, topology="h100:1x8", search=("mesh",))
     with raises_naming(UserError, "no candidate", "search was interrupted"):
-        plan_search.search(dataclasses.replace(make_job(tmp_path), config=config))
+        plan_mode.search(dataclasses.replace(make_job(tmp_path), config=config))
     assert not capsys.readouterr().out  # the error is the only message
     record = json.loads((tmp_path / "plan_search.json").read_text())
     assert sum(candidate["predicted"] > 0 for candidate in record["candidates"]) == 2
@@ -179,17 +179,17 @@ def test_a_search_starts_from_a_mesh_that_the_topology_allows(tmp_path, monkeypa
             raise ValueError("doesn't fit the network either")
 
     monkeypatch.setattr(Job, "build", classmethod(refuse))
-    monkeypatch.setattr(plan_search, "topology_devices", lambda topology, slices: jax.devices())
-    monkeypatch.setattr(plan_search, "mesh_over_slices", make_mesh)
+    monkeypatch.setattr(plan_mode, "topology_devices", lambda topology, slices: jax.devices())
+    monkeypatch.setattr(plan_mode, "mesh_over_slices", make_mesh)
     config = make_run_config(EXPERIMENT, tmp_path, mode="plan", search=("mesh",))
     for none in (None, ""):  # without a topology there is no search
         with raises_naming(UserError, "--mode=plan needs --topology"):
-            plan_search.build_job(dataclasses.replace(config, topology=none))
+            plan_mode.build_job(dataclasses.replace(config, topology=none))
     monkeypatch.setattr(job_module, "_topology_devices", lambda topology, slices: jax.devices())
-    found = plan_search.build_job(dataclasses.replace(config, topology="h100:1x8"))
+    found = plan_mode.build_job(dataclasses.replace(config, topology="h100:1x8"))
     assert dict(found.partitioner.mesh_shape()) == {"replica": 2, "data": 4, "mdl": 1}
     with raises_naming(UserError, refusal):
-        plan_search.build_job(dataclasses.replace(config, topology="h100:1x8", search=("remat",)))
+        plan_mode.build_job(dataclasses.replace(config, topology="h100:1x8", search=("remat",)))
 
 
 def test_gpu_meshes_are_not_divided_over_slices(tmp_path, as_h100):

@@ -1,0 +1,345 @@
+"""`--mode=plan --search=memory`: what makes an experiment fit its chips, cheapest first.
+
+A rung is a change that saves memory: rematerialisation, moments in fewer bits, optimizer states in host memory, minibatches,
+another mesh. Each is compiled on top of the ones before it until a program fits; a rung that saves nothing is taken back, and
+so is in the end each rung that isn't needed. If nothing fits, the ladder goes on with fewer rows, and names chips that have the
+memory.
+
+Which policy, dtype, number of minibatches or mesh a rung takes is decided by predicted bytes, so that most rungs cost one
+compilation: a policy changes the activations that loops stack, a dtype the bytes of the state, and minibatches divide what
+depends on rows. The table has both, predicted and compiled bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+from absl import logging
+from praxis.layers import AutodiffCheckpointType
+
+from spmd_trainer.errors import UserError, first_line, terminal
+from spmd_trainer.kernels.chips import BY_TOPOLOGY
+from spmd_trainer.planner import plan, plan_candidates, plan_page, plan_prediction, plan_report
+from spmd_trainer.planner.plan_candidates import Candidate
+from spmd_trainer.planner.plan_report import Outcome
+from spmd_trainer.planner.plan_search import ERRORS, Search, of_program
+from spmd_trainer.sharding.messages import bytes_text, count_text
+from spmd_trainer.step import opt_state_dtypes
+from spmd_trainer.step.mesh_choice import mesh_flag
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.phases import Phase
+from spmd_trainer.training.run_config import ChipsConfig, PlanConfig
+
+_OPT_STATE_DTYPE = "task.train.learner.opt_state_dtype"
+# Minibatches are doubled fewer times than this.
+_MOST_DOUBLINGS = 7
+# Most meshes that are compiled.
+_MOST_MESHES = 3
+# A rung that saves a smaller share of the bytes is taken back.
+_LEAST_SAVING = 0.005
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A program that was compiled on the way up.
+
+    Attributes:
+      rung: what it changes, e.g. 'remat save_nothing'; 'as it is' for the experiment's own program.
+      outcome: its candidate, with all changes so far, and what the compiler says of it.
+      predicted: bytes per chip that were predicted before; None for the first program and those that a prediction needs.
+    """
+
+    rung: str
+    outcome: Outcome
+    predicted: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Try:
+    rung: str
+    candidate: Candidate
+    predicted: int | None = None
+
+
+def search(job: Job) -> None:
+    """Climbs the ladder, prints it with the flags of the program that fits, and writes `plan_search.json` and `plan.html`.
+
+    Raises:
+      UserError: nothing fits; the message has the ladder, and the nearest program that would fit.
+    """
+    found = Search(job, ())
+    ladder = MemoryLadder(job, found, plan_report.Store(job, ("memory",)))
+    try:
+        ladder.climb(job.config.of(PlanConfig).budget)
+    except KeyboardInterrupt:
+        logging.info("interrupted; this is the ladder so far")
+    ladder.write()
+    if ladder.has_fewer_rows:
+        raise UserError(ladder.text())
+    terminal.write(ladder.text())
+
+
+class MemoryLadder:
+    """A climb: the programs that were compiled, and the one that fits.
+
+    Attributes:
+      steps: the programs, in the order in which they were compiled.
+      fitting: the outcome that fits, without rungs that it doesn't need; None if none does.
+    """
+
+    def __init__(self, job: Job, found: Search, store: plan_report.Store):
+        self._job = job
+        self._search = found
+        self._store = store
+        self._ends = 0.0
+        self._works: dict[Candidate, plan_prediction.Work] = {}
+        # Bytes of the programs with several minibatches, as (number of minibatches, bytes).
+        self._by_number: list[tuple[int, int]] = []
+        # Programs that have all changes of those before them, with fewer bytes each.
+        self._climbed: list[Outcome] = []
+        self.steps: list[Step] = []
+        self.fitting: Outcome | None = None
+
+    def climb(self, budget: float) -> None:
+        """Compiles the experiment's program and, while none fits, rung after rung, until `budget` seconds are over."""
+        self._ends = time.monotonic() + budget
+        at = self._compile(_Try("as it is", self._search.outcomes[0].candidate))
+        self._climbed = [at]
+        for rung in (self._remat, self._moments, self._minibatches, self._meshes, self._rows):
+            if at.seconds is not None or time.monotonic() > self._ends:
+                break
+            for tried in rung(at):
+                if time.monotonic() > self._ends:
+                    break
+                after = self._compile(tried)
+                if after.seconds is not None or (after.bytes or math.inf) < (1 - _LEAST_SAVING) * (
+                    at.bytes or math.inf
+                ):
+                    at = after
+                    self._climbed.append(at)
+                if at.seconds is not None:
+                    break
+        if at.seconds is not None:
+            self.fitting = self._without_needless(at)
+        elif time.monotonic() > self._ends:
+            logging.info("the budget ran out before the ladder's end")
+
+    def write(self) -> None:
+        """Writes the results of all programs, if a directory was given."""
+        outcomes = [step.outcome for step in self.steps]
+        self._store.write(outcomes)
+        plan_page.write_search_page(self._job, outcomes, chip_memory=self._search.memory)
+
+    @property
+    def has_fewer_rows(self) -> bool:
+        """True if nothing fits with the experiment's rows."""
+        return self.fitting is None or self.fitting.candidate.rows is not None
+
+    def text(self) -> str:
+        """Returns the ladder as a table, and the flags of the program that fits."""
+        chips = self._job.config.of(ChipsConfig).topology
+        lines = [
+            f"the memory ladder on {chips}: JAX can use {bytes_text(self._search.memory)} of a chip",
+            f"  {'predicted':>10}  {'compiled':>10}  {'step':>9}  change, on top of those before it that save memory",
+            *map(_line, self.steps),
+            "* fits",
+        ]
+        if self.has_fewer_rows:
+            lines.append(f"nothing fits {chips} with {count_text(self._job.num_rows, 'row')}. {self._larger_chips()}")
+        if self.fitting is not None:
+            rows = self.fitting.candidate.rows
+            lines.append(
+                "run with" if rows is None else f"the nearest that fits has {count_text(rows, 'row')}; run it with"
+            )
+            lines.append(f"  {plan_report.run_flags(self._job, self.fitting.candidate)}")
+            kind, needed = self._job.partitioner.mesh.devices.flat[0].device_kind, self.fitting.bytes or 0
+            if setting := plan.memory_setting(kind, needed, self._search.machine.chip.memory_bytes):
+                lines.append(f"  {setting}")
+        return "\n".join(lines) + "\n"
+
+    # --- rungs -------------------------------------------------------------------------------------------------------
+
+    def _remat(self, at: Outcome) -> Iterator[_Try]:
+        """The policy with the fewest FLOPs that is predicted to fit, and the one with the fewest bytes."""
+        policies = plan_candidates.policy_fields(self._job.config.experiment).values()
+        if all("save_nothing" in policy for policy in policies):
+            return  # nothing to change, or nothing left to save
+        kept, devices, found = self._work(at.candidate), self._job.partitioner.mesh.size, []
+        with Phase("tracing rematerialisation policies", announce_after=2.0):
+            for policy in AutodiffCheckpointType:
+                candidate = dataclasses.replace(at.candidate, remat=policy.value)
+                try:
+                    work = self._work(candidate)
+                except ERRORS as error:
+                    logging.info("%s: %s", policy.value, first_line(error))
+                    continue
+                if (saved := int((kept.saved_bytes - work.saved_bytes) / devices)) > 0:
+                    found.append((work.step.flops, _Try(f"remat {policy.value}", candidate, _less(at, saved))))
+        yield from self._first_that_fits([tried for _, tried in sorted(found, key=lambda one: one[0])])
+
+    def _moments(self, at: Outcome) -> Iterator[_Try]:
+        """The optimizer state in fewer bits: bfloat16 if that is predicted to fit, and 8 bits."""
+        dtypes = opt_state_dtypes.DTYPES
+        tries = []
+        for dtype in dtypes[dtypes.index(self._job.task.train.learner.opt_state_dtype) + 1 :]:
+            candidate = dataclasses.replace(at.candidate, more=(*at.candidate.more, f"{_OPT_STATE_DTYPE}={dtype!r}"))
+            saved = self._state(at.candidate) - self._state(candidate)
+            tries.append(_Try(f"optimizer state in {dtype}", candidate, _less(at, saved)))
+        yield from self._first_that_fits(tries)
+
+    def _minibatches(self, at: Outcome) -> Iterator[_Try]:
+        """Two minibatches, and as many as it takes.
+
+        Bytes are a + b / number: what doesn't depend on rows, such as gradients, and the rest. Two numbers give a and b; a
+        single minibatch counts for neither, because it accumulates no gradients.
+        """
+        now, rows = self._job.partitioner.num_minibatches, self._job.num_rows
+        if now > 1 and at.bytes:
+            self._by_number.append((now, at.bytes))
+        numbers = [now * 2**n for n in range(1, _MOST_DOUBLINGS) if rows % (now * 2**n) == 0]
+        for number in numbers:
+            predicted = _by_minibatches(self._by_number, number)
+            if predicted is not None and predicted > self._search.memory and number != numbers[-1]:
+                continue
+            yield _Try(
+                count_text(number, "minibatch", "minibatches"),
+                dataclasses.replace(at.candidate, minibatches=number),
+                predicted,
+            )
+            if (num_bytes := self.steps[-1].outcome.bytes) is not None:
+                self._by_number.append((number, num_bytes))
+
+    def _meshes(self, at: Outcome) -> Iterator[_Try]:
+        """Other meshes over the same axes whose state is smaller, those with the shortest predicted step first."""
+        mesh = self._job.partitioner.mesh_shape()
+        own, work, found = self._state(at.candidate), self._work(at.candidate), []
+        for shape in plan_candidates.meshes(tuple(mesh), math.prod(mesh.values()), self._search.num_slices):
+            candidate = dataclasses.replace(at.candidate, mesh=shape)
+            try:
+                job = self._search.job_of(candidate)
+            except ERRORS:  # the mesh doesn't fit the chips or the experiment
+                continue
+            if (saved := own - self._state(candidate)) > 0:
+                number = job.partitioner.num_minibatches
+                seconds = plan_prediction.predict(job, self._search.machine, work, minibatches=number).seconds
+                found.append((seconds, _Try(f"mesh {mesh_flag(shape)}", candidate, _less(at, saved))))
+        yield from [tried for _, tried in sorted(found, key=lambda one: one[0])][:_MOST_MESHES]
+
+    def _rows(self, at: Outcome) -> Iterator[_Try]:
+        """Fewer rows, if the experiment's batch can be set: as many as are predicted to fit, then half of them and so on.
+
+        They are not divided into more minibatches than the experiment does, which saves the bytes of accumulated gradients. The
+        rest is as in a minibatch of as many rows.
+        """
+        try:
+            plan_candidates.batch_field(self._job.config.experiment)
+        except UserError as error:
+            logging.info("%s", first_line(error))
+            return
+        rows, own = self._job.num_rows, self._climbed[0].candidate.minibatches
+        saved = 0
+        if self._by_number:  # accumulated gradients, and what meshes have saved since
+            saved = plan_prediction.trained_bytes(self._search.job_of(at.candidate))
+            saved += self._by_number[-1][1] - (at.bytes or 0)
+        while rows := rows // 2:
+            whole = _by_minibatches(self._by_number, self._job.num_rows // rows)
+            predicted = None if whole is None else whole - saved
+            if predicted is None or predicted <= self._search.memory or rows == 1:
+                yield _Try(
+                    count_text(rows, "row"), dataclasses.replace(at.candidate, rows=rows, minibatches=own), predicted
+                )
+
+    # --- how they are tried ------------------------------------------------------------------------------------------
+
+    def _first_that_fits(self, tries: Sequence[_Try]) -> Iterator[_Try]:
+        """Yields the first that is predicted to fit, and the one with the fewest predicted bytes."""
+        if any(tried.predicted is None for tried in tries):
+            yield from tries
+            return
+        fits = [tried for tried in tries if (tried.predicted or 0) <= self._search.memory]
+        smallest = sorted(tries, key=lambda tried: tried.predicted or 0)
+        yield from dict.fromkeys([*fits[:1], *smallest[:1]])
+
+    def _compile(self, tried: _Try) -> Outcome:
+        """Compiles a program and adds it to the steps; one that can't be compiled has the reason in its outcome."""
+        outcome = Outcome(tried.candidate)
+        self._store.read([outcome])
+        try:
+            job = self._search.job_of(tried.candidate)
+            text, self._works[tried.candidate] = plan_prediction.traced(job)
+            of_program([outcome], plan_prediction.program(job, text))
+            outcome.state_bytes, outcome.rows = self._state(tried.candidate), job.num_rows
+            if not outcome.compiled_in:
+                self._search.compile(outcome)
+        except ERRORS as error:
+            outcome.reason = first_line(error)
+        self.steps.append(Step(tried.rung, outcome, tried.predicted))
+        logging.info("%s", _line(self.steps[-1]).strip())
+        self._store.write([step.outcome for step in self.steps])
+        return outcome
+
+    def _without_needless(self, fitting: Outcome) -> Outcome:
+        """Takes changes back, if the program is predicted to fit without them: what changes numbers first, then the others."""
+        first = self._climbed[0].candidate
+        for field in ("more", "mesh", "minibatches", "remat"):
+            own = getattr(fitting.candidate, field)
+            saved = sum(
+                (before.bytes or 0) - (after.bytes or 0)
+                for before, after in itertools.pairwise(self._climbed)
+                if getattr(before.candidate, field) != getattr(after.candidate, field)
+            )
+            predicted = (fitting.bytes or 0) + saved
+            if own == getattr(first, field) or predicted > self._search.memory or time.monotonic() > self._ends:
+                continue
+            without = dataclasses.replace(fitting.candidate, **{field: getattr(first, field)})
+            name = next(step.rung for step in self.steps if getattr(step.outcome.candidate, field) == own)
+            outcome = self._compile(_Try(f"without {name}", without, predicted))
+            fitting = fitting if outcome.seconds is None else outcome
+        return fitting
+
+    def _work(self, candidate: Candidate) -> plan_prediction.Work:
+        if candidate not in self._works:
+            _, self._works[candidate] = plan_prediction.traced(self._search.job_of(candidate))
+        return self._works[candidate]
+
+    def _state(self, candidate: Candidate) -> int:
+        return plan_prediction.state_bytes(self._search.job_of(candidate))[0]
+
+    def _larger_chips(self) -> str:
+        """Returns which chips have the memory that the smallest program with all rows needs."""
+        whole = [
+            step.outcome.bytes for step in self.steps if step.outcome.bytes and step.outcome.candidate.rows is None
+        ]
+        if not whole:
+            return "The compiler doesn't say how many bytes it needs"
+        names = [n for n, chip in BY_TOPOLOGY.items() if plan.usable_memory(chip.kind, chip.memory_bytes) >= min(whole)]
+        needs = f"The smallest program needs {bytes_text(min(whole))} per chip"
+        return f"{needs}, which {', '.join(names)} have" if names else f"{needs}, which no chip has: use more chips"
+
+
+def _line(step: Step) -> str:
+    """Returns a program's row of the table."""
+    outcome = step.outcome
+    predicted = bytes_text(step.predicted) if step.predicted else ""
+    compiled = bytes_text(outcome.bytes) if outcome.bytes else "unknown"
+    seconds = f"{outcome.estimated:.4g} s" if outcome.estimated else ""
+    mark = "*" if outcome.seconds is not None else " "
+    reason = "" if outcome.bytes else f": {outcome.reason}"
+    return f"{mark} {predicted:>10}  {compiled:>10}  {seconds:>9}  {step.rung}{reason}"
+
+
+def _less(at: Outcome, saved: int) -> int | None:
+    return None if at.bytes is None else at.bytes - saved
+
+
+def _by_minibatches(known: Sequence[tuple[int, int]], number: int) -> int | None:
+    """Returns the bytes predicted from the two numbers compiled last, as (number, bytes); None if fewer are known."""
+    if len(known) < 2:
+        return None
+    (few, large), (many, small) = known[-2:]
+    of_rows = (large - small) / (1 / few - 1 / many)
+    return int(small + of_rows * (1 / number - 1 / many))

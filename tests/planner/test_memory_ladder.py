@@ -1,0 +1,231 @@
+"""`--mode=plan --search=memory`, on host devices that stand for eight H100s, with programs whose bytes are a formula."""
+
+import dataclasses
+import math
+import types
+
+import plan_helpers
+import pytest
+from facts import assert_names, raises_naming
+from plan_helpers import fake_plan, make_job
+from praxis.layers import AutodiffCheckpointType
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.kernels.chips import chip
+from spmd_trainer.planner import memory_ladder, plan, plan_mode, plan_prediction, plan_report, plan_search
+from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.training.job import Job
+
+as_h100 = pytest.fixture(plan_helpers.as_h100)
+
+STATE, GRADIENTS, ROWS = 100_000_000, 10_000_000, 32
+ACTIVATIONS = {"save_everything": 64_000_000, "save_dot_only": 16_000_000, "save_nothing": 4_000_000}
+
+
+@dataclasses.dataclass
+class Chips:
+    """Programs that need the state, the activations of a minibatch, and with several minibatches the accumulated gradients.
+
+    Attributes:
+      memory: usable bytes of a chip.
+      activations: bytes of all rows' activations, by policy.
+      compiled: (policy, dtype of the optimizer state, minibatches, rows, mdl) of each program.
+    """
+
+    memory: int
+    activations: dict
+    compiled: list
+
+    def plan(self, job: Job):
+        policy = str(job.task.model.lm_tpl.checkpoint_policy)
+        dtype, number = job.task.train.learner.opt_state_dtype, job.partitioner.num_minibatches
+        mdl = job.partitioner.mesh_shape()["mdl"]
+        self.compiled.append((policy, dtype, number, job.num_rows, mdl))
+        # Rules aside, the model's own state and gradients are far smaller than these.
+        state = {"float32": STATE, "bfloat16": STATE * 2 // 3, "8bit": STATE // 2}[dtype] // mdl
+        accumulated = GRADIENTS if number > 1 else 0
+        total = state + accumulated + self.activations[policy] * job.num_rows // ROWS // number
+        return types.SimpleNamespace(**{**vars(fake_plan(job)), "total": total, "fits": total <= self.memory})
+
+
+@pytest.fixture
+def chips(monkeypatch, as_h100):
+    def make(memory, activations=ACTIVATIONS):
+        found = Chips(memory, activations, [])
+        monkeypatch.setattr(plan_search.plan, "plan", found.plan)
+        monkeypatch.setattr(
+            memory_ladder, "AutodiffCheckpointType", [AutodiffCheckpointType(name) for name in ACTIVATIONS]
+        )
+        monkeypatch.setattr(plan, "usable_memory", lambda kind, whole: memory if kind == "cpu" else whole)
+        monkeypatch.setattr(plan_prediction, "trained_bytes", lambda job: GRADIENTS)
+        sizes = {"float32": STATE, "bfloat16": STATE * 2 // 3, "8bit": STATE // 2}
+        monkeypatch.setattr(
+            plan_prediction,
+            "state_bytes",
+            lambda job: (sizes[job.task.train.learner.opt_state_dtype] // job.partitioner.mesh_shape()["mdl"], 0),
+        )
+        monkeypatch.setattr(
+            plan_prediction,
+            "traced",
+            lambda job: (
+                f"{job.task.model.lm_tpl.checkpoint_policy} {job.task.train.learner.opt_state_dtype}",
+                _work(found, job),
+            ),
+        )
+        return found
+
+    return make
+
+
+def _work(chips, job):
+    policy, order = str(job.task.model.lm_tpl.checkpoint_policy), list(ACTIVATIONS)
+    stacked = chips.activations[policy] * job.partitioner.mesh.size
+    costs = plan_prediction.DotCosts(flops=3.0 + order.index(policy))
+    return plan_prediction.Work(costs, plan_prediction.DotCosts(flops=1.0), saved_bytes=float(stacked))
+
+
+def climb(job, budget=1000.0):
+    ladder = memory_ladder.MemoryLadder(job, plan_search.Search(job, ()), plan_report.Store(job, ("memory",)))
+    ladder.climb(budget)
+    return ladder
+
+
+def job_with(tmp_path, policy="save_everything", mesh=(("replica", 1), ("data", 8), ("mdl", 1)), **settings):
+    rows = f"train_datasets[0].batch_size.global_batch_size={ROWS}"
+    return make_job(
+        tmp_path, overrides=[f"task.model.lm_tpl.checkpoint_policy={policy!r}", rows], mesh=mesh, **settings
+    )
+
+
+def test_what_fits_is_left_as_it_is(tmp_path, chips):
+    found = chips(memory=200_000_000)
+    job = job_with(tmp_path)
+    ladder = climb(job)
+    assert found.compiled == [("save_everything", "float32", 1, job.num_rows, 1)]
+    assert ladder.fitting.candidate == ladder.steps[0].outcome.candidate
+    assert not ladder.has_fewer_rows
+
+
+def test_the_cheapest_policy_that_fits_is_taken(tmp_path, chips):
+    found = chips(memory=120_000_000)
+    ladder = climb(job_with(tmp_path))
+    assert [policy for policy, *_ in found.compiled] == ["save_everything", "save_dot_only"]
+    assert ladder.fitting.bytes == STATE + ACTIVATIONS["save_dot_only"]
+    assert ladder.steps[1].predicted == ladder.fitting.bytes  # what is stacked is all that changes here
+    assert "task.model.lm_tpl.checkpoint_policy='save_dot_only'" in ladder.text()
+
+
+@pytest.mark.full
+def test_moments_take_what_policies_leave(tmp_path, chips):
+    """The policy isn't needed once the state is small, and is taken back."""
+    found = chips(
+        memory=140_000_000, activations={**ACTIVATIONS, "save_dot_only": 62_000_000, "save_nothing": 60_000_000}
+    )
+    ladder = climb(job_with(tmp_path))
+    assert [one[:2] for one in found.compiled] == [
+        ("save_everything", "float32"),
+        ("save_nothing", "float32"),
+        ("save_nothing", "bfloat16"),
+        ("save_everything", "bfloat16"),
+    ]
+    assert ladder.fitting.candidate.remat is None
+    assert ladder.fitting.candidate.more == ("task.train.learner.opt_state_dtype='bfloat16'",)
+    assert ladder.fitting.bytes == STATE * 2 // 3 + ACTIVATIONS["save_everything"]
+    flags = ladder.text()
+    assert "task.train.learner.opt_state_dtype='bfloat16'" in flags
+    assert all(abs(step.predicted - step.outcome.bytes) <= 1 for step in ladder.steps[1:])
+
+
+@pytest.mark.full
+def test_minibatches_are_predicted_from_two_numbers(tmp_path, chips):
+    found = chips(memory=STATE // 2 + 21_000_000, activations=dict.fromkeys(ACTIVATIONS, 80_000_000))
+    ladder = climb(job_with(tmp_path))
+    numbers = [number for _, _, number, _, _ in found.compiled]
+    wanted = next(n for n in (2, 4, 8, 16) if 80_000_000 // n + GRADIENTS <= 21_000_000)
+    assert ladder.fitting.candidate.minibatches == wanted
+    assert wanted > 4, "otherwise nothing was predicted"
+    assert sorted({*numbers}) == [1, 2, 4, wanted]  # none in between
+    last = next(step for step in ladder.steps if step.outcome is ladder.fitting)
+    assert last.predicted == pytest.approx(last.outcome.bytes, rel=0.001)
+
+
+@pytest.mark.full
+def test_a_mesh_that_splits_the_state(tmp_path, chips):
+    chips(memory=30_000_000, activations=dict.fromkeys(ACTIVATIONS, 1_000_000))
+    ladder = climb(job_with(tmp_path))
+    mesh = dict(ladder.fitting.candidate.mesh)
+    assert mesh["mdl"] >= 2
+    assert math.prod(mesh.values()) == 8
+    assert ladder.fitting.bytes <= 30_000_000
+    assert "--mesh=" in ladder.text()
+
+
+@pytest.mark.full
+def test_fewer_rows_are_the_nearest_where_nothing_fits(tmp_path, chips):
+    chips(memory=22_000_000, activations=dict.fromkeys(ACTIVATIONS, 400_000_000))
+    job = job_with(tmp_path)
+    ladder = climb(job)
+    assert ladder.has_fewer_rows
+    rows = ladder.fitting.candidate.rows
+    assert rows < job.num_rows
+    assert ladder.fitting.bytes <= 22_000_000
+    assert_names(ladder.text(), count_text(rows, "row"), "global_batch_size", "nothing fits")
+    smallest = min(step.outcome.bytes for step in ladder.steps if step.outcome.candidate.rows is None)
+    for name, other in (("h200", "NVIDIA H200"), ("v5e", "TPU v5 lite")):
+        assert (name in ladder.text().split("per chip")[1]) == (chip(other).memory_bytes >= smallest)
+
+
+@pytest.mark.full
+def test_where_nothing_at_all_fits_it_is_an_error(tmp_path, chips):
+    chips(memory=1000)
+    job = job_with(tmp_path)
+    config = dataclasses.replace(job.config, search=("memory",))
+    with raises_naming(UserError, "nothing fits", "as it is"):
+        plan_mode.search(dataclasses.replace(job, config=config))
+    assert (tmp_path / "plan.html").exists()
+
+
+def test_the_budget_ends_the_climb(tmp_path, chips):
+    chips(memory=1000)
+    ladder = climb(job_with(tmp_path), budget=0.0)
+    assert len(ladder.steps) == 1
+    assert ladder.fitting is None
+
+
+@pytest.mark.full
+def test_a_second_climb_compiles_nothing_again(tmp_path, chips):
+    found = chips(memory=120_000_000)
+    first = climb(job_with(tmp_path))
+    number = len(found.compiled)
+    again = climb(job_with(tmp_path))
+    assert len(found.compiled) == number
+    assert again.text() == first.text()
+
+
+def test_memory_is_searched_alone(tmp_path, as_h100):
+    job = job_with(tmp_path)
+    config = dataclasses.replace(job.config, search=("memory", "mesh"))
+    with raises_naming(UserError, "--search=memory,mesh", "--search=memory"):
+        plan_mode.search(dataclasses.replace(job, config=config))
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments", "wanted"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (25.50G) exceeds "
+            "available HBM (15.75G).",
+            2**30,
+            int(26.5 * 2**30),
+        ),
+        (
+            "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 33.5G of 15.75G hbm.",
+            2**30,
+            int(33.5 * 2**30),
+        ),
+        ("Used 512.0M of 15.75G hbm", 1, 512 * 2**20),
+        ("the compiler crashed", 1, None),
+    ],
+)
+def test_bytes_of_a_refused_program(message, arguments, wanted):
+    assert plan.refused_bytes(message, arguments) == wanted
