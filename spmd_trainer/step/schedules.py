@@ -1,0 +1,129 @@
+"""Learning-rate schedules beside praxis', for a praxis optimizer's `lr_schedule`; they multiply its `learning_rate`.
+
+Inverse square root is praxis' `LinearRampupSqrtDecay`, a cosine after a warm-up its `LinearRampupCosineDecay`. A field of any
+of them can be overridden, e.g. `--fdl.set=task.train.learner.optimizer.lr_schedule.decay_steps=5000`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+from praxis import schedules
+
+from spmd_trainer.errors import did_you_mean
+
+# Share of the way down, for the share of the decay that is over.
+_DECAYS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "linear": lambda x: x,
+    "cosine": lambda x: (1 - jnp.cos(jnp.pi * x)) / 2,
+    "sqrt": jnp.sqrt,
+}
+
+
+class WarmupStableDecay(schedules.BaseSchedule):  # type: ignore[misc]  # untyped
+    """From 0 to 1 over the warm-up, 1 until the decay, then down to `min_ratio`, where it stays.
+
+    A run may be continued from a checkpoint before the decay, with a longer plateau. Published in MiniCPM (Hu et al. 2024,
+    arXiv:2404.06395); the form 'sqrt', 1 - sqrt(share of the decay), in Hägele et al. 2024 (arXiv:2405.18392).
+
+    Attributes:
+      total_steps: steps of training; the decay ends here.
+      warmup_steps: steps of the linear warm-up; 0 for none.
+      decay_steps: steps of the decay.
+      min_ratio: value at the end.
+      decay: 'linear', 'cosine' or 'sqrt'.
+    """
+
+    total_steps: int = 0
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    min_ratio: float = 0.0
+    decay: str = "linear"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decay not in _DECAYS:
+            raise ValueError(
+                f"WarmupStableDecay.decay={self.decay!r}{did_you_mean(self.decay, _DECAYS)}; give one of {', '.join(_DECAYS)}"
+            )
+        if min(self.warmup_steps, self.decay_steps) < 0 or self.warmup_steps + self.decay_steps > self.total_steps:
+            raise ValueError(
+                f"WarmupStableDecay: warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} must be at least 0, "
+                f"and together at most total_steps={self.total_steps}"
+            )
+
+    def value_at(self, step: jax.Array) -> jax.Array:
+        """Returns the value at a step, scalar float32. `step`: integer scalar."""
+        step = jnp.asarray(step, jnp.float32)
+        up = jnp.minimum(step / self.warmup_steps, 1.0) if self.warmup_steps else jnp.float32(1.0)
+        if not self.decay_steps:
+            return up
+        over = jnp.clip((step - (self.total_steps - self.decay_steps)) / self.decay_steps, 0.0, 1.0)
+        return up * (1 - (1 - self.min_ratio) * _DECAYS[self.decay](over))
+
+
+class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untyped
+    """Values at counts of tokens, and between them a line.
+
+    Before the first count the first value, after the last count the last one. A value that ends and another that begins at the
+    same count make a step.
+
+    Attributes:
+      tokens: counts of tokens that were trained on, ascending.
+      values: value at each count.
+      tokens_per_step: tokens of a global batch, with padding: rows times length.
+    """
+
+    tokens: Sequence[float] = ()
+    values: Sequence[float] = ()
+    tokens_per_step: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.tokens or len(self.tokens) != len(self.values):
+            raise ValueError(
+                f"PiecewiseByTokens has {len(self.tokens)} tokens and {len(self.values)} values; give a value for each count "
+                "of tokens, at least one"
+            )
+        if list(self.tokens) != sorted(self.tokens):
+            raise ValueError(f"PiecewiseByTokens.tokens={list(self.tokens)} must ascend")
+        if self.tokens_per_step <= 0:
+            raise ValueError(
+                f"PiecewiseByTokens.tokens_per_step={self.tokens_per_step}; give the tokens of a global batch, rows times length"
+            )
+
+    def value_at(self, step: jax.Array) -> jax.Array:
+        """Returns the value at a step, scalar float32. `step`: integer scalar."""
+        # In steps: counts of tokens exceed int32, and float32 counts them less exactly.
+        at = jnp.asarray([count / self.tokens_per_step for count in self.tokens], jnp.float32)
+        values, step = jnp.asarray(self.values, jnp.float32), jnp.asarray(step, jnp.float32)
+        after = jnp.searchsorted(at, step, side="right")
+        left, right = jnp.maximum(after - 1, 0), jnp.minimum(after, len(self.values) - 1)
+        share = jnp.where(at[right] > at[left], (step - at[left]) / jnp.maximum(at[right] - at[left], 1e-30), 0.0)
+        return jnp.where(after == 0, values[0], values[left] + share * (values[right] - values[left]))
+
+
+class OptaxSchedule(schedules.BaseSchedule):  # type: ignore[misc]  # untyped
+    """A schedule of optax, e.g. `Config(OptaxSchedule, schedule=Config(optax.warmup_cosine_decay_schedule, ...))`.
+
+    Attributes:
+      schedule: a function from the step to the value, or a config that builds one; a config's fields can be overridden.
+    """
+
+    schedule: optax.Schedule | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.schedule):
+            raise ValueError(
+                f"OptaxSchedule.schedule is {self.schedule!r:.80}; give a schedule of optax, such as "
+                "Config(optax.cosine_decay_schedule, init_value=1.0, decay_steps=1000)"
+            )
+
+    def value_at(self, step: jax.Array) -> jax.Array:
+        """Returns the value at a step, scalar float32. `step`: integer scalar."""
+        assert self.schedule is not None  # checked above
+        return jnp.asarray(self.schedule(step), jnp.float32)
