@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh
 
+from spmd_trainer import storage
 from spmd_trainer.checkpointing import frozen_base, mismatch, own_steps, records, rule_matching
 from spmd_trainer.checkpointing.agreement import agreed_problem
 from spmd_trainer.checkpointing.errors import CheckpointMismatchError
@@ -126,7 +127,7 @@ def resolve_rules(
     parts: list[tuple[CheckpointSource, dict[str, str]]] = []
     warnings: list[str] = []
     for directory, rule in rule_matching.built(rules).items():
-        path = epath.Path(directory)
+        path = storage.directory("init_from_checkpoint_rules", directory)
         foreign = open_foreign(path, rule.step, variables) if open_foreign is not None else None
         source = own_steps.find_step(path, rule.step, check_contents) if foreign is None else foreign
         # Each process has opened the source itself.

@@ -70,6 +70,12 @@ def test_loads_by_rule_and_leaves_the_rest_at_init(saved, model):
     assert f"step 30 in {saved.directory}" in str(report)
 
 
+def test_a_directory_may_be_relative(saved, model, monkeypatch):
+    monkeypatch.chdir(saved.directory.parent)
+    _, report = load(model, {saved.directory.name: CheckpointLoadingRules(load_rules=[LOAD_ALL])})
+    assert f"step 30 in {saved.directory}" in str(report)
+
+
 def test_regexes_match_from_the_beginning_of_a_name_and_not_to_its_end_as_in_pax(saved, model, monkeypatch):
     rules = CheckpointLoadingRules(load_rules=[("params/emb", "params/emb/w")], ignore_rules=["params/ffn/1"])
     _, report = load(model, {saved.directory: rules})
