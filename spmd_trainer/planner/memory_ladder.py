@@ -77,6 +77,7 @@ def search(job: Job) -> None:
         ladder.climb(job.config.of(PlanConfig).budget)
     except KeyboardInterrupt:
         logging.info("interrupted; this is the ladder so far")
+        ladder.has_ended_early = True
     ladder.write()
     if ladder.has_fewer_rows:
         raise UserError(ladder.text())
@@ -89,6 +90,7 @@ class MemoryLadder:
     Attributes:
       steps: the programs, in the order in which they were compiled.
       fitting: the outcome that fits, without rungs that it doesn't need; None if none does.
+      has_ended_early: True if the budget ran out before the last rung.
     """
 
     def __init__(self, job: Job, found: Search, store: plan_report.Store):
@@ -103,6 +105,7 @@ class MemoryLadder:
         self._climbed: list[Outcome] = []
         self.steps: list[Step] = []
         self.fitting: Outcome | None = None
+        self.has_ended_early = False
 
     def climb(self, budget: float) -> None:
         """Compiles the experiment's program and, while none fits, rung after rung, until `budget` seconds are over."""
@@ -116,17 +119,15 @@ class MemoryLadder:
                 if time.monotonic() > self._ends:
                     break
                 after = self._compile(tried)
-                if after.seconds is not None or (after.bytes or math.inf) < (1 - _LEAST_SAVING) * (
-                    at.bytes or math.inf
-                ):
+                most = (1 - _LEAST_SAVING) * (at.bytes or math.inf)
+                if after.seconds is not None or (after.bytes or math.inf) < most:
                     at = after
                     self._climbed.append(at)
                 if at.seconds is not None:
                     break
         if at.seconds is not None:
             self.fitting = self._without_needless(at)
-        elif time.monotonic() > self._ends:
-            logging.info("the budget ran out before the ladder's end")
+        self.has_ended_early = at.seconds is None and time.monotonic() > self._ends
 
     def write(self) -> None:
         """Writes the results of all programs, if a directory was given."""
@@ -148,7 +149,9 @@ class MemoryLadder:
             *map(_line, self.steps),
             "* fits",
         ]
-        if self.has_fewer_rows:
+        if self.has_ended_early:
+            lines.append("the budget ran out before the last rung; a longer --budget goes on from here")
+        elif self.has_fewer_rows:
             lines.append(f"nothing fits {chips} with {count_text(self._job.num_rows, 'row')}. {self._larger_chips()}")
         if self.fitting is not None:
             rows = self.fitting.candidate.rows
