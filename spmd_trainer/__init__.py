@@ -20,15 +20,15 @@ import lazy_loader
 from spmd_trainer.pax import bridge, import_table
 
 if TYPE_CHECKING:
-    from spmd_trainer.api import decode, evaluate, export, inspect, load_variables, plan, train
+    from spmd_trainer.api import decode, evaluate, export, generate, inspect, load_variables, plan, train
     from spmd_trainer.errors.installation import __version__
 
-__all__ = ["__version__", "decode", "evaluate", "export", "inspect", "load_variables", "plan", "train"]
+__all__ = ["__version__", "decode", "evaluate", "export", "generate", "inspect", "load_variables", "plan", "train"]
 
 __getattr__, __dir__, _ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "api": ["decode", "evaluate", "export", "inspect", "load_variables", "plan", "train"],
+        "api": ["decode", "evaluate", "export", "generate", "inspect", "load_variables", "plan", "train"],
         "errors.installation": ["__version__"],
     },
 )

@@ -178,6 +178,29 @@ def export(
 
 
 @_message_last
+def generate(
+    exp: Experiment, job_log_dir: Directory, prompts: Iterable[str], *, overrides: Iterable[str] = (), **settings: Any
+) -> list[str]:
+    """Returns the model's answer to each prompt, as `--mode=chat` gives it to the first of a conversation.
+
+    Args:
+      exp, job_log_dir, overrides: see `train`.
+      prompts: the texts; with a chat template, what a user says.
+      **settings: fields of `ChatSettings`: max_tokens, temperature, top_p, system; and those of `evaluate`.
+
+    Raises:
+      UserError: as `train`; there is no checkpoint, the model can't generate text, or a prompt is too long.
+    """
+    program = rooms.need("lm_eval.chat")
+    with _job("chat", exp, job_log_dir, overrides, settings) as job:
+        talk, answers = program.Talk.of_job(job), []
+        for prompt in prompts:
+            talk.reset()
+            answers.append("".join(talk.answer(prompt)))
+        return answers
+
+
+@_message_last
 def inspect(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> sharding.ShardingReport:
     """Returns where every variable lives on the mesh, and why, and how inputs are split. Trains nothing and writes nothing.
 

@@ -122,6 +122,11 @@ MODES = {
         "lm_eval.mode",
         "evaluate",
     ),
+    "chat": Mode(
+        "Talk to one checkpoint, the newest or --restore_checkpoint_step: answer --prompt, a pipe, or what is typed.",
+        "lm_eval.chat",
+        "chat",
+    ),
     "page": Mode(
         "Write a page with the curves, times, samples and settings of the run in --job_log_dir: run.html. More directories may "
         "follow as arguments; their runs are compared. Needs no --exp. Training writes it too, at its end.",

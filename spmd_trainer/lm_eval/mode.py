@@ -50,7 +50,7 @@ def evaluate(job: Job) -> dict[str, float]:
 def make_runner(job: Job, settings: LmEvalSettings, tasks: Tasks | None = None) -> HarnessRunner:
     """Makes the runner for a job's model. Raises as `tokenizer_of` and `HarnessRunner`."""
     experiment = job.config.experiment
-    tokenizer, start_id = tokenizer_of(experiment, settings)
+    tokenizer, start_id = tokenizer_of(experiment, settings.model_args.tokenizer)
     return HarnessRunner(
         settings,
         job.task,
@@ -65,20 +65,22 @@ def make_runner(job: Job, settings: LmEvalSettings, tasks: Tasks | None = None) 
     )
 
 
-def tokenizer_of(experiment: ResolvedExperiment, settings: LmEvalSettings) -> tuple[Tokenizer, int | None]:
+def tokenizer_of(experiment: ResolvedExperiment, given: str | None = None) -> tuple[Tokenizer, int | None]:
     """Returns the tokenizer of the experiment's first text input and its start token, or None.
 
-    `model_args.tokenizer` of the settings takes precedence over the input's tokenizer.
+    Args:
+      experiment: the experiment.
+      given: path of a tokenizer to take instead.
 
     Raises:
-      UserError: neither a text input nor the settings name a tokenizer.
+      UserError: no input has a tokenizer, and none is given.
     """
-    config, given = experiment.config, settings.model_args.tokenizer
+    config = experiment.config
     datasets = [*config.train_datasets, *config.eval_datasets, *config.decode_datasets]
     of_texts: Any = next((input_p for input_p in datasets if _reads_texts(input_p)), None)
     if of_texts is None and given is None:
         raise UserError(
-            f"no input of experiment {experiment.label} has a tokenizer, which lm-eval needs to write and read texts; give "
+            f"no input of experiment {experiment.label} has a tokenizer, to write and read texts with; lm-eval takes "
             "--model_args=tokenizer=PATH"
         )
     if of_texts is None:

@@ -46,6 +46,7 @@ class ModelArgs:
 
 
 _judging = functools.partial(setting, group="Judging with lm-eval (--mode=lm_eval)")
+_chat = functools.partial(setting, group="Talking to a model (--mode=chat)")
 
 
 def _read_tasks(flag: str, value: Any) -> tuple[str, ...]:
@@ -158,3 +159,16 @@ def _literal(text: str) -> Any:
         return ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(text, text))
     except (ValueError, SyntaxError):
         return text
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatSettings(Settings):
+    """What to say to a model, and how it answers. None: as `task.model.generation` says."""
+
+    prompt: str | None = _chat(
+        None, "Answer this and exit. Default: what is typed, or the text of a pipe.", value="TEXT"
+    )
+    system: str | None = _chat(None, "Text of the system message.", value="TEXT")
+    max_tokens: int | None = _chat(None, "Most tokens of an answer.", value="N", at_least=1)
+    temperature: float | None = _chat(None, "0 takes the most likely token each time.", value="X", at_least=0)
+    top_p: float | None = _chat(None, "Keep the most likely tokens up to this probability.", value="P")

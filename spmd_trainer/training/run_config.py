@@ -359,12 +359,12 @@ _CONFIGS: dict[str, type[Settings]] = {
 @functools.cache
 def config_class(mode: str) -> type[Settings]:
     """Returns the class of a mode's settings."""
-    if mode != "lm_eval" or rooms.missing("lm_eval"):
+    if mode not in ("lm_eval", "chat") or rooms.missing("lm_eval"):
         return _CONFIGS.get(mode, RunConfig)
-    from spmd_trainer.lm_eval.settings import LmEvalSettings
+    from spmd_trainer.lm_eval.settings import ChatSettings, LmEvalSettings
 
-    bases = (LmEvalSettings, RunConfig)
-    return dataclasses.make_dataclass("LmEvalConfig", [("mode", str, "lm_eval")], bases=bases, frozen=True)
+    bases = (LmEvalSettings if mode == "lm_eval" else ChatSettings, RunConfig)
+    return dataclasses.make_dataclass(f"{mode}_config", [("mode", str, mode)], bases=bases, frozen=True)
 
 
 def make_run_config(

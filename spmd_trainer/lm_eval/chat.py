@@ -1,0 +1,191 @@
+"""`--mode=chat`: prompts in, text out, from any checkpoint that evaluation reads, on any mesh.
+
+An answer is generated in pieces, each by one call of the compiled step with all tokens so far: text appears while the rest is
+computed. With a chat template the conversation so far is the prompt; without one the model continues each prompt alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import types
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from spmd_trainer import multihost
+from spmd_trainer.decoder.generation.settings import GenerationSettings
+from spmd_trainer.errors import UserError, terminal
+from spmd_trainer.inputs.chat_template import template_of
+from spmd_trainer.lm_eval.mode import tokenizer_of
+from spmd_trainer.lm_eval.requests import Prompt, Requests, Source
+from spmd_trainer.lm_eval.settings import ChatSettings
+from spmd_trainer.lm_eval.texts import Texts
+from spmd_trainer.models.base import vocabulary_size
+from spmd_trainer.training import checkpoints
+from spmd_trainer.training.job import Job
+
+# Tokens of a piece.
+_PIECE = 16
+_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends."
+
+
+def chat(job: Job) -> None:
+    """Answers `--prompt`, or what is typed; of a pipe, its whole text is the prompt. Called by every process.
+
+    Raises:
+      UserError: see `Talk`; there is no prompt.
+    """
+    config = job.config.of(ChatSettings)
+    talk = Talk.of_job(job)
+    if config.prompt is not None or not _is_typed():
+        text = multihost.broadcast(sys.stdin.read() if config.prompt is None else config.prompt, name="the prompt")
+        if not text:
+            raise UserError('--mode=chat has no prompt: give --prompt="...", write one into its input, or type one')
+        _show(talk.answer(text))
+        return
+    _show(
+        [f"step {talk.step}; {'a conversation' if talk.has_template else 'the model continues each prompt'}. {_HELP}"]
+    )
+    while (line := _typed()) not in (None, "/exit"):
+        if line == "/reset":
+            talk.reset()
+        elif line:
+            _show(talk.answer(line))
+
+
+def _is_typed() -> bool:
+    return bool(multihost.broadcast(sys.stdin.isatty(), name="where prompts come from"))
+
+
+def _typed() -> str | None:
+    """Returns the line that was typed at process 0; None at the end of its input."""
+    line: str | None = None
+    if jax.process_index() == 0:
+        with contextlib.suppress(EOFError):
+            line = input("> ").strip()
+    # People take their time.
+    return multihost.broadcast(line, name="the prompt", timeout=24 * 3600.0)
+
+
+def _show(pieces: Sequence[str] | Iterator[str]) -> None:
+    for piece in pieces:
+        if jax.process_index() == 0:
+            terminal.write(terminal.visible(piece))
+    if jax.process_index() == 0:
+        terminal.write("\n")
+
+
+class Talk:
+    """A conversation with a model. All processes of a job make the same calls.
+
+    Attributes:
+      step: the training step of the checkpoint.
+      has_template: True if prompts are written with the tokenizer's chat template.
+    """
+
+    def __init__(
+        self, requests: Requests, texts: Texts, settings: GenerationSettings, source: Source, *, system: str = ""
+    ):
+        """Begins the conversation.
+
+        Args:
+          requests: runs prompts on the mesh.
+          texts: the tokenizer and its template.
+          settings: how to generate.
+          source: the model state.
+          system: text of the system message; only with a template.
+        """
+        self.step = int(source.state.step)
+        self.has_template = texts.template is not None
+        self._requests, self._texts, self._settings, self._source = requests, texts, settings, source
+        self._first = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._first)
+
+    @classmethod
+    def of_job(cls, job: Job) -> Talk:
+        """Restores the job's checkpoint.
+
+        Raises:
+          UserError: the model can't generate, no input has a tokenizer, the checkpoint is missing, a setting is wrong, or a
+            system message has no template.
+        """
+        config, experiment, task = job.config.of(ChatSettings), job.config.experiment, job.task
+        given: GenerationSettings | None = getattr(task.model, "generation", None)
+        if given is None:
+            raise UserError(
+                f"--mode=chat: a {type(task.model).__name__} of experiment {experiment.label} has no settings for generating "
+                "text, as a DecoderLanguageModel has; praxis' models decode with --mode=decode_once"
+            )
+        changed = {name: getattr(config, name) for name in ("max_tokens", "temperature", "top_p")}
+        settings = dataclasses.replace(given, num_samples=1, **{k: v for k, v in changed.items() if v is not None})
+        vocab_size = vocabulary_size(task)
+        settings.check(vocab_size or 0)
+        tokenizer, start_id = tokenizer_of(experiment)
+        try:
+            template_of(tokenizer, None, has_tools=False)
+            has_template = True
+        except UserError:
+            has_template = False
+        if config.system and not has_template:
+            raise UserError(
+                "--system needs a tokenizer with a chat template, and the experiment's has none; leave it out"
+            )
+        texts = Texts(tokenizer, start_id, vocab_size=vocab_size, chat_template=has_template)
+        rows, length = job.inputs_shape_dtype.ids.shape
+        requests = Requests(
+            task,
+            job.partitioner,
+            tokens_per_batch=rows * length,
+            max_length=task.model.lm_tpl.spec.max_positions or length,
+            tokenizer=tokenizer,
+        )
+        restored = checkpoints.restore_for_inference(job, use_ema=task.train.decode_use_ema_states)
+        silent = contextlib.nullcontext(types.SimpleNamespace(advance=lambda: None))
+        source = Source(restored.state, f"step {restored.step}", None, lambda what, total: silent)
+        return cls(requests, texts, settings, source, system=config.system or "")
+
+    def reset(self) -> None:
+        """Forgets the conversation."""
+        self._messages = list(self._first)
+
+    def answer(self, text: str) -> Iterator[str]:
+        """Yields the answer to a text, piece by piece, and adds both to the conversation.
+
+        Raises:
+          UserError: the prompt has no room before the model's longest row; the template can't render the conversation.
+        """
+        prompt = text
+        if self.has_template:
+            prompt = self._texts.chat([*self._messages, {"role": "user", "content": text}], add_generation_prompt=True)
+        shown = ""
+        for whole in self._texts_of(self._texts.encode_prompt(prompt)):
+            yield whole[len(shown) :]
+            shown = whole
+        if self.has_template:
+            self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": shown}]
+
+    def _texts_of(self, prompt: list[int]) -> Iterator[str]:
+        """Yields the generated text, longer each time; what may still become part of a stop string is kept back."""
+        longest = self._requests.max_length - min(_PIECE, self._settings.max_tokens)
+        if len(prompt) > longest:
+            raise UserError(
+                f"the conversation has {len(prompt)} tokens, and a row of this model {self._requests.max_length}, "
+                f"{self._requests.max_length - longest} of them for the answer; /reset forgets it"
+            )
+        made: list[int] = []
+        held = max((len(stop) - 1 for stop in self._settings.stop), default=0)
+        most = min(self._settings.max_tokens, self._requests.max_length - len(prompt))
+        while len(made) < most:
+            number = min(_PIECE, most - len(made))
+            settings = dataclasses.replace(self._settings, max_tokens=number, stop=())
+            (tokens,) = self._requests.continuations([Prompt((*prompt, *made))], settings, self._source)
+            made += tokens
+            text = self._texts.decode(made)
+            ends = [found for stop in self._settings.stop if (found := text.find(stop)) >= 0]
+            if ends or len(tokens) < number or len(made) >= most:
+                yield text[: min(ends)] if ends else text
+                return
+            # A character may have only a part of its bytes yet.
+            yield text[: max(0, len(text) - held)].rstrip("\N{REPLACEMENT CHARACTER}")
