@@ -1,5 +1,6 @@
 """An input that doesn't give what its specs declare is refused at its first batch, leaf by leaf."""
 
+import json
 import threading
 
 import jax
@@ -140,6 +141,10 @@ def test_a_file_to_evaluate_that_cannot_be_read_is_refused_at_the_start(tmp_path
     with raises_naming(UserError, *facts):
         train.train(job)
     read.set()
+    # Nothing of this start is taken by later commands: it has not begun to train.
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "failed"
+    assert {"overrides", "settings"}.isdisjoint(record)
 
 
 class PlainPaxInput(base_input.BaseInput):
