@@ -223,7 +223,10 @@ def _check_datasets(job: Job) -> None:
     used = [("evaluation", one) for one in datasets.eval_datasets if schedule.eval_interval]
     used += [("decode", one) for one in datasets.decode_datasets if schedule.decode_interval]
     for kind, input_p in used:
-        agreed(functools.partial(check_first_batch, job, input_p, kind))
+        built = agreed(functools.partial(check_first_batch, job, input_p, kind))
+        # Together: building an input is an exchange of the processes.
+        if all(multihost.gather(f"the beginning of {kind} dataset {input_p.name}", built is not None)):
+            job.keep_input(input_p, built)
 
 
 def _about(job: Job) -> dict[str, object]:
