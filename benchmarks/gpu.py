@@ -278,13 +278,7 @@ def product_rate(size: int, windows: int) -> list[float]:
 
 
 def print_plan(name: str, make_job: Callable[[str], Any], topology: str) -> bool:
-    """Compiles a case for a chip that isn't here, and prints its memory; returns whether it fits.
-
-    Args:
-      name: the case.
-      make_job: directory -> the trainer's job for the chip.
-      topology: the chip.
-    """
+    """Compiles a case for an absent chip, and prints its memory; returns whether it fits. `make_job` gets a directory."""
     from spmd_trainer.errors import UserError
     from spmd_trainer.planner import plan
 
@@ -377,9 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plan:
         topologies.run_on_host()
         jobs = {name: functools.partial(job_of, exp, topology=options.plan) for name, exp in experiments.items()}
-        # Of the pair, the trainer's program: the other one's sizes are `plan_baseline`'s.
         pair = dataclasses.replace(PAIRS["tiny" if options.tiny else "1B"], topology=options.plan)
-        jobs[PAIR] = functools.partial(plan_baseline.trainer_job, pair)
+        jobs[PAIR] = functools.partial(plan_baseline.trainer_job, pair)  # the other program's sizes: `plan_baseline`
         fits = [print_plan(name, jobs[name], options.plan) for name in names]
         return int(not all(fits))
     device = jax.devices()[0]
