@@ -30,6 +30,7 @@ compiles for a chip that isn't here, and prints memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 import sys
@@ -50,6 +51,7 @@ from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder, Tiny
 from spmd_trainer.kernels import chips
 from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
 from spmd_trainer.planner import topologies
+from spmd_trainer.step import opt_state_dtypes
 
 STEPS = 5
 PRODUCT = 8192
@@ -161,6 +163,8 @@ def tiny(experiment: type[SyntheticDecoder]) -> type[SyntheticDecoder]:
         sizes["WINDOW"] = 5
     if getattr(experiment, "ROTARY_SCALING", None) is not None:
         sizes["ROTARY_SCALING"] = dataclasses.replace(experiment.ROTARY_SCALING, original_max_positions=8)
+    if issubclass(experiment, LlamaE):  # its embeddings are large enough for 8 bits
+        sizes["VOCAB_SIZE"] = 1 + opt_state_dtypes.LEAST_ELEMENTS // sizes["MODEL_DIMS"]
     return type(f"Tiny{experiment.__name__}", (experiment,), sizes)
 
 
@@ -273,14 +277,14 @@ def product_rate(size: int, windows: int) -> list[float]:
     return [2.0 * size**3 / window(lambda: multiply(x)) for _ in range(windows)]
 
 
-def print_plan(name: str, experiment: type[SyntheticDecoder], topology: str) -> bool:
-    """Compiles a case for a chip that isn't here, and prints its memory; returns whether it fits."""
+def print_plan(name: str, make_job: Callable[[str], Any], topology: str) -> bool:
+    """Compiles a case for an absent chip, and prints its memory; returns whether it fits. `make_job` gets a directory."""
     from spmd_trainer.errors import UserError
     from spmd_trainer.planner import plan
 
     with tempfile.TemporaryDirectory() as directory:
         try:
-            made = plan.plan(job_of(experiment, directory, topology))
+            made = plan.plan(make_job(directory))
         except UserError as error:  # the compiler itself says that it doesn't fit
             print(f"{name}: {error}", flush=True)
             return False
@@ -366,7 +370,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     experiments = {name: tiny(case.experiment) if options.tiny else case.experiment for name, case in CASES.items()}
     if options.plan:
         topologies.run_on_host()
-        fits = [print_plan(name, experiments[name], options.plan) for name in names if name in CASES]
+        jobs = {name: functools.partial(job_of, exp, topology=options.plan) for name, exp in experiments.items()}
+        pair = dataclasses.replace(PAIRS["tiny" if options.tiny else "1B"], topology=options.plan)
+        jobs[PAIR] = functools.partial(plan_baseline.trainer_job, pair)  # the other program's sizes: `plan_baseline`
+        fits = [print_plan(name, jobs[name], options.plan) for name in names]
         return int(not all(fits))
     device = jax.devices()[0]
     if device.platform != "gpu" and not options.tiny:

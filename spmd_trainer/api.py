@@ -247,12 +247,19 @@ def load_variables(job_log_dir: Directory, step: int | None = None) -> dict[str,
       {'params': {...}, 'non_trainable': {...}}, nested by the parts of the variables' paths: NumPy arrays without padding.
 
     Raises:
-      CheckpointError: there is no such checkpoint, or it is damaged.
+      CheckpointError: there is no such checkpoint, it is damaged, or it holds adapters alone, as those of a run with `task.lora`.
     """
-    from spmd_trainer.checkpointing import own_steps
+    from spmd_trainer.checkpointing import frozen_base, own_steps
 
     directory = storage.directory("job_log_dir", job_log_dir)
-    return own_steps.find_step(directory, step, check_contents=True, asked="load_variables").variables_on_host()
+    found = own_steps.find_step(directory, step, check_contents=True, asked="load_variables")
+    if lacks_base := frozen_base.lacks_base_text(found.metadata):
+        raise CheckpointError(
+            f"load_variables: {found.name} {lacks_base}. spmd_trainer.export(exp, {str(job_log_dir)!r}, export_dir=...) writes "
+            "the base with the adapters merged into it; the state of spmd_trainer.train(exp, job_log_dir), of a run that has "
+            "ended, has both"
+        )
+    return found.variables_on_host()
 
 
 @contextlib.contextmanager

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 import enum
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from praxis import base_hyperparams, base_layer, base_model, pax_fiddle
 from spmd_trainer.errors import UserError
 from spmd_trainer.models.base import Model, as_model
 from spmd_trainer.pax import task_fields
+from spmd_trainer.pax.task_fields import RunningMode as RunningMode
 from spmd_trainer.step import learner as learner_lib
 from spmd_trainer.step import optax_bridge
 from spmd_trainer.step.learner import Learner
@@ -61,80 +62,6 @@ def _decode_mutable() -> list[str]:
 EarlyStoppingFn = Callable[[Mapping[str, float], str, int, bool], bool]
 
 
-class RunningMode(enum.Flag):
-    """What a job has just done, as Pax tells an `early_stopping_fn`."""
-
-    UNKNOWN = 0
-    TRAIN = enum.auto()
-    EVAL = enum.auto()
-    DECODE = enum.auto()
-
-    @classmethod
-    def detect(cls, has_train_metrics: bool, has_eval_metrics: bool, has_decode_metrics: bool) -> RunningMode:
-        """Returns the mode with the flags for which there are metrics."""
-        given = {cls.TRAIN: has_train_metrics, cls.EVAL: has_eval_metrics, cls.DECODE: has_decode_metrics}
-        mode = cls.UNKNOWN
-        for flag, is_set in given.items():
-            mode |= flag if is_set else cls.UNKNOWN
-        return mode
-
-    @property
-    def has_train(self) -> bool:
-        """True if it trained."""
-        return bool(self & RunningMode.TRAIN)
-
-    @property
-    def has_eval(self) -> bool:
-        """True if it evaluated."""
-        return bool(self & RunningMode.EVAL)
-
-    @property
-    def has_decode(self) -> bool:
-        """True if it decoded."""
-        return bool(self & RunningMode.DECODE)
-
-
-class PaxEarlyStopping:
-    """Calls an `early_stopping_fn` that has Pax's five arguments.
-
-    It gets the metrics under Pax's names too ('eval_test_DATASET/metrics/log_pplx', 'eval_train/metrics/log_pplx'),
-    `RunningMode.EVAL`, and no checkpoint path, because the state has not been saved when it is called.
-    """
-
-    def __init__(self, fn: Callable[..., bool]):
-        """Wraps the function `fn`."""
-        self._fn = fn
-
-    def __call__(self, metrics: Mapping[str, float], running_mode: str, step: int, is_last: bool) -> bool:
-        """Returns whether to stop. The arguments are those of `EarlyStoppingFn`."""
-        del running_mode
-        both = dict(metrics)
-        for key, value in metrics.items():
-            dataset, _, metric = key.partition("/")
-            both["eval_train/metrics/" + metric if dataset == "train" else f"eval_test_{dataset}/metrics/{metric}"] = (
-                value
-            )
-        return bool(self._fn(both, RunningMode.EVAL, step, is_last, None))
-
-
-def _has_pax_signature(fn: Any) -> bool:
-    """Returns True if a function takes Pax's five arguments. One with `*args` gets four."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return False
-    takes_any = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in signature.parameters.values())
-    return not takes_any and _accepts(signature, 5)
-
-
-def _accepts(signature: inspect.Signature, count: int) -> bool:
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
-
-
 class BaseTask(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCMeta):
     """Pax's base class of tasks. `SingleTask` is the only task that this trainer runs.
 
@@ -162,7 +89,7 @@ class SingleTask(BaseTask):
       vn: a field of Pax; its `vn_scale` must be 0.
       early_stopping_fn: called after each evaluation during training. If it returns True, training saves a checkpoint and
         ends. `training.early_stopping.EarlyStopping` watches one metric. A function with Pax's five arguments works too, see
-        `PaxEarlyStopping`.
+        `task_fields.PaxEarlyStopping`.
       lora: config of a `decoder.lora.Lora`: adapters to learn, on a frozen model; None: the model itself learns.
       summary_verbosity: drop layers' `add_summary` calls above this verbosity.
     """
@@ -325,8 +252,8 @@ class SingleTask(BaseTask):
                 f"{type(self.model).__name__}"
             )
         task_fields.check({"": self, "train": self.train, "decode": self.decode, "vn": self.vn})
-        if self.early_stopping_fn is not None and _has_pax_signature(self.early_stopping_fn):
-            self.early_stopping_fn = PaxEarlyStopping(self.early_stopping_fn)
+        if self.early_stopping_fn is not None and task_fields.has_pax_signature(self.early_stopping_fn):
+            self.early_stopping_fn = task_fields.PaxEarlyStopping(self.early_stopping_fn)
         if isinstance(self.train.learner, list | tuple):
             raise ValueError(
                 "task.train.learner is a list; give one learner (MultiOptimizerLearner has several optimizers)"
@@ -358,6 +285,12 @@ class SingleTask(BaseTask):
     def learner(self) -> Learner:
         """The learner, built."""
         return self._learner
+
+    def with_learner(self, learner: Learner) -> SingleTask:
+        """Returns the same task with another learner, built."""
+        task = copy.copy(self)
+        task._learner = learner
+        return task
 
     @property
     def learners(self) -> Sequence[Learner]:

@@ -85,6 +85,10 @@ def test_load_variables_needs_the_directory_alone(trained):
     assert 257 in {size for array in jax.tree.leaves(found) for size in array.shape}
     with raises_naming(CheckpointError, "load_variables", directory / "logs"):
         st.load_variables(directory / "logs")
+    one_step = directory / "checkpoints" / str(trained.step)
+    assert st.load_variables(one_step, step=trained.step).keys() == found.keys()
+    with raises_naming(CheckpointError, "load_variables", one_step, f"is step {trained.step}", "step=7"):
+        st.load_variables(one_step, step=7)
 
 
 def test_evaluate_gives_the_metrics_of_the_checkpoint(trained):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -14,6 +15,8 @@ from benchmarks import gpu, plan_baseline
 from spmd_trainer.errors import UserError
 from spmd_trainer.planner import plan
 from spmd_trainer.training import experiment_config
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.run_config import make_run_config
 
 TINY = plan_baseline.CASES["tiny"]
 
@@ -97,6 +100,32 @@ def test_a_tokens_products_are_those_that_are_published(name, gigaflops):
     params = {"A": 1_235_814_400, "B": 3_212_749_824}[name]
     spec = pax_fiddle.build(gpu.CASES[name].experiment().spec())
     assert round(gpu.matrix_flops(spec, params, 0.0, 4096) / 1e9, 2 if name == "A" else 1) == gigaflops
+
+
+def test_the_tiny_model_of_small_moments_has_some(tmp_path):
+    model = gpu.tiny(gpu.CASES["E"].experiment)
+    mesh = [(name, 8 if name == "data" else 1) for name in model.MESH_AXIS_NAMES]
+    job = Job.build(make_run_config(model, tmp_path, mode="inspect", mesh=mesh))
+    assert [variable for variable in job.partitioner.layout.records() if variable.path.endswith("/codes_8bit")]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_each_named_case_is_planned(monkeypatch, capsys, fits):
+    def planned(job):
+        assert job.config.topology == "h100:1x1"
+        return types.SimpleNamespace(arguments=1e9, temporaries=1e9, total=2e9, fits=fits, seconds=1.0)
+
+    def job(*args, topology=None, **_):
+        topology = topology or args[0].topology
+        return types.SimpleNamespace(config=types.SimpleNamespace(topology=topology))
+
+    monkeypatch.setattr(plan, "plan", planned)
+    monkeypatch.setattr(gpu, "job_of", job)
+    monkeypatch.setattr(plan_baseline, "trainer_job", job)
+    monkeypatch.setattr(gpu.topologies, "run_on_host", lambda: None)
+    assert gpu.main(["pair", "E", "--plan", "h100:1x1"]) == int(not fits)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said] == ["pair", "E"]
 
 
 @pytest.mark.full

@@ -83,6 +83,18 @@ def joined(trained: TrainState, base: Mapping[str, jax.Array], variables: TrainS
     return state
 
 
+def lacks_base_text(metadata: Mapping[str, Any]) -> str:
+    """Returns what messages say of a checkpoint that this trainer saved without the base of its adapters; '' for another one.
+
+    Args:
+      metadata: what the checkpoint notes of its run.
+    """
+    if BASE_KEY not in metadata:
+        return ""
+    base = BaseRecord.from_json(metadata[BASE_KEY])
+    return f"holds adapters alone; the {len(base.checksums)} variables of their base ({base.origin()}) are not in it"
+
+
 def settings(lora: Lora) -> dict[str, Any]:
     """Returns the settings without which adapters are another model: rank, alpha, rslora, dora."""
     return {
@@ -177,9 +189,10 @@ class BaseRecord:
         )
         differing = f"{len(lines)} of {len(self.checksums)} variables differ."
         head = f"The adapters of {checkpoint} were trained on another base: {differing}"
-        origins = [f"  base of the adapters: {self._origin()}", f"  base of this job: {found._origin()}"]
+        origins = [f"  base of the adapters: {self.origin()}", f"  base of this job: {found.origin()}"]
         raise CheckpointMismatchError("\n".join([head, *origins, *mismatch.first_lines(lines), f"Fix: {fix}."]))
 
-    def _origin(self) -> str:
+    def origin(self) -> str:
+        """Returns what the base was loaded from, for messages."""
         names = self.sources or ("initialised from task.train.random_seed",)
         return ", ".join(names)

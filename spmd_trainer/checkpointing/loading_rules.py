@@ -89,9 +89,14 @@ class ResolvedRules:
 
     def read(self, variables: TrainState, mesh: Mesh) -> dict[str, jax.Array]:
         """Returns the variables by path, on a mesh, in the model's dtypes. Called by every process."""
-        specs, arrays = records.by_path(variables), {}
+        from spmd_trainer.checkpointing import opt_state_conversion  # imports praxis, which a record doesn't need
+
+        specs: dict[str, VariableSpec] = records.by_path(variables)
+        arrays: dict[str, jax.Array] = {}
         for source, saved_paths in self.parts:
-            arrays.update(source.read({path: specs[path] for path in saved_paths}, mesh, saved_paths))
+            wanted = {path: specs[path] for path in saved_paths}
+            changed = opt_state_conversion.conversion(source.saved, wanted, saved_paths)
+            arrays |= changed.made(source.read(changed.read, mesh, changed.source), mesh, source.step)
         return arrays
 
     def only(self, is_wanted: Callable[[str], bool]) -> ResolvedRules:
@@ -169,7 +174,7 @@ def _check_rules(
     """Refuses rules that match no variable of the model. Returns warnings of rules without effect."""
     names = [path.removeprefix(_VARS) for path in specs if path.startswith(_VARS)]
     if rule.partial_load_opt_states:
-        names += [path.removeprefix(_OPT) for path in specs if path.startswith(_OPT)]
+        names += [part.removeprefix(_OPT) for part in _opt_parts(specs)]
     saved = [path.removeprefix(_VARS) for path in source.saved if path.startswith(_VARS)]
     faults = rule_matching.without_match(rule.load_rules, rule.ignore_rules or (), names, saved)
     if faults:
@@ -281,30 +286,59 @@ def _resolve_opt_states(
     source: CheckpointSource,
     rows: dict[str, LoadRow],
 ) -> dict[str, str]:
-    """Returns {model path: saved path} of optimizer states: all of them, those that rules match, or none."""
-    opt_states = {path: spec for path, spec in open_paths.items() if path.startswith(_OPT)}
+    """Returns {model path: saved path} of optimizer states: all of them, those that rules match, or none.
+
+    A part that was saved in another of `opt_state_dtypes.DTYPES` is converted; any path of it stands for the whole part.
+    """
+    from spmd_trainer.checkpointing import opt_state_conversion  # imports praxis, which a record doesn't need
+
+    parts = _opt_parts(open_paths)
+    saved_paths: dict[str, str] = {}
     if rule.load_opt_states and not rule.partial_load_opt_states:
         if any(row.status == LOADED for path, row in rows.items() if path.startswith(_OPT)):
             return {}
+        changed = opt_state_conversion.conversion(
+            source.saved, {p: s for specs in parts.values() for p, s in specs.items()}
+        )
         saved = {path: variable for path, variable in source.saved.items() if path.startswith(_OPT)}
-        wanted = {path: records.SavedVariable.from_spec(spec) for path, spec in opt_states.items()}
+        wanted = {path: records.SavedVariable.from_spec(spec) for path, spec in changed.read.items()}
         message = mismatch.explain(saved, wanted, f"init_from_checkpoint_rules.load_opt_states: {source.name}")
         if message:
             raise CheckpointMismatchError(message)
-        return {path: path for path in opt_states}
-    saved_paths = {}
-    if rule.partial_load_opt_states:
-        for path, spec in opt_states.items():
-            match = rule_matching.first_match(rule.load_rules, rule.ignore_rules or (), path.removeprefix(_OPT))
-            if match is None or match.ignored_by is not None:
-                continue
-            saved_path = _OPT + match.source
-            fault = _fault(spec, saved_path, match.source, source)
-            if fault is None:
-                saved_paths[path] = saved_path
-            else:
-                rows[path] = LoadRow(path, LEFT, fault)
+        named = {part: part for part in parts}
+    elif rule.partial_load_opt_states:
+        named = {}
+        for part in parts:
+            match = rule_matching.first_match(rule.load_rules, rule.ignore_rules or (), part.removeprefix(_OPT))
+            if match is not None and match.ignored_by is None:
+                named[part] = _OPT + match.source
+    else:
+        return {}
+    for part, saved_part in named.items():
+        specs = parts[part]
+        paths = {path: saved_part + path.removeprefix(part) for path in specs}
+        changed = opt_state_conversion.conversion(source.saved, specs, paths)
+        faults = [
+            _fault(spec, changed.source[path], changed.source[path].removeprefix(_OPT), source)
+            for path, spec in changed.read.items()
+        ]
+        if fault := next(filter(None, faults), None):
+            rows.update({path: LoadRow(path, LEFT, fault) for path in specs})
+            continue
+        some = next(iter(changed.source.values()))
+        saved_paths |= {path: paths[path] if paths[path] in source.saved else some for path in specs}
     return saved_paths
+
+
+def _opt_parts(specs: Mapping[str, VariableSpec]) -> dict[str, dict[str, VariableSpec]]:
+    """Returns the optimizer states of a model by part: of one in 8 bits there are two arrays."""
+    from spmd_trainer.checkpointing import opt_state_conversion
+
+    parts: dict[str, dict[str, VariableSpec]] = {}
+    for path, spec in specs.items():
+        if path.startswith(_OPT):
+            parts.setdefault(opt_state_conversion.part_of(path), {})[path] = spec
+    return parts
 
 
 def _saved_path(name: str, source: CheckpointSource, rule: CheckpointLoadingRules) -> str:

@@ -11,17 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from spmd_trainer.sharding.variables import VariableSpec, named_shardings
 from spmd_trainer.step import opt_state_dtypes
-from spmd_trainer.step.opt_state_dtypes import BFLOAT16, EIGHT_BITS, FLOAT32, Bytes
+from spmd_trainer.step.opt_state_dtypes import BFLOAT16, CODES, EIGHT_BITS, FLOAT32, SCALE, Bytes
 
 if TYPE_CHECKING:
     from spmd_trainer.checkpointing.records import SavedVariable
 
 _STATES = "opt_states/"
-_CODES, _SCALE = "/codes_8bit", "/scale_8bit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +30,13 @@ class Conversion:
     Attributes:
       wanted: the variables that the run has, by path.
       read: the variables to read, by path, with the dtypes of the checkpoint.
+      source: {path in `read`: path in the checkpoint}.
       parts: {path of a part of a state, without '/codes_8bit': (dtype saved, dtype wanted)}, of those that differ.
     """
 
     wanted: Mapping[str, VariableSpec]
     read: Mapping[str, VariableSpec]
+    source: Mapping[str, str]
     parts: Mapping[str, tuple[str, str]]
 
     def made(self, arrays: dict[str, jax.Array], mesh: Mesh, step: int) -> dict[str, jax.Array]:
@@ -53,18 +54,18 @@ class Conversion:
             logging.info(
                 "%d parts of the optimizer state are converted: saved in %s, now kept in %s", count, before, now
             )
-        given = {path: arrays[path] for path in self.read if _part_of(path) in self.parts}
-        targets = {path: spec for path, spec in self.wanted.items() if _part_of(path) in self.parts}
+        given = {path: arrays[path] for path in self.read if part_of(path) in self.parts}
+        targets = {path: spec for path, spec in self.wanted.items() if part_of(path) in self.parts}
 
         def convert(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
             found: dict[str, jax.Array] = {}
             for path, (before, now) in self.parts.items():
                 signed = opt_state_dtypes.is_signed(path)
                 is_bytes = before == EIGHT_BITS
-                old = Bytes(given[path + _CODES], given[path + _SCALE], signed) if is_bytes else given[path]
+                old = Bytes(given[path + CODES], given[path + SCALE], signed) if is_bytes else given[path]
                 new = opt_state_dtypes.encode(path, opt_state_dtypes.decode(old), now, step)
                 found |= (
-                    {path + _CODES: new.codes_8bit, path + _SCALE: new.scale_8bit}
+                    {path + CODES: new.codes_8bit, path + SCALE: new.scale_8bit}
                     if isinstance(new, Bytes)
                     else {path: new}
                 )
@@ -77,50 +78,46 @@ class Conversion:
         return {path: made[path] for path in self.wanted}
 
 
-def conversion(saved: Mapping[str, SavedVariable], wanted: Mapping[str, VariableSpec]) -> Conversion:
+def conversion(
+    saved: Mapping[str, SavedVariable], wanted: Mapping[str, VariableSpec], source: Mapping[str, str] | None = None
+) -> Conversion:
     """Finds the parts of an optimizer state that a checkpoint holds in another dtype.
 
     Args:
       saved: the checkpoint's variables by path.
       wanted: the run's variables by path.
+      source: {wanted path: saved path}; None for the same paths. Any path of a saved part stands for the whole part.
     """
+    source = {path: path for path in wanted} if source is None else source
     read: dict[str, VariableSpec] = {}
+    read_from: dict[str, str] = {}
     parts: dict[str, tuple[str, str]] = {}
     for path, spec in wanted.items():
-        part = _part_of(path)
-        now, before = _dtype(wanted, part), _dtype(saved, part)
+        part, saved_part = part_of(path), part_of(source[path])
+        now, before = _dtype(wanted, part), _dtype(saved, saved_part)
         if not path.startswith(_STATES) or now is None or before is None or now == before:
-            read[path] = spec
+            read[path], read_from[path] = spec, source[path]
             continue
         parts[part] = before, now
-        values = wanted[part if now != EIGHT_BITS else part + _CODES]
+        values = wanted[part if now != EIGHT_BITS else part + CODES]
         if before != EIGHT_BITS:
-            read[part] = dataclasses.replace(values, path=part, dtype=np.dtype(jnp.dtype(before)))
+            found = [dataclasses.replace(values, path=part, dtype=np.dtype(jnp.dtype(before)))]
         else:
-            read[part + _CODES] = dataclasses.replace(values, path=part + _CODES, dtype=np.dtype(np.uint8))
-            read[part + _SCALE] = _of_rows(values, part + _SCALE)
-    return Conversion(wanted, read, parts)
+            codes = dataclasses.replace(values, path=part + CODES, dtype=np.dtype(np.uint8))
+            found = [codes, opt_state_dtypes.scale_spec(codes)]
+        read |= {one.path: one for one in found}
+        read_from |= {one.path: saved_part + one.path.removeprefix(part) for one in found}
+    return Conversion(wanted, read, read_from, parts)
 
 
-def _of_rows(values: VariableSpec, path: str) -> VariableSpec:
-    spec = PartitionSpec(*values.spec[:-1], None) if values.spec else values.spec
-    return dataclasses.replace(
-        values,
-        path=path,
-        dtype=np.dtype(np.float32),
-        spec=spec,
-        logical_shape=(*values.logical_shape[:-1], 1),
-        paddings=(*values.paddings[:-1], 0),
-    )
-
-
-def _part_of(path: str) -> str:
-    return path.removesuffix(_CODES).removesuffix(_SCALE)
+def part_of(path: str) -> str:
+    """Returns the path of the part of a state that an array belongs to: without what `Bytes` adds."""
+    return path.removesuffix(CODES).removesuffix(SCALE)
 
 
 def _dtype(variables: Mapping[str, SavedVariable] | Mapping[str, VariableSpec], part: str) -> str | None:
     """Returns in which of `DTYPES` a part of a state is kept; None if it is another dtype, or not there."""
-    if part + _CODES in variables and part + _SCALE in variables:
+    if part + CODES in variables and part + SCALE in variables:
         return EIGHT_BITS
     found = str(variables[part].dtype) if part in variables else None
     return found if found in (FLOAT32, BFLOAT16) else None

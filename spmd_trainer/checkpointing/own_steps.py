@@ -241,15 +241,20 @@ def find_step(
 
     Args:
       directory: a run's `job_log_dir`, its `checkpoints`, or one step in it.
-      step: the step; None for the newest whole one.
+      step: the step; None for the newest whole one, or the directory's.
       check_contents: True compares the checksums of the files; False compares sizes only.
       asked: what asks for it, for messages.
 
     Raises:
-      CheckpointNotFoundError: there is no such step, or no whole one.
+      CheckpointNotFoundError: there is no such step, or no whole one; or the directory is that of another step.
       DamagedCheckpointError: the named step is damaged.
     """
     name, own_step = decided_by_process_0(lambda: _locate(directory))
+    if None not in (step, own_step) and step != own_step:
+        raise CheckpointNotFoundError(
+            f"{asked}: {directory} is step {own_step}, and step={step} asks for another one; give {name} with step={step}, or "
+            "no step"
+        )
     directory = epath.Path(name)
     step = own_step if own_step is not None else step
     for candidate in steps.agreed_newest_first(directory) if step is None else [step]:

@@ -49,10 +49,12 @@ class CheckpointLoadingRules:
         must match at least one variable.
       step: the step to load; None for the newest whole step.
       load_step: True also loads the step counter.
-      load_opt_states: True also loads all optimizer states; they must have the model's paths, shapes and dtypes.
+      load_opt_states: True also loads all optimizer states; they must have the model's paths, shapes and dtypes. States
+        in another `opt_state_dtype` are converted.
       load_ema_states: True if 'ema/' in templates means moving averages.
-      partial_load_opt_states: True also loads optimizer states by `load_rules`, with names below `opt_states`. States that
-        the checkpoint lacks or has with another shape stay at their initial values.
+      partial_load_opt_states: True also loads optimizer states by `load_rules`, with names below `opt_states`, converted
+        likewise. A state in 8 bits has one name for both of its arrays. States that the checkpoint lacks or has with another
+        shape stay at their initial values.
       input_specs_provider_p: ignored, like `task_p`.
     """
 

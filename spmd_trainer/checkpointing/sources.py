@@ -157,7 +157,7 @@ def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, 
 
     # Each process has opened the source itself and reads a position of its own. All end if one cannot.
     agreed_problem(check)
-    arrays = source.read(changed.read, layout.mesh, {path: path for path in changed.read})
+    arrays = source.read(changed.read, layout.mesh, changed.source)
     arrays = changed.made(arrays, layout.mesh, source.step)
     state: TrainState = jax.tree.unflatten(jax.tree.structure(variables), [arrays[path] for path in wanted])
     return Restored(state, source.step, positions[0], source.record(state, wanted))

@@ -12,7 +12,7 @@ from absl import flags
 
 from spmd_trainer.cli import pax_flags
 from spmd_trainer.cli.modes import MODES
-from spmd_trainer.cli.run_flags import all_settings
+from spmd_trainer.cli.run_flags import all_settings, run_of_directories
 from spmd_trainer.errors import UserError, did_you_mean, terminal
 from spmd_trainer.settings import Setting
 from spmd_trainer.sharding.messages import suggestion_text
@@ -87,15 +87,20 @@ def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[s
 def _fields_like(flag: str, argv: Sequence[str]) -> list[str]:
     """Returns what an unknown flag may mean of the command's experiment: its fields and class attributes of that name.
 
-    'lr' stands for learning_rate too. None if the command names no experiment, or one that can't be resolved.
+    'lr' stands for learning_rate too. The experiment is the run's in the command's directory if it isn't named. None if there is
+    none, or it can't be resolved.
     """
-    _, equals, exp = next((text for text in argv if text.lstrip("-").startswith("exp=")), "").partition("=")
-    if not equals:
+    places = {name: value for name in ("job_log_dir", "restore_checkpoint_dir") if (value := _value(name, argv))}
+    exp, overrides = _value("exp", argv) or _value("fdl_config", argv), []
+    if not (exp or places):
         return []
     try:
         from spmd_trainer.training import experiment_config  # imports JAX, which flags alone don't need
 
-        resolved = experiment_config.resolve(exp)
+        if not exp:
+            _, record = run_of_directories(places)
+            exp, overrides = record["experiment"], record["overrides"]
+        resolved = experiment_config.resolve(exp, overrides)
     except (Exception, SystemExit):  # the user's own code; a command with right flags says what is wrong with it
         return []
     paths = [line.partition(": ")[0] for line in resolved.lines()]
@@ -107,6 +112,15 @@ def _fields_like(flag: str, argv: Sequence[str]) -> list[str]:
     ending = [path for path, name in named.items() if name.endswith(f"_{wanted}")]
     # Class attributes and what training reads come first.
     return sorted(same or short or ending, key=lambda path: ("." in path, "train" not in path))[:3]
+
+
+def _value(flag: str, argv: Sequence[str]) -> str | None:
+    """Returns the value of a flag in a command that can't be parsed: --exp=NAME or --exp NAME. None if it isn't there."""
+    for here, after in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = here.lstrip("-").partition("=")
+        if here.startswith("-") and name == flag:
+            return value if equals else after
+    return None
 
 
 def take_effect() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
@@ -15,6 +17,12 @@ from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
 from spmd_trainer.settings import Setting, Settings, setting, settings_of
 from spmd_trainer.training.run_config import PageConfig, RunConfig, TrainConfig, config_class, make_run_config
+
+# A quoted text, a folder or a suffix in the value of an override.
+_MAY_BE_PATH = re.compile(r"=.*(['\"/]|\.[A-Za-z])")
+
+if TYPE_CHECKING:
+    from etils import epath
 
 _what = functools.partial(setting, group="What to run")
 _information = functools.partial(setting, group="Information")
@@ -101,6 +109,8 @@ class _Parser(flags.ArgumentParser[Any]):
     def parse(self, argument: Any) -> Any:
         if self._about.read is not None:
             return argument  # read where the settings are made of the flags
+        if argument == "" and self._about.kind in (int, float) and self._about.default is None:
+            return None  # not given, as an empty text
         with contextlib.suppress(ValueError):
             # As absl's own flags of whole numbers, also 0x20 and 0o40.
             in_base = self._about.kind is int and str(argument)[:2].lower() in ("0x", "0o")
@@ -184,8 +194,7 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
     settings = settings_from_flags(flag_values, config_class(mode))
     exp, overrides = flag_values.exp, list(flag_values["fdl.set"].value or ())
     if not exp:
-        exp, of_run, settings = _with_those_of_the_run(flag_values, settings)
-        overrides = [*of_run, *overrides]
+        exp, overrides, settings = _with_those_of_the_run(flag_values, overrides, settings)
     directory = settings.pop("job_log_dir", None)
     if settings.get("topology"):
         from spmd_trainer.planner import topologies  # imports JAX, which --help doesn't need
@@ -208,20 +217,56 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
 
 
 def _with_those_of_the_run(
-    flag_values: flags.FlagValues, given: Mapping[str, Any]
+    flag_values: flags.FlagValues, overrides: Sequence[str], given: Mapping[str, Any]
 ) -> tuple[str, list[str], dict[str, Any]]:
-    """Returns experiment, overrides and settings of the run that the command's directories hold. Given settings win.
+    """Returns experiment, overrides and settings of the run that the command's directories hold. Given ones win.
 
-    Other modes than training look at the run's own checkpoints, not at the one that it began with, and a plan for other chips has
-    a mesh for them.
+    An empty flag takes the default, not the run's value. Other modes than training look at the run's own checkpoints, not at the
+    one that it began with, and a plan for other chips has a mesh for them.
 
     Raises:
-      UserError: neither `--job_log_dir` nor `--restore_checkpoint_dir` holds a run of this trainer.
+      UserError: neither `--job_log_dir` nor `--restore_checkpoint_dir` holds a run of this trainer that has begun, or its record
+        can't be read.
     """
-    # They import what --help doesn't need.
-    from spmd_trainer import experiment_registry, storage
-    from spmd_trainer.storage import access
-    from spmd_trainer.training import run_directory
+    from spmd_trainer import experiment_registry  # imports what --help doesn't need
+    from spmd_trainer.training import experiment_config
+
+    path, record = run_of_directories(given)
+    of_run = record.get("settings") or {}
+    kept = experiment_config.without_replaced(record["overrides"], overrides)
+    own = settings_of(config_class(flag_values.mode))
+    left = {"job_log_dir", *given}
+    left |= {
+        name for name, about in own.items() if flag_values[about.flag].present
+    }  # an empty flag isn't among the given
+    if flag_values.mode != "train":
+        left |= {"restore_checkpoint_dir", "restore_checkpoint_step", "jax_profiler_port"}
+    left |= {"restore_checkpoint_step"} if "restore_checkpoint_dir" in left else set()
+    left |= {"mesh"} if "topology" in given else set()
+    taken = {name: value for name, value in of_run.items() if name in own.keys() - left}
+    exp = experiment_registry.short_name(record["experiment"])
+    shown = {name: ",".join(value) if isinstance(value, list) else value for name, value in taken.items()}
+    command = [f"--exp={exp}", *(f"--{own[name].flag}={value}" for name, value in shown.items())]
+    command += [f"--fdl.set={override}" for override in kept]
+    logging.info("as the run in %s was started: %s", path, shlex.join(command))
+    if (folder := record.get("working_directory")) not in (None, os.getcwd()) and any(map(_MAY_BE_PATH.search, kept)):
+        logging.warning(
+            "the run was started in %s: relative paths in its overrides now begin in %s", folder, os.getcwd()
+        )
+    return exp, [*kept, *overrides], {**taken, **given}
+
+
+def run_of_directories(given: Mapping[str, Any]) -> tuple[epath.Path, dict[str, Any]]:
+    """Returns the directory of the run that `--job_log_dir` or `--restore_checkpoint_dir` holds, and its record.
+
+    Args:
+      given: the values of the two flags by name, if they were given.
+
+    Raises:
+      UserError: see `_with_those_of_the_run`.
+    """
+    from spmd_trainer import storage
+    from spmd_trainer.storage import access, reading, run_files
 
     places = []
     for name in ("job_log_dir", "restore_checkpoint_dir"):
@@ -229,25 +274,22 @@ def _with_those_of_the_run(
             path = storage.directory(f"--{name}", given[name])
             access.check_readable(f"--{name}", path)
             places += [path] if name == "job_log_dir" else [path, path.parent]
-    records = {path: record for path in places if (record := run_directory.record_of(path)).get("experiment")}
-    if not records:
-        where = f", and {places[0]} holds no run that says its own" if places else ""
-        raise UserError(f"--exp=NAME is required{where}; --list shows the experiments")
-    path, record = next(iter(records.items()))
-    overrides, of_run = record.get("overrides") or [], record.get("settings") or {}
-    left = {"job_log_dir", *given}
-    if flag_values.mode != "train":
-        left |= {"restore_checkpoint_dir", "restore_checkpoint_step", "jax_profiler_port"}
-    left |= {"restore_checkpoint_step"} if "restore_checkpoint_dir" in given else set()
-    left |= {"mesh"} if "topology" in given else set()
-    known = settings_of(config_class(flag_values.mode)).keys() - left
-    taken = {name: value for name, value in of_run.items() if name in known}
-    exp = experiment_registry.short_name(record["experiment"])
-    shown = {name: ",".join(value) if isinstance(value, list) else value for name, value in taken.items()}
-    command = [f"--exp={exp}", *(f"--{name}={value}" for name, value in shown.items())]
-    command += [f"--fdl.set={override}" for override in overrides]
-    logging.info("as the run in %s was started: %s", path, shlex.join(command))
-    return exp, overrides, {**taken, **given}
+    why = f", and {places[0]} holds no run that says its own" if places else ""
+    for path in places:
+        record: dict[str, Any] = {}
+        try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                record = run_files.read_record(path)
+        except (OSError, ValueError) as error:
+            text = reading.problem(os.fspath(path), error) if isinstance(error, OSError) else str(error)
+            why = f", because what {path} says of its run can't be read: {text}"
+            break
+        if record.get("experiment") and "overrides" in record:
+            return path, record
+        if record.get("experiment"):
+            why = f": the run in {path} has not begun to train, so that it is not known with which overrides and flags"
+            break
+    raise UserError(f"--exp=NAME is required{why}; --list shows the experiments")
 
 
 define()

@@ -1,4 +1,4 @@
-"""Unsupported fields of Pax's `SingleTask`: some are ignored with a warning, others raise an error.
+"""Unsupported fields of Pax's `SingleTask`: some are ignored with a warning, others raise an error. Pax's `early_stopping_fn`.
 
 `tasks_lib.SingleTask` and its sections inherit these classes, so that Pax's experiment files can set the fields. `check`
 handles each value other than the default: it warns if training gives the same numbers without it, and raises an error
@@ -8,8 +8,10 @@ otherwise.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import fiddle as fdl
@@ -119,3 +121,77 @@ def _default(settings: Any, field: str) -> Any:
 @functools.cache  # a job builds its task several times
 def _warn(text: str) -> None:
     logging.warning("%s", text)
+
+
+class RunningMode(enum.Flag):
+    """What a job has just done, as Pax tells an `early_stopping_fn`."""
+
+    UNKNOWN = 0
+    TRAIN = enum.auto()
+    EVAL = enum.auto()
+    DECODE = enum.auto()
+
+    @classmethod
+    def detect(cls, has_train_metrics: bool, has_eval_metrics: bool, has_decode_metrics: bool) -> RunningMode:
+        """Returns the mode with the flags for which there are metrics."""
+        given = {cls.TRAIN: has_train_metrics, cls.EVAL: has_eval_metrics, cls.DECODE: has_decode_metrics}
+        mode = cls.UNKNOWN
+        for flag, is_set in given.items():
+            mode |= flag if is_set else cls.UNKNOWN
+        return mode
+
+    @property
+    def has_train(self) -> bool:
+        """True if it trained."""
+        return bool(self & RunningMode.TRAIN)
+
+    @property
+    def has_eval(self) -> bool:
+        """True if it evaluated."""
+        return bool(self & RunningMode.EVAL)
+
+    @property
+    def has_decode(self) -> bool:
+        """True if it decoded."""
+        return bool(self & RunningMode.DECODE)
+
+
+class PaxEarlyStopping:
+    """Calls an `early_stopping_fn` that has Pax's five arguments.
+
+    It gets the metrics under Pax's names too ('eval_test_DATASET/metrics/log_pplx', 'eval_train/metrics/log_pplx'),
+    `RunningMode.EVAL`, and no checkpoint path, because the state has not been saved when it is called.
+    """
+
+    def __init__(self, fn: Callable[..., bool]):
+        """Wraps the function `fn`."""
+        self._fn = fn
+
+    def __call__(self, metrics: Mapping[str, float], running_mode: str, step: int, is_last: bool) -> bool:
+        """Returns whether to stop. The arguments are those of `tasks_lib.EarlyStoppingFn`."""
+        del running_mode
+        both = dict(metrics)
+        for key, value in metrics.items():
+            dataset, _, metric = key.partition("/")
+            both["eval_train/metrics/" + metric if dataset == "train" else f"eval_test_{dataset}/metrics/{metric}"] = (
+                value
+            )
+        return bool(self._fn(both, RunningMode.EVAL, step, is_last, None))
+
+
+def has_pax_signature(fn: Any) -> bool:
+    """Returns True if a function takes Pax's five arguments. One with `*args` gets four."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return False
+    takes_any = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in signature.parameters.values())
+    return not takes_any and _accepts(signature, 5)
+
+
+def _accepts(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True

@@ -47,8 +47,9 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
       keep_optimizer_state_for_excluded_vars: keep optimizer states also of variables that don't learn.
       scale_update_by_var_norm: scale each update by the variable's initial magnitude.
       opt_state_dtype: how the float32 parts of the optimizer state, such as moments, are kept between steps: 'float32',
-        'bfloat16' or '8bit', see `opt_state_dtypes`. Parts of fewer than 4,096 elements and moving averages (`ema_decay`) stay
-        float32. A run may change it when it is started again.
+        'bfloat16' or '8bit', see `opt_state_dtypes`. Parts of fewer than 4,096 elements stay float32, and so do, by rules
+        too, those that begin with values of the variables: moving averages (`ema_decay`) and copies. A run may change it when
+        it is started again.
       opt_state_dtype_rules: (regex, dtype) pairs. The first whose regex is found in the path of a part of the state, such as
         'no_prefix/v/params/lm/softmax/w', decides instead of `opt_state_dtype`, for a part of any size.
     """

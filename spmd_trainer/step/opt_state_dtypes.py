@@ -4,6 +4,9 @@
 last dimension: the row's largest magnitude. A row is a block of Dettmers et al. 2022 (arXiv:2110.02861) that is the same on every
 mesh. The byte is logarithmic, in eighths of a power of two.
 
+Parts that begin with values of the variables, as moving averages and schedule-free's `z` do, stay float32: they are variables,
+not moments, and change too slowly for few bits.
+
 Both are rounded stochastically: up or down at random, so that the mean is right. Otherwise a moment would stand still if each
 training step changes it by less than half a rounding step, as most do. What is drawn depends on the training step, the path and
 the element alone, not on the mesh or on restarts. (A moment that differs in its last bit may be rounded to another level.)
@@ -16,7 +19,7 @@ import functools
 import math
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,15 +27,19 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax import lax
+from jax.extend import core
+from jax.sharding import PartitionSpec
 from praxis import base_layer
 
 from spmd_trainer.errors import did_you_mean
-from spmd_trainer.sharding.variables import path_str
+from spmd_trainer.sharding.variables import VariableSpec, path_str
 from spmd_trainer.step import masks
 from spmd_trainer.train_states import PyTree
 
 FLOAT32, BFLOAT16, EIGHT_BITS = "float32", "bfloat16", "8bit"
 DTYPES = (FLOAT32, BFLOAT16, EIGHT_BITS)
+# The last part of the paths of `Bytes`.
+CODES, SCALE = "/codes_8bit", "/scale_8bit"
 # Smaller states stay float32, as in Dettmers et al.: they need no memory, and norms and biases are sensitive.
 LEAST_ELEMENTS = 4096
 # Levels of the code for a factor of two, and their values between 1 and 2.
@@ -40,8 +47,6 @@ _PER_OCTAVE = 8
 _ROOTS = (2.0 ** (np.arange(_PER_OCTAVE) / _PER_OCTAVE)).astype(np.float32)
 # Parts of a state that are never negative, by praxis' and optax' names: they use the sign's bit for their range.
 _SECOND_MOMENTS = frozenset({"v", "vr", "vc", "nu", "nu_max", "v_row", "v_col", "sum_of_squares"})
-# praxis' averages of the variables, which evaluation reads, and which change too slowly for few bits: they stay float32.
-_AVERAGES = "ema"
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes_8bit", "scale_8bit"), meta_fields=("signed",))
@@ -85,15 +90,43 @@ def changes(learner: Any) -> bool:
     return learner.opt_state_dtype != FLOAT32 or bool(learner.opt_state_dtype_rules)
 
 
-def stored(learner: Any, state: PyTree, step: jax.Array | int) -> PyTree:
-    """Returns an optimizer state as it is kept until the next step. Under jit.
+def initial(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> PyTree:
+    """Returns the first state of an optimizer as it is kept until the first step. Under jit.
 
     Args:
       learner: the learner, with `opt_state_dtype` and `opt_state_dtype_rules`.
+      init: the optimizer's, variables -> state.
+      variables: what the optimizer sees of the variables.
+    """
+    state = init(variables)
+    if not changes(learner):
+        return state
+    dtypes = _dtypes(learner, init, variables)
+
+    def one(keys: tuple[Any, ...], x: jax.Array) -> jax.Array | Bytes:
+        path = path_str(keys)
+        return encode(path, x, dtypes.get(path, FLOAT32), 0)
+
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def stored(learner: Any, state: PyTree, before: PyTree, step: jax.Array | int) -> PyTree:
+    """Returns an optimizer state as it is kept until the next step. Under jit.
+
+    Args:
+      learner: the learner.
       state: the state that the optimizer returned.
+      before: the state that was kept until this step; each part is kept in the same dtype again.
       step: uint32, the number of the training step, for the rounding.
     """
-    return _mapped(learner, lambda path, x, dtype: encode(path, x, dtype, step), state) if changes(learner) else state
+
+    def one(keys: tuple[Any, ...], x: jax.Array, old: Any) -> Any:
+        if x.dtype != jnp.float32:
+            return x
+        dtype = EIGHT_BITS if isinstance(old, Bytes) else BFLOAT16 if old.dtype == jnp.bfloat16 else FLOAT32
+        return encode(path_str(keys), x, dtype, step)
+
+    return jax.tree_util.tree_map_with_path(one, state, before) if changes(learner) else state
 
 
 def loaded(learner: Any, state: PyTree) -> PyTree:
@@ -108,30 +141,32 @@ def loaded(learner: Any, state: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(one, state, is_leaf=lambda x: isinstance(x, Bytes))
 
 
-def stored_specs(learner: Any, shapes: PyTree, specs: PyTree) -> PyTree:
-    """Returns the layout of a stored state.
+def warn_of_unused_rules(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> None:
+    """Warns of each rule that matches no part of the state that may be kept in fewer bits. Arguments as for `initial`."""
+    if not learner.opt_state_dtype_rules:
+        return
+    shapes, may_change = _parts(init, variables)
+    for number, (regex, _) in enumerate(learner.opt_state_dtype_rules, start=1):
+        if not any(re.search(regex, path) for path in may_change):
+            logging.warning(
+                "task.train.learner.opt_state_dtype_rules: rule %d (%r) matches no optimizer state but copies of variables, "
+                "scalars and other dtypes than float32; paths are %s",
+                number,
+                regex,
+                masks.paths_text(shapes),
+            )
 
-    Args:
-      learner: the learner.
-      shapes: ShapeDtypeStructs of the state as the optimizer returns it.
-      specs: WeightHParams of its parts, same structure.
-    """
-    if not changes(learner):
-        return specs
-    _warn_of_unused_rules(learner, shapes)
 
-    def spec(path: str, x: jax.ShapeDtypeStruct, dtype: str, hparams: base_layer.WeightHParams) -> Any:
-        if dtype != EIGHT_BITS:
-            return hparams
-        mapping = hparams.tensor_split_dims_mapping
-        scale = dataclasses.replace(
-            hparams,
-            shape=(*hparams.shape[:-1], 1),
-            tensor_split_dims_mapping=None if mapping is None else (*mapping[:-1], None),
-        )
-        return Bytes(hparams, scale, is_signed(path))
-
-    return _mapped(learner, spec, shapes, specs)
+def scale_spec(codes: VariableSpec) -> VariableSpec:
+    """Returns the layout of the scales [..., 1] of a part whose codes [..., n] are laid out so: each row has one."""
+    return dataclasses.replace(
+        codes,
+        path=codes.path.removesuffix(CODES) + SCALE,
+        dtype=np.dtype(np.float32),
+        spec=PartitionSpec(*codes.spec[:-1], None) if codes.spec else codes.spec,
+        logical_shape=(*codes.logical_shape[:-1], 1),
+        paddings=(*codes.paddings[:-1], 0),
+    )
 
 
 def encode(path: str, x: jax.Array, dtype: str, step: jax.Array | int) -> jax.Array | Bytes:
@@ -226,33 +261,39 @@ def _part_name(path: str) -> str:
     return before.rpartition("/")[2] if collection else ""
 
 
-def _mapped(learner: Any, fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTree:
-    """Maps (path, leaf, dtype, ...) -> leaf over the parts that are not kept in float32. Others stay those of the last tree."""
+def _dtypes(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> dict[str, str]:
+    """Returns {path: dtype} of the parts of a state that are kept in fewer bits."""
+    found = {path: _asked(learner, path, shape) for path, shape in _parts(init, variables)[1].items()}
+    return {path: dtype for path, dtype in found.items() if dtype != FLOAT32}
 
-    def one(keys: tuple[Any, ...], x: Any, *rest: Any) -> Any:
-        path = path_str(keys)
-        dtype = _asked(learner, path, x.shape) if x.dtype == jnp.float32 else FLOAT32
-        return (rest[-1] if rest else x) if dtype == FLOAT32 else fn(path, x, dtype, *rest)
 
-    return jax.tree_util.tree_map_with_path(one, state, *others)
+def _parts(init: Callable[[PyTree], PyTree], variables: PyTree) -> tuple[PyTree, dict[str, tuple[int, ...]]]:
+    """Returns ShapeDtypeStructs of an optimizer's state, and {path: shape} of the parts that may be kept in fewer bits."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), variables)
+    program, state = jax.make_jaxpr(init, return_shape=True)(shapes)
+    parts = zip(masks.with_paths(state), _from_inputs(program.jaxpr, [True] * len(program.in_avals)), strict=True)
+    return state, {
+        path: x.shape for (path, x), is_variable in parts if x.shape and x.dtype == jnp.float32 and not is_variable
+    }
+
+
+def _from_inputs(program: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
+    """Returns of each result of a program if values of the given inputs are in it. An input's shape alone is no value."""
+    inside = {var for var, is_given in zip(program.invars, given, strict=True) if is_given}
+
+    def of(values: Sequence[Any]) -> list[bool]:
+        return [not isinstance(value, core.Literal) and value in inside for value in values]
+
+    for eqn in program.eqns:
+        read = of(eqn.invars)
+        whole = eqn.primitive.name in ("jit", "pjit")
+        written = _from_inputs(eqn.params["jaxpr"].jaxpr, read) if whole else [any(read)] * len(eqn.outvars)
+        inside |= {var for var, is_given in zip(eqn.outvars, written, strict=True) if is_given}
+    return of(program.outvars)
 
 
 def _asked(learner: Any, path: str, shape: tuple[int, ...]) -> str:
-    if not shape or _part_name(path) == _AVERAGES:
-        return FLOAT32
     for regex, dtype in learner.opt_state_dtype_rules:
         if re.search(regex, path):
             return str(dtype)
     return FLOAT32 if math.prod(shape) < LEAST_ELEMENTS else str(learner.opt_state_dtype)
-
-
-def _warn_of_unused_rules(learner: Any, shapes: PyTree) -> None:
-    paths = [path for path, _ in masks.with_paths(shapes)]
-    for number, (regex, _) in enumerate(learner.opt_state_dtype_rules, start=1):
-        if not any(re.search(regex, path) for path in paths):
-            logging.warning(
-                "task.train.learner.opt_state_dtype_rules: rule %d (%r) matches no optimizer state; paths are %s",
-                number,
-                regex,
-                masks.paths_text(shapes),
-            )

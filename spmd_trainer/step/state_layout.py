@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -24,6 +24,7 @@ from spmd_trainer.sharding.path_rules import Strategy
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
 from spmd_trainer.step import masks, opt_state_dtypes, optax_bridge, step_fns
 from spmd_trainer.step.layout import LogicalLayout
+from spmd_trainer.step.opt_state_dtypes import CODES, Bytes
 from spmd_trainer.train_states import NestedJTensor, NestedShapeDtypeStruct, NestedWeightHParams, PyTree, TrainState
 
 if TYPE_CHECKING:
@@ -75,11 +76,9 @@ def build(
         jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams),
     )
     grad_tx, excluded = grad_transformation(layout)
-    opt_hparams = opt_state_dtypes.stored_specs(
-        task.learner,
-        jax.eval_shape(grad_tx.init, masks.mask_out(logical.mdl_vars, excluded)),
-        _unmask(grad_tx.init_partition_spec(masks.mask_out(hparams, excluded))),
-    )
+    masked_vars = masks.mask_out(logical.mdl_vars, excluded)
+    opt_state_dtypes.warn_of_unused_rules(task.learner, grad_tx.init, masked_vars)
+    opt_hparams = _unmask(grad_tx.init_partition_spec(masks.mask_out(hparams, excluded)))
     specs = TrainState(
         step=PartitionSpec(),
         mdl_vars=jax.tree.map(functools.partial(_declared_spec, mesh), hparams),
@@ -93,10 +92,19 @@ def build(
         extra_state=(),
     )
 
-    def record(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, reason: str) -> VariableSpec:
-        return make_variable_spec(path_str(path), leaf.shape, leaf.dtype, spec, dict(mesh.shape), reason)
+    return hparams, jax.tree_util.tree_map_with_path(
+        functools.partial(_record, dict(mesh.shape)), logical, specs, why, is_leaf=lambda leaf: isinstance(leaf, Bytes)
+    )
 
-    return hparams, jax.tree_util.tree_map_with_path(record, logical, specs, why)
+
+def _record(
+    mesh_shape: Mapping[str, int], keys: tuple[Any, ...], leaf: Any, spec: PartitionSpec, reason: str
+) -> VariableSpec | Bytes:
+    if not isinstance(leaf, Bytes):
+        return make_variable_spec(path_str(keys), leaf.shape, leaf.dtype, spec, mesh_shape, reason)
+    values = leaf.codes_8bit
+    codes = make_variable_spec(path_str(keys) + CODES, values.shape, values.dtype, spec, mesh_shape, reason)
+    return Bytes(codes, opt_state_dtypes.scale_spec(codes), leaf.signed)
 
 
 def variables_initialiser(
@@ -146,8 +154,8 @@ def create_train_state(layout: LogicalLayout, mdl_vars: NestedJTensor, *, with_o
     if not with_opt_states:
         return TrainState.create(mdl_vars, [])
     grad_tx, excluded = grad_transformation(layout)
-    opt_state = grad_tx.init(masks.mask_out(mdl_vars, excluded))
-    return TrainState.create(mdl_vars, [opt_state_dtypes.stored(layout.task.learner, opt_state, 0)])
+    opt_state = opt_state_dtypes.initial(layout.task.learner, grad_tx.init, masks.mask_out(mdl_vars, excluded))
+    return TrainState.create(mdl_vars, [opt_state])
 
 
 def grad_transformation(

@@ -251,7 +251,7 @@ def _learn(
     hparams = masks.mask_out(layout.var_weight_hparams, left_alone)
     loaded = opt_state_dtypes.loaded(learner, state.opt_states[0])
     updates, opt_state = learner.update_states(grads, loaded, mdl_vars, hparams)
-    opt_state = opt_state_dtypes.stored(learner, opt_state, state.step)
+    opt_state = opt_state_dtypes.stored(learner, opt_state, state.opt_states[0], state.step)
     new_vars = learner.apply_gradient(mdl_vars, updates, hparams)
     new_vars = merge(excluded_for_grad, new_vars, seen_by_learner)
     new_vars = merge(masks.explicitly_excluded(layout.var_weight_hparams, learner), new_vars, state.mdl_vars)

@@ -11,7 +11,7 @@ from etils import epath
 
 from spmd_trainer.storage import json_values, reading
 
-# Whose the directory is, how the run stands, and the overrides, versions and devices of its newest start.
+# Whose the directory is, how the run stands, how it was asked for, and the versions and devices of its newest start.
 RUN = "run.json"
 # Full logs of the processes that worked in a job_log_dir.
 LOGS = "logs"
@@ -35,8 +35,9 @@ def read_record(directory: epath.Path) -> dict[str, Any]:
     """Returns the content of a run's `run.json`, with a failure of another process; {} if there is none.
 
     Its keys: 'experiment'; 'status', which is 'running', 'stopped', 'finished' or 'failed'; 'last_step', only once training
-    has ended; 'failure', only after one: step, process and reason; 'overrides', 'settings' (the flags of its newest start that
-    are not the defaults), 'parameters', 'devices' and 'versions'.
+    has ended; 'failure', only after one: step, process and reason; 'parameters', 'devices' and 'versions' of its newest start;
+    'overrides', 'settings' (the flags that are not the defaults) and 'working_directory' of its newest start that has begun to
+    train, none before the first one.
 
     A file beside `run.json` that can't be read is left out, with a warning; so is `run.json` itself if an older version's
     files are there.

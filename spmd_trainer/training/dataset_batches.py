@@ -206,8 +206,12 @@ def _padded_batch_checker(job: Job, name: str, data: Any, specs: PyTree) -> Call
     return batch_checker(job, name, _with_rows(specs, getattr(data, "batch_padding_size", 0)))
 
 
-def check_first_batch(job: Job, input_p: Any, kind: str) -> None:
-    """Reads this process's first batch of a dataset and checks it as evaluation and decode will. The batch is dropped.
+def check_first_batch(job: Job, input_p: Any, kind: str) -> Any:
+    """Reads this process's first batch of a dataset and checks it as evaluation and decode will.
+
+    Returns:
+      The built input, back at its beginning, for `Job.keep_input`. None for one that says no position, such as a stream of Pax:
+      it might go on behind its first batch.
 
     Args:
       job: the job.
@@ -218,6 +222,7 @@ def check_first_batch(job: Job, input_p: Any, kind: str) -> None:
       UserError: the input can't be built or read, it is empty, or the batch is not what its specs declare.
     """
     built, name = job.build_input(input_p), str(input_p.name)
+    beginning = _state_of(built)
     try:
         batch = built.get_next_padded()
     except Exception as error:
@@ -225,6 +230,10 @@ def check_first_batch(job: Job, input_p: Any, kind: str) -> None:
             raise _empty(kind, name) from error
         raise
     _padded_batch_checker(job, name, built, dataset_input_specs(input_p))(batch)
+    if not beginning:
+        return None
+    built.reset()
+    return built if _state_of(built) == beginning else None
 
 
 def _empty(kind: str, name: str) -> UserError:

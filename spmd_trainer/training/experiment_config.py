@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -215,6 +216,16 @@ def apply_override(config: Any, assignment: str) -> None:
     except (IndexError, KeyError) as error:
         raise UserError(f"override {assignment!r}: {path} does not exist in the config ({error})") from error
     fiddle_flags.set_value_at_path(config, path, class_overrides.parse_value(assignment, path, text))
+
+
+def without_replaced(assignments: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Returns overrides without those whose path, or what holds it, is assigned by a later one too."""
+    paths = [assignment.partition("=")[0].strip() for assignment in later]
+    return [
+        assignment
+        for assignment in assignments
+        if not any(re.match(rf"{re.escape(path)}\s*[=.\[]", assignment.lstrip()) for path in paths)
+    ]
 
 
 def daglish_path(path: str) -> list[Any]:

@@ -67,6 +67,8 @@ class Job:
     partitioner: Partitioner
     process_inputs_shape_dtype: PyTree
     batch: BatchSettings | None = None
+    # Inputs that are built and at their beginning, by the id of their config.
+    _kept: dict[int, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def build(cls, config: RunConfig) -> Job:
@@ -158,11 +160,13 @@ class Job:
         return self.build_input(input_p)
 
     def build_input(self, input_p: Any) -> Any:
-        """Builds an input for this process's share of the data.
+        """Builds an input for this process's share of the data, or takes the one that was kept.
 
         Raises:
           UserError: the input's own settings don't fit each other or its files.
         """
+        if (kept := self._kept.pop(id(input_p), None)) is not None:
+            return kept
         input_p = input_p.clone()
         input_p.num_infeed_hosts = jax.process_count()
         input_p.infeed_host_index = jax.process_index()
@@ -173,6 +177,10 @@ class Job:
         _check_vocabulary(built, self.task)
         reference_files.attach(built, self.config.job_log_dir)
         return built
+
+    def keep_input(self, input_p: Any, built: Any) -> None:
+        """Keeps a built input, which is at its beginning, for the next `build_input` of the same config."""
+        self._kept[id(input_p)] = built
 
     def settings_lines(self) -> list[str]:
         """Returns the resolved config and what the run adds to it, one 'path: value' a line."""

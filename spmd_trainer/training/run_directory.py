@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from spmd_trainer import pax, sharding
 from spmd_trainer.errors import UserError
 from spmd_trainer.models.config_lines import Change, changes, settings
 from spmd_trainer.sharding.messages import count_text
-from spmd_trainer.storage import reading
+from spmd_trainer.storage import access, reading
 from spmd_trainer.storage.files import UNFINISHED_SUFFIX, write_atomically, write_if_changed
 from spmd_trainer.storage.run_files import (
     CONFIG_FILE,
@@ -36,6 +37,8 @@ from spmd_trainer.storage.run_files import (
 _OF_LOOKING = re.compile(r"sharding_report\.\w+|plan(_\w+)?\.(json|html)|data\.html")
 # Holds the lock of the training process.
 LOCK = "lock"
+# What the record says of how a run was asked for: it is the newest start's that has begun to train.
+_OF_BEGUN = ("overrides", "settings", "working_directory")
 # Changed settings that the log lists.
 _MAX_TOLD = 10
 
@@ -44,10 +47,11 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
     """Makes sure that a `job_log_dir` can be this experiment's own.
 
     Raises:
-      UserError: the directory holds something else, or another experiment's run.
+      UserError: the directory holds something else, or another experiment's run; or what it says may not be read.
     """
-    names = names_in(directory)
-    record = record_of(directory) if {RUN, OLD_MARKER} & names else {}
+    with access.explained("--job_log_dir", directory):
+        names = names_in(directory)
+        record = record_of(directory) if {RUN, OLD_MARKER} & names else {}
     owner = record.get("experiment")
     # Shipped experiments were once registered without the package that they are in.
     if owner not in (None, experiment, experiment.removeprefix("spmd_trainer.")):
@@ -107,7 +111,8 @@ def _may_be_ours(names: set[str], record: Mapping[str, object]) -> bool:
 def describe(directory: epath.Path, about: Mapping[str, object], settings: Sequence[str]) -> None:
     """Writes what a start of a training run is into its directory: record and settings. It has not failed yet.
 
-    Process 0 does. The others clear the reasons of earlier failures.
+    Process 0 does. The others clear the reasons of earlier failures. What `mark_begin_of_training` wrote of an earlier start
+    stays: this one may fail before its first step.
 
     What has changed in the settings since the directory was last trained in is logged.
 
@@ -125,7 +130,8 @@ def describe(directory: epath.Path, about: Mapping[str, object], settings: Seque
     directory.mkdir(parents=True, exist_ok=True)
     before = record_of(directory)
     ended = {"status": "finished", "last_step": before["last_step"]} if "last_step" in before else {"status": "running"}
-    _write(directory / RUN, {**about, **ended})
+    kept = {name: before[name] for name in _OF_BEGUN if name in before}
+    _write(directory / RUN, {**about, **kept, **ended})
     write_config(directory, settings)
 
 
@@ -154,11 +160,22 @@ def _logging_errors(directory: epath.Path) -> Iterator[None]:
         logging.exception("the status of the run could not be written to %s", directory)
 
 
-def mark_begin_of_training(directory: epath.Path) -> None:
-    """Clears that an earlier start of the run has ended. Process 0 does."""
-    if jax.process_index() == 0 and (record := record_of(directory)).pop("last_step", None) is not None:
+def mark_begin_of_training(directory: epath.Path, overrides: Sequence[str], settings: Mapping[str, object]) -> None:
+    """Writes how the run that begins was asked for, and clears that an earlier start has ended. Process 0 does.
+
+    Args:
+      directory: the `job_log_dir`.
+      overrides: 'path=value' each.
+      settings: the flags that are not the defaults, JSON by field; see `Settings.given`.
+    """
+    if jax.process_index():
+        return
+    record = record_of(directory)
+    if record.pop("last_step", None) is not None:
         record.pop("failure", None)
-        _write(directory / RUN, {**record, "status": "running"})
+        record["status"] = "running"
+    asked = dict(zip(_OF_BEGUN, (list(overrides), dict(settings), os.getcwd()), strict=True))
+    _write(directory / RUN, {**record, **asked})
 
 
 def mark_end_of_training(directory: epath.Path, step: int, *, complete: bool) -> None:

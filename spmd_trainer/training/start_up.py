@@ -206,7 +206,7 @@ def start(
         said = f"training from step {run.step} to {run.num_steps}"
     if not jax.process_index():  # only now, because the compiled step names the attention kernels
         run_directory.write_report(job.sharding_report(step.attention), config.job_log_dir)
-    run_directory.mark_begin_of_training(config.job_log_dir)
+    run_directory.mark_begin_of_training(config.job_log_dir, config.experiment.overrides, config.given())
     logging.info("%s", said)
     return step, batches
 
@@ -223,16 +223,17 @@ def _check_datasets(job: Job) -> None:
     used = [("evaluation", one) for one in datasets.eval_datasets if schedule.eval_interval]
     used += [("decode", one) for one in datasets.decode_datasets if schedule.decode_interval]
     for kind, input_p in used:
-        agreed(functools.partial(check_first_batch, job, input_p, kind))
+        built = agreed(functools.partial(check_first_batch, job, input_p, kind))
+        # Together: building an input is an exchange of the processes.
+        if all(multihost.gather(f"the beginning of {kind} dataset {input_p.name}", built is not None)):
+            job.keep_input(input_p, built)
 
 
 def _about(job: Job) -> dict[str, object]:
-    """Returns what a start of the run is, besides its settings."""
+    """Returns what a start of the run is, besides its settings and overrides, which count once it has begun."""
     devices = job.partitioner.mesh.devices
     return {
         "experiment": job.config.experiment.name,
-        "overrides": list(job.config.experiment.overrides),
-        "settings": job.config.given(),
         "parameters": job.partitioner.metadata.num_params() + job.partitioner.metadata.num_frozen_params(),
         "devices": {"count": int(devices.size), "kind": devices.flat[0].device_kind, "processes": jax.process_count()},
         "versions": {"python": platform.python_version(), **library_versions()},

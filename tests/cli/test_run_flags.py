@@ -1,17 +1,22 @@
 """From a command line to the settings of its mode."""
 
 import dataclasses
+import errno
 import json
+import os
 
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from etils import epath
 from facts import assert_names, raises_naming
 
 from spmd_trainer.cli import flag_parsing, pax_flags, run_flags
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.text_settings import TokenizerConfig
 from spmd_trainer.settings import Settings, setting
+from spmd_trainer.storage import reading
+from spmd_trainer.training import experiment_config, run_directory
 from spmd_trainer.training.run_config import RunConfig, TrainConfig
 
 OF_A_RUN = ("--exp=lm.stdlib.StdlibBytesTiny", "--job_log_dir=runs/mine", "--track=wandb", "--num_minibatches=2")
@@ -118,6 +123,42 @@ def test_given_flags_win_over_the_runs(run, tmp_path):
     assert (config.mesh, config.experiment.overrides) == (None, ())
 
 
+def overrides_of(*arguments):
+    return list(config_of("--mode=verify", *arguments).experiment.overrides)
+
+
+def test_a_given_override_replaces_the_runs_of_the_same_path(run):
+    of_run = ["NUM_LAYERS=3", "task.train.num_train_steps=5"]
+    assert overrides_of(f"--job_log_dir={run}") == of_run
+    steps = "task.train.num_train_steps=9"
+    assert overrides_of(f"--job_log_dir={run}", f"--fdl.set={steps}") == ["NUM_LAYERS=3", steps]
+    # Neither a path that only begins alike, nor a field of what is kept.
+    assert experiment_config.without_replaced(of_run, ["NUM_LAYERS_2=1", "task.train.num_train_steps.a=1"]) == of_run
+    # What is assigned as a whole has no fields of before.
+    assert experiment_config.without_replaced(["a.b[0].c=1", "a.b[1]=2", "a.c=3"], ["a.b[0]=4", " a.c = 1"]) == [
+        "a.b[1]=2"
+    ]
+
+
+def test_an_empty_flag_takes_the_default_and_not_the_runs_value(run):
+    trains = (f"--job_log_dir={run}", "--mode=train")
+    config = config_of(*trains, "--mesh=", "--restore_checkpoint_dir=", "--num_minibatches=", "--track=")
+    assert (config.mesh, config.restore_checkpoint_dir, config.num_minibatches, config.track) == (None, None, None, ())
+    assert config.eval_on_test is False  # it was not named
+
+
+@pytest.mark.parametrize(("folder", "said"), [("elsewhere", True), (None, False)])
+def test_relative_paths_of_a_run_that_was_started_elsewhere_are_warned_of(run, folder, said, caplog):
+    path = run / "run.json"
+    record = json.loads(path.read_text())
+    record["overrides"].append("train_datasets[0].name='a.txt'")
+    record["working_directory"] = folder or os.getcwd()
+    path.write_text(json.dumps(record))
+    config_of(f"--job_log_dir={run}", "--mode=verify")
+    warned = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
+    assert any("elsewhere" in line and os.getcwd() in line for line in warned) == said
+
+
 def test_the_run_that_checkpoints_are_read_from_knows_them_too(run, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     for place in (run, run / "checkpoints"):
@@ -125,12 +166,32 @@ def test_the_run_that_checkpoints_are_read_from_knows_them_too(run, tmp_path_fac
         assert config.experiment.class_attributes == {"NUM_LAYERS": 3}
 
 
-@pytest.mark.parametrize("content", [None, "", "not JSON"])
-def test_a_directory_without_a_run_is_one_message(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "holds no run"),
+        ("", "run.json can't be read"),
+        ("not JSON", "run.json can't be read"),
+        ('{"experiment": "a.B", "status": "failed"}', "has not begun"),
+    ],
+)
+def test_a_directory_without_a_run_is_one_message(tmp_path, content, why):
     if content is not None:
         (tmp_path / "run.json").write_text(content)
-    with raises_naming(UserError, "--exp=NAME", str(tmp_path), "--list"):
+    with raises_naming(UserError, "--exp=NAME", str(tmp_path), why, "--list"):
         config_of(f"--job_log_dir={tmp_path}", "--mode=eval")
+
+
+def test_a_record_that_may_not_be_read_is_not_taken_for_no_run(run, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(reading, "read", refuse)
+    for mode in ("train", "eval"):
+        with raises_naming(UserError, "--exp=NAME", str(run), "can't be read", "Permission denied"):
+            config_of(f"--job_log_dir={run}", f"--mode={mode}")
+    with raises_naming(UserError, f"--job_log_dir={run}", "Permission denied"):
+        run_directory.check_directory(epath.Path(run), "a.B", trains=False)
 
 
 def refused(*arguments):
@@ -144,6 +205,13 @@ def refused(*arguments):
 def test_an_unknown_flag_is_told_with_the_field_that_it_may_mean(flag):
     said = refused("--exp=lm.stdlib.StdlibBytesTiny", flag)
     assert_names(said, flag.partition("=")[0], "--fdl.set=LEARNING_RATE=", "optimizer.learning_rate=")
+
+
+def test_the_experiment_of_an_unknown_flag_may_follow_a_blank_or_be_the_runs(run):
+    commands = (["--exp", "lm.stdlib.StdlibBytesTiny"], [f"--job_log_dir={run}"], ["-job_log_dir", str(run)])
+    for command in (*commands, [f"--restore_checkpoint_dir={run}/checkpoints"]):
+        assert_names(refused(*command, "--lr=3"), "--lr", "--fdl.set=LEARNING_RATE=")
+    assert_names(refused("--exp"), "--exp")
 
 
 @pytest.mark.parametrize("command", [["--zzz=3"], ["--exp=no.such.Experiment", "--lr=3"]])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import re
+import shutil
 import signal
 import types
 
 import pytest
+from etils import epath
 from facts import assert_names
 from job_helpers import (
     FIELDS,
     STATUS_LOST_PROCESS,
     STATUS_USER_ERROR,
     STEPS,
+    TINY,
     Settings,
+    Uneven,
     losses,
     records,
     run,
@@ -27,6 +32,7 @@ from spmd_trainer.errors import UserError
 
 # All on one pytest-xdist worker, so that the compilation cache and the job of one process are made once.
 pytestmark = pytest.mark.xdist_group("multiprocess")
+ROOT = pathlib.Path(__file__).parents[2]
 # Across processes, sums over the mesh are added in another order.
 TOLERANCE = 1e-5
 FLAGS = {
@@ -111,6 +117,57 @@ def test_one_process_resumes_after_sigterm_and_sigkill_to_one_of_two(one_process
     assert list(losses(directory)) == list(range(1, last["num_train_steps"] + 1))
     early = {step: loss for step, loss in losses(directory).items() if step <= STEPS}
     assert early == pytest.approx(losses(one_process.settings.directory), rel=TOLERANCE)
+
+
+@pytest.mark.full
+def test_two_processes_convert_moments_as_one_does(one_process, cache, tmp_path):
+    small = {"learner.opt_state_dtype": "'8bit'", "num_train_steps": STEPS + 3}
+    found = []
+    for processes in (1, 2):
+        directory = epath.Path(shutil.copytree(one_process.settings.directory, tmp_path / str(processes)))
+        job = run(Settings(directory, processes, cache, FIELDS | small))
+        assert_names(job.logs[0], f"restored step {STEPS}", "converted: saved in float32, now kept in 8bit")
+        found.append({step: loss for step, loss in losses(directory).items() if step > STEPS})
+    alone, together = found
+    assert list(alone) == list(range(STEPS + 1, STEPS + 4))
+    # Moments whose last bits differ may be rounded to other levels.
+    assert together == pytest.approx(alone, rel=1e-4)
+
+
+class OwnFolders(Uneven):
+    """Each process sees another folder as the job's directory. The run of process 1 has a record that can't be read."""
+
+    def trainer_flags(self) -> list[str]:
+        """Returns the flags that are the same for every process, without --exp if `exp` is ''."""
+        flags = Settings.trainer_flags(self)
+        return flags if self.exp else flags[1:]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("exp", ["", TINY])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_both_say_that_one_cannot_read_the_runs_directory(one_process, cache, tmp_path, exp, mode):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        shutil.copytree(one_process.settings.directory, folder / "run")
+    record = folders[1] / "run" / "run.json"
+    record.unlink()
+    record.mkdir()
+    settings = OwnFolders(
+        "/proc/self/cwd/run",
+        2,
+        cache,
+        FIELDS,
+        flags=(f"--mode={mode}",),
+        env={"PYTHONPATH": str(ROOT)},
+        exp=exp,
+        prefixes={index: ("env", "-C", str(folder)) for index, folder in enumerate(folders)},
+    )
+    with started(settings) as job:
+        assert job.finish() == [STATUS_LOST_PROCESS, STATUS_USER_ERROR], job.log()
+    for log in job.logs:
+        assert_names(log, "/proc/self/cwd/run", "Is a directory")
+        assert "Traceback" not in log
 
 
 @pytest.mark.parametrize(

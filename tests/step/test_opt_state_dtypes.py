@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from praxis import pax_fiddle
 
 from spmd_trainer import tasks_lib
-from spmd_trainer.checkpointing import Checkpointer
+from spmd_trainer.checkpointing import LOAD_ALL, Checkpointer, CheckpointLoadingRules, loading_rules
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.step import opt_state_dtypes
 from spmd_trainer.step.opt_state_dtypes import Bytes
 from tests.facts import raises_naming
@@ -140,11 +141,16 @@ def test_a_run_may_change_the_dtype_when_it_is_started_again(tmp_path, before, n
 
     @jax.jit
     def filled(state):
-        moments = lambda x: jnp.where(jnp.arange(x.size).reshape(x.shape) % 7, 0.01, 0.3).astype(x.dtype)  # noqa: E731
+        def moments(keys, x):
+            index = jnp.arange(x.size).reshape(x.shape)
+            signs = jnp.where(index % 3, 1, -1) if opt_state_dtypes.is_signed(path_str(keys)) else 1
+            return (jnp.where(index % 7, 0.01, 0.3) * signs).astype(x.dtype)
+
         learner = old.task.learner
-        loaded = opt_state_dtypes.loaded(learner, old.layout.slice(state).opt_states[0])
-        opt = jax.tree.map(lambda x: moments(x) if x.ndim else x, loaded)
-        opt = opt_state_dtypes.stored(learner, opt, 0)
+        before = old.layout.slice(state).opt_states[0]
+        loaded = opt_state_dtypes.loaded(learner, before)
+        opt = jax.tree_util.tree_map_with_path(lambda keys, x: moments(keys, x) if x.ndim else x, loaded)
+        opt = opt_state_dtypes.stored(learner, opt, before, 0)
         return old.layout.pad(old.layout.slice(state).replace(opt_states=[opt])), opt_state_dtypes.loaded(learner, opt)
 
     state, logical = filled(old.initialize_train_state(KEY))
@@ -158,6 +164,15 @@ def test_a_run_may_change_the_dtype_when_it_is_started_again(tmp_path, before, n
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0.0 if now == "float32" else ONE_LEVEL * 1.01), opt, logical
     )
+    assert any((np.asarray(x) < 0).any() for x in jax.tree.leaves(opt))
+    # A warm start that loads the states, all or by rules, converts them in the same way.
+    for fields in ({"load_opt_states": True}, {"partial_load_opt_states": True}):
+        rules = {tmp_path / "checkpoints": CheckpointLoadingRules(load_rules=[LOAD_ALL], **fields)}
+        resolved = loading_rules.resolve_rules(new.layout.variables, rules, check_contents=False)
+        found = resolved.read(new.layout.variables, new.layout.mesh)
+        for variable, array in zip(new.layout.records(), jax.tree.leaves(restored.state), strict=True):
+            if variable.path != "step":
+                np.testing.assert_array_equal(found[variable.path], array, err_msg=variable.path)
 
 
 def test_rules_choose_parts_of_any_optax_chain_and_small_states_and_averages_stay_float32():
@@ -183,11 +198,43 @@ def test_what_the_optimizer_itself_keeps_in_bfloat16_stays_so():
     state = {"mu": {"w": jnp.ones((64, 64), jnp.bfloat16)}, "nu": {"w": jnp.ones((64, 64), jnp.float32)}}
     for dtype in ("float32", "8bit"):
         learner = make_task(opt_state_dtype=dtype).learner
-        kept = opt_state_dtypes.stored(learner, state, 0)
+        kept = opt_state_dtypes.initial(learner, lambda _: state, {})
         assert kept["mu"]["w"].dtype == jnp.bfloat16
         assert isinstance(kept["nu"]["w"], Bytes) == (dtype == "8bit")
         found = opt_state_dtypes.loaded(learner, kept)
         assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, state)
+
+
+def test_parts_that_begin_as_variables_stay_float32_whatever_a_rule_says():
+    """z of schedule_free is a copy of the variables; those of Adam begin at zero, also where a compiled function makes them."""
+
+    def init(variables):
+        return {
+            "zeros": jax.jit(jnp.zeros_like)(variables),
+            "twice": jax.jit(lambda x: x.T @ x)(variables),
+            "z": variables,
+        }
+
+    learner = make_task(opt_state_dtype_rules=[("", "8bit")]).learner
+    kept = opt_state_dtypes.initial(learner, init, jnp.ones((64, 64)))
+    assert {name: isinstance(part, Bytes) for name, part in kept.items()} == {"zeros": True, "twice": False, "z": False}
+
+
+@pytest.mark.parametrize("steps", [0, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "rules", [[("", "8bit")], [("/z/", "bfloat16"), ("/nu/", "bfloat16"), ("/mu/", "8bit")]], ids=len
+)
+def test_z_of_schedule_free_stays_float32(rules, steps):
+    free = optax.contrib.schedule_free(optax.adam(1e-2), learning_rate=1e-2)
+    partitioner = make_partitioner((1, 1, 1), make_task(optimizer=free, opt_state_dtype_rules=rules))
+    dtypes = {variable.path: str(variable.dtype) for variable in partitioner.layout.records()}
+    z = {dtype for path, dtype in dtypes.items() if path.startswith("opt_states/") and "/z/" in path}
+    mu = {dtype for path, dtype in dtypes.items() if "/mu/" in path}
+    assert (z, mu) == ({"float32"}, {"uint8", "float32"})
+    if steps:
+        _, _, losses = run_steps(partitioner, make_batch())
+        assert np.isfinite(losses).all()
+        assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(

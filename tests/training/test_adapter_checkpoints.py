@@ -138,6 +138,21 @@ def test_orbax_reads_the_adapters_by_itself(trained):
     )
 
 
+def test_adapters_alone_are_not_given_as_the_models_variables(trained):
+    run, state = trained
+    count = sum(map(frozen_base.is_base, state))
+    with raises_naming(
+        CheckpointError,
+        "load_variables",
+        f"step {STEPS}",
+        "adapters alone",
+        f"the {count} variables",
+        FOLDER,
+        "export(",
+    ):
+        st.load_variables(run)
+
+
 @pytest.mark.full
 def test_every_mesh_restores_the_same_state_and_computes_the_same_checksums(trained):
     run, state = trained

@@ -1,5 +1,6 @@
 """An input that doesn't give what its specs declare is refused at its first batch, leaf by leaf."""
 
+import json
 import threading
 
 import jax
@@ -140,6 +141,10 @@ def test_a_file_to_evaluate_that_cannot_be_read_is_refused_at_the_start(tmp_path
     with raises_naming(UserError, *facts):
         train.train(job)
     read.set()
+    # Nothing of this start is taken by later commands: it has not begun to train.
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "failed"
+    assert {"overrides", "settings"}.isdisjoint(record)
 
 
 class PlainPaxInput(base_input.BaseInput):
@@ -172,6 +177,22 @@ class PlainPaxInput(base_input.BaseInput):
 
 def plain_pax(config):
     config.eval_datasets = [pax_fiddle.Config(PlainPaxInput, name="heldout", batch_size=8, is_training=False)]
+
+
+@pytest.mark.parametrize(("customize", "kept"), [(lambda config: None, True), (plain_pax, False)])
+def test_the_input_that_the_start_has_checked_is_evaluated_from_its_beginning(tmp_path, monkeypatch, customize, kept):
+    fields = ["task.train.eval_interval_steps=2"]
+    job = make_job(tmp_path, mesh=(1, 1, 1), customize=customize, fields=fields)
+    (input_p,) = job.config.experiment.config.eval_datasets
+    wanted = job.build_input(input_p)
+    start_up._check_datasets(job)
+    checked = dict(job._kept)
+    assert len(checked) == kept
+    found = evaluate.EvalDataset(job, input_p, 0)
+    assert list(checked.values()) == ([found._input] if kept else [])
+    assert not job._kept  # another one is built anew
+    for _ in range(2):
+        jax.tree.map(np.testing.assert_array_equal, found._input.get_next_padded(), wanted.get_next_padded())
 
 
 @pytest.mark.full

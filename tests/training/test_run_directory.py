@@ -19,6 +19,10 @@ def describe(directory):
     run_directory.describe(directory, {"experiment": EXPERIMENT, "versions": {"jax": "1"}}, ["a: 1"])
 
 
+def begin(directory, *overrides, **settings):
+    run_directory.mark_begin_of_training(directory, overrides, settings)
+
+
 def cut_short(text, keep):
     return text[: len(text) * keep // 4]
 
@@ -123,8 +127,27 @@ def test_the_record_follows_the_run(directory):
     describe(directory)
     assert (status_in(directory), run_directory.end_of_training(directory)) == ("finished", 7)
     assert run_directory.failure(directory) is None
-    run_directory.mark_begin_of_training(directory)
+    begin(directory)
     assert (status_in(directory), run_directory.end_of_training(directory)) == ("running", None)
+    assert json.loads((directory / "run.json").read_text())["versions"] == {"jax": "1"}
+
+
+def test_only_a_start_that_has_begun_says_how_it_was_asked_for(directory):
+    def asked():
+        record = json.loads((directory / "run.json").read_text())
+        return record.get("overrides"), record.get("settings"), record.get("working_directory")
+
+    run_directory.mark_failure(directory, 0, ValueError("the data are missing"))
+    assert asked() == (None, None, None)
+    begin(directory, "A=1", mesh="data:2")
+    first = (["A=1"], {"mesh": "data:2"}, os.getcwd())
+    for mark in (lambda: None, lambda: run_directory.mark_failure(directory, 0, ValueError("of the second start"))):
+        describe(directory)
+        mark()
+        assert asked() == first
+    run_directory.mark_end_of_training(directory, 7, complete=True)
+    begin(directory)
+    assert asked() == ([], {}, os.getcwd())
     assert json.loads((directory / "run.json").read_text())["versions"] == {"jax": "1"}
 
 
@@ -141,7 +164,7 @@ def test_runs_of_earlier_versions_have_a_status(tmp_path):
     assert run_directory.failure(directory) == run_directory.Failure(9, 1, "disk full")
     describe(directory)
     assert (status_in(directory), run_directory.end_of_training(directory)) == ("finished", 8)
-    run_directory.mark_begin_of_training(directory)
+    begin(directory)
     assert (run_directory.end_of_training(directory), run_directory.failure(directory)) == (None, None)
 
 
@@ -240,7 +263,7 @@ def test_a_start_has_no_older_failure(directory, as_process):
     describe(directory)
     assert run_directory.failure(directory) is None
     fail_as(as_process, 0, directory)
-    run_directory.mark_begin_of_training(directory)
+    begin(directory)
     assert (status_in(directory), run_directory.failure(directory)) == ("running", None)
 
 

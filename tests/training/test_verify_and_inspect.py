@@ -38,6 +38,38 @@ def test_verify_prints_both_runs_side_by_side(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+SMALL = ("opt_state_dtype='8bit'", "opt_state_dtype_rules=[('/m/','bfloat16')]")
+
+
+def small_states_job(directory, **settings):
+    job = make_job(directory, mode="verify", fields=[f"task.train.learner.{field}" for field in SMALL], **settings)
+    assert "uint8" in {str(variable.dtype) for variable in job.partitioner.layout.records()}
+    return job
+
+
+@pytest.mark.parametrize("options", [None, {"xla_cpu_multi_thread_eigen": False}])
+def test_small_optimizer_states_are_kept_in_float32_and_the_output_says_so(tmp_path, capsys, monkeypatch, options):
+    meshes = []
+
+    def run_steps(partitioner, *_, **__):
+        assert {str(variable.dtype) for variable in partitioner.layout.records()} <= {"float32", "int32", "uint32"}
+        meshes.append(partitioner.mesh.size)
+        yield verify.Snapshot(0, None, None, {"step": np.zeros(())})
+
+    monkeypatch.setattr(verify, "run_steps", run_steps)
+    job = small_states_job(tmp_path, verify_steps=1, verify_against=options)
+    verify.verify(job)
+    assert meshes == [1 if options is None else 8, 8]
+    assert_names(capsys.readouterr().out.splitlines()[0], "float32", "opt_state_dtype")
+    assert job.task.learner.opt_state_dtype == "8bit"  # the caller's
+
+
+@pytest.mark.full
+def test_a_learner_with_small_states_gives_the_same_numbers(tmp_path, capsys):
+    verify.verify(small_states_job(tmp_path, verify_steps=5))
+    assert_names(capsys.readouterr().out.splitlines()[-1], "same numbers")
+
+
 @pytest.mark.full
 def test_options_that_change_the_bits_are_told_from_those_that_do_not(tmp_path, capsys, monkeypatch):
     def verified(options):
