@@ -13,10 +13,10 @@ depends on rows. The table has both, predicted and compiled bytes.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from absl import logging
 from praxis.layers import AutodiffCheckpointType
@@ -28,13 +28,16 @@ from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_report import Outcome
 from spmd_trainer.planner.plan_search import ERRORS, Search, of_program
 from spmd_trainer.sharding.messages import bytes_text, count_text
-from spmd_trainer.step import opt_state_dtypes
+from spmd_trainer.step import host_states, opt_state_dtypes
 from spmd_trainer.step.mesh_choice import mesh_flag
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import ChipsConfig, PlanConfig
 
+# Fields that rungs change.
 _OPT_STATE_DTYPE = "task.train.learner.opt_state_dtype"
+_OPT_STATE_MEMORY = "task.train.learner.opt_state_memory_kind"
+_ACCUMULATION = "task.train.gradient_accumulation_dtype"
 # Minibatches are doubled fewer times than this.
 _MOST_DOUBLINGS = 7
 # Most meshes that are compiled.
@@ -61,7 +64,7 @@ class Step:
 @dataclasses.dataclass(frozen=True)
 class _Try:
     rung: str
-    candidate: Candidate
+    change: Callable[[Candidate], Candidate]
     predicted: int | None = None
 
 
@@ -101,8 +104,8 @@ class MemoryLadder:
         self._works: dict[Candidate, plan_prediction.Work] = {}
         # Bytes of the programs with several minibatches, as (number of minibatches, bytes).
         self._by_number: list[tuple[int, int]] = []
-        # Programs that have all changes of those before them, with fewer bytes each.
-        self._climbed: list[Outcome] = []
+        # The changes that save memory, with the bytes before each.
+        self._climbed: list[tuple[_Try, int]] = []
         self.steps: list[Step] = []
         self.fitting: Outcome | None = None
         self.has_ended_early = False
@@ -110,23 +113,24 @@ class MemoryLadder:
     def climb(self, budget: float) -> None:
         """Compiles the experiment's program and, while none fits, rung after rung, until `budget` seconds are over."""
         self._ends = time.monotonic() + budget
-        at = self._compile(_Try("as it is", self._search.outcomes[0].candidate))
-        self._climbed = [at]
-        for rung in (self._remat, self._moments, self._minibatches, self._meshes, self._rows):
+        first = self._search.outcomes[0].candidate
+        at = self._compile("as it is", first)
+        rungs = (self._remat, self._moments, self._host_memory, self._minibatches, self._accumulation, self._meshes)
+        for rung in (*rungs, self._rows):
             if at.seconds is not None or time.monotonic() > self._ends:
                 break
             for tried in rung(at):
                 if time.monotonic() > self._ends:
                     break
-                after = self._compile(tried)
+                after = self._compile(tried.rung, tried.change(at.candidate), tried.predicted)
                 most = (1 - _LEAST_SAVING) * (at.bytes or math.inf)
                 if after.seconds is not None or (after.bytes or math.inf) < most:
+                    self._climbed.append((tried, at.bytes or 0))
                     at = after
-                    self._climbed.append(at)
                 if at.seconds is not None:
                     break
         if at.seconds is not None:
-            self.fitting = self._without_needless(at)
+            self.fitting = self._without_needless(first, at)
         self.has_ended_early = at.seconds is None and time.monotonic() > self._ends
 
     def write(self) -> None:
@@ -174,14 +178,14 @@ class MemoryLadder:
         kept, devices, found = self._work(at.candidate), self._job.partitioner.mesh.size, []
         with Phase("tracing rematerialisation policies", announce_after=2.0):
             for policy in AutodiffCheckpointType:
-                candidate = dataclasses.replace(at.candidate, remat=policy.value)
+                change = functools.partial(dataclasses.replace, remat=policy.value)
                 try:
-                    work = self._work(candidate)
+                    work = self._work(change(at.candidate))
                 except ERRORS as error:
                     logging.info("%s: %s", policy.value, first_line(error))
                     continue
                 if (saved := int((kept.saved_bytes - work.saved_bytes) / devices)) > 0:
-                    found.append((work.step.flops, _Try(f"remat {policy.value}", candidate, _less(at, saved))))
+                    found.append((work.step.flops, _Try(f"remat {policy.value}", change, _less(at, saved))))
         yield from self._first_that_fits([tried for _, tried in sorted(found, key=lambda one: one[0])])
 
     def _moments(self, at: Outcome) -> Iterator[_Try]:
@@ -189,10 +193,21 @@ class MemoryLadder:
         dtypes = opt_state_dtypes.DTYPES
         tries = []
         for dtype in dtypes[dtypes.index(self._job.task.train.learner.opt_state_dtype) + 1 :]:
-            candidate = dataclasses.replace(at.candidate, more=(*at.candidate.more, f"{_OPT_STATE_DTYPE}={dtype!r}"))
-            saved = self._state(at.candidate) - self._state(candidate)
-            tries.append(_Try(f"optimizer state in {dtype}", candidate, _less(at, saved)))
+            change = _setting(_OPT_STATE_DTYPE, dtype)
+            saved = self._state(at.candidate) - self._state(change(at.candidate))
+            tries.append(_Try(f"optimizer state in {dtype}", change, _less(at, saved)))
         yield from self._first_that_fits(tries)
+
+    def _host_memory(self, at: Outcome) -> Iterator[_Try]:
+        """The optimizer state in the host's memory."""
+        if self._job.task.train.learner.opt_state_memory_kind == host_states.DEVICE:
+            yield _Try("optimizer state in host memory", _setting(_OPT_STATE_MEMORY, host_states.PINNED_HOST))
+
+    def _accumulation(self, at: Outcome) -> Iterator[_Try]:
+        """Gradients of minibatches added up in bfloat16."""
+        if at.candidate.minibatches is not None and self._job.task.train.gradient_accumulation_dtype == "float32":
+            saved = plan_prediction.trained_bytes(self._search.job_of(at.candidate)) // 2
+            yield _Try("gradients added up in bfloat16", _setting(_ACCUMULATION, "bfloat16"), _less(at, saved))
 
     def _minibatches(self, at: Outcome) -> Iterator[_Try]:
         """Two minibatches, and as many as it takes.
@@ -208,11 +223,8 @@ class MemoryLadder:
             predicted = _by_minibatches(self._by_number, number)
             if predicted is not None and predicted > self._search.memory and number != numbers[-1]:
                 continue
-            yield _Try(
-                count_text(number, "minibatch", "minibatches"),
-                dataclasses.replace(at.candidate, minibatches=number),
-                predicted,
-            )
+            change = functools.partial(dataclasses.replace, minibatches=number)
+            yield _Try(count_text(number, "minibatch", "minibatches"), change, predicted)
             if (num_bytes := self.steps[-1].outcome.bytes) is not None:
                 self._by_number.append((number, num_bytes))
 
@@ -221,15 +233,15 @@ class MemoryLadder:
         mesh = self._job.partitioner.mesh_shape()
         own, work, found = self._state(at.candidate), self._work(at.candidate), []
         for shape in plan_candidates.meshes(tuple(mesh), math.prod(mesh.values()), self._search.num_slices):
-            candidate = dataclasses.replace(at.candidate, mesh=shape)
+            change = functools.partial(dataclasses.replace, mesh=shape)
             try:
-                job = self._search.job_of(candidate)
+                job = self._search.job_of(change(at.candidate))
             except ERRORS:  # the mesh doesn't fit the chips or the experiment
                 continue
-            if (saved := own - self._state(candidate)) > 0:
+            if (saved := own - self._state(change(at.candidate))) > 0:
                 number = job.partitioner.num_minibatches
                 seconds = plan_prediction.predict(job, self._search.machine, work, minibatches=number).seconds
-                found.append((seconds, _Try(f"mesh {mesh_flag(shape)}", candidate, _less(at, saved))))
+                found.append((seconds, _Try(f"mesh {mesh_flag(shape)}", change, _less(at, saved))))
         yield from [tried for _, tried in sorted(found, key=lambda one: one[0])][:_MOST_MESHES]
 
     def _rows(self, at: Outcome) -> Iterator[_Try]:
@@ -243,7 +255,7 @@ class MemoryLadder:
         except UserError as error:
             logging.info("%s", first_line(error))
             return
-        rows, own = self._job.num_rows, self._climbed[0].candidate.minibatches
+        rows, own = self._job.num_rows, self._search.outcomes[0].candidate.minibatches
         saved = 0
         if self._by_number:  # accumulated gradients, and what meshes have saved since
             saved = plan_prediction.trained_bytes(self._search.job_of(at.candidate))
@@ -252,9 +264,8 @@ class MemoryLadder:
             whole = _by_minibatches(self._by_number, self._job.num_rows // rows)
             predicted = None if whole is None else whole - saved
             if predicted is None or predicted <= self._search.memory or rows == 1:
-                yield _Try(
-                    count_text(rows, "row"), dataclasses.replace(at.candidate, rows=rows, minibatches=own), predicted
-                )
+                change = functools.partial(dataclasses.replace, rows=rows, minibatches=own)
+                yield _Try(count_text(rows, "row"), change, predicted)
 
     # --- how they are tried ------------------------------------------------------------------------------------------
 
@@ -267,41 +278,37 @@ class MemoryLadder:
         smallest = sorted(tries, key=lambda tried: tried.predicted or 0)
         yield from dict.fromkeys([*fits[:1], *smallest[:1]])
 
-    def _compile(self, tried: _Try) -> Outcome:
+    def _compile(self, rung: str, candidate: Candidate, predicted: int | None = None) -> Outcome:
         """Compiles a program and adds it to the steps; one that can't be compiled has the reason in its outcome."""
-        outcome = Outcome(tried.candidate)
+        outcome = Outcome(candidate)
         self._store.read([outcome])
         try:
-            job = self._search.job_of(tried.candidate)
-            text, self._works[tried.candidate] = plan_prediction.traced(job)
+            job = self._search.job_of(candidate)
+            text, self._works[candidate] = plan_prediction.traced(job)
             of_program([outcome], plan_prediction.program(job, text))
-            outcome.state_bytes, outcome.rows = self._state(tried.candidate), job.num_rows
+            outcome.state_bytes, outcome.rows = self._state(candidate), job.num_rows
             if not outcome.compiled_in:
                 self._search.compile(outcome)
         except ERRORS as error:
             outcome.reason = first_line(error)
-        self.steps.append(Step(tried.rung, outcome, tried.predicted))
+        self.steps.append(Step(rung, outcome, predicted))
         logging.info("%s", _line(self.steps[-1]).strip())
         self._store.write([step.outcome for step in self.steps])
         return outcome
 
-    def _without_needless(self, fitting: Outcome) -> Outcome:
-        """Takes changes back, if the program is predicted to fit without them: what changes numbers first, then the others."""
-        first = self._climbed[0].candidate
-        for field in ("more", "mesh", "minibatches", "remat"):
-            own = getattr(fitting.candidate, field)
-            saved = sum(
-                (before.bytes or 0) - (after.bytes or 0)
-                for before, after in itertools.pairwise(self._climbed)
-                if getattr(before.candidate, field) != getattr(after.candidate, field)
-            )
-            predicted = (fitting.bytes or 0) + saved
-            if own == getattr(first, field) or predicted > self._search.memory or time.monotonic() > self._ends:
-                continue
-            without = dataclasses.replace(fitting.candidate, **{field: getattr(first, field)})
-            name = next(step.rung for step in self.steps if getattr(step.outcome.candidate, field) == own)
-            outcome = self._compile(_Try(f"without {name}", without, predicted))
-            fitting = fitting if outcome.seconds is None else outcome
+    def _without_needless(self, first: Candidate, fitting: Outcome) -> Outcome:
+        """Takes changes back, the earliest first, if the program is predicted to fit without them."""
+        kept = [tried for tried, _ in self._climbed]
+        for index, (tried, before) in enumerate(self._climbed[:-1]):
+            rest = [one for one in kept if one is not tried]
+            candidate = functools.reduce(lambda at, one: one.change(at), rest, first)
+            predicted = (fitting.bytes or 0) + before - self._climbed[index + 1][1]
+            if candidate == fitting.candidate:
+                kept = rest
+            elif predicted <= self._search.memory and time.monotonic() < self._ends:
+                outcome = self._compile(f"without {tried.rung}", candidate, predicted)
+                if outcome.seconds is not None:
+                    kept, fitting = rest, outcome
         return fitting
 
     def _work(self, candidate: Candidate) -> plan_prediction.Work:
@@ -333,6 +340,16 @@ def _line(step: Step) -> str:
     mark = "*" if outcome.seconds is not None else " "
     reason = "" if outcome.bytes else f": {outcome.reason}"
     return f"{mark} {predicted:>10}  {compiled:>10}  {seconds:>9}  {step.rung}{reason}"
+
+
+def _setting(path: str, value: str) -> Callable[[Candidate], Candidate]:
+    """Returns the change that sets a field of the config."""
+
+    def change(at: Candidate) -> Candidate:
+        others = tuple(override for override in at.more if not override.startswith(f"{path}="))
+        return dataclasses.replace(at, more=(*others, f"{path}={value!r}"))
+
+    return change
 
 
 def _less(at: Outcome, saved: int) -> int | None:
