@@ -85,24 +85,51 @@ def changes(learner: Any) -> bool:
     return learner.opt_state_dtype != FLOAT32 or bool(learner.opt_state_dtype_rules)
 
 
-def stored(learner: Any, state: PyTree, step: jax.Array | int) -> PyTree:
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One index of dimension 0 of all arrays of a state.
+
+    Attributes:
+      state: the path of the state, '' for the whole optimizer state.
+      index: int32 scalar.
+      count: the size of dimension 0.
+    """
+
+    state: str
+    index: jax.Array
+    count: int
+
+    def path(self, path: str) -> str:
+        """Returns the path in the whole optimizer state."""
+        return f"{self.state}/{path}"
+
+
+def stored(learner: Any, state: PyTree, step: jax.Array | int, row: Row | None = None) -> PyTree:
     """Returns an optimizer state as it is kept until the next step. Under jit.
 
     Args:
       learner: the learner, with `opt_state_dtype` and `opt_state_dtype_rules`.
       state: the state that the optimizer returned.
       step: uint32, the number of the training step, for the rounding.
+      row: if the arrays are one row of the stored ones, which one. The result is that row of the whole result.
     """
-    return _mapped(learner, lambda path, x, dtype: encode(path, x, dtype, step), state) if changes(learner) else state
+    if not changes(learner):
+        return state
+    index = None if row is None else row.index
+    return _mapped(learner, lambda path, x, dtype: encode(path, x, dtype, step, index), state, row=row)
 
 
-def loaded(learner: Any, state: PyTree) -> PyTree:
-    """Returns a stored optimizer state as its optimizer reads it. Under jit. What it keeps in bfloat16 by itself stays so."""
+def loaded(learner: Any, state: PyTree, row: Row | None = None) -> PyTree:
+    """Returns a stored optimizer state as its optimizer reads it. Under jit. What it keeps in bfloat16 by itself stays so.
+
+    Args:
+      learner, state, row: as in `stored`.
+    """
     if not changes(learner):
         return state
 
     def one(keys: tuple[Any, ...], x: Any) -> Any:
-        by_learner = isinstance(x, Bytes) or _asked(learner, path_str(keys), x.shape) == BFLOAT16
+        by_learner = isinstance(x, Bytes) or _asked(learner, *_whole(path_str(keys), x.shape, row)) == BFLOAT16
         return decode(x) if by_learner else x
 
     return jax.tree_util.tree_map_with_path(one, state, is_leaf=lambda x: isinstance(x, Bytes))
@@ -134,7 +161,9 @@ def stored_specs(learner: Any, shapes: PyTree, specs: PyTree) -> PyTree:
     return _mapped(learner, spec, shapes, specs)
 
 
-def encode(path: str, x: jax.Array, dtype: str, step: jax.Array | int) -> jax.Array | Bytes:
+def encode(
+    path: str, x: jax.Array, dtype: str, step: jax.Array | int, row: jax.Array | None = None
+) -> jax.Array | Bytes:
     """Returns one array of a state as it is stored. Storing again what was loaded changes nothing.
 
     Args:
@@ -142,16 +171,17 @@ def encode(path: str, x: jax.Array, dtype: str, step: jax.Array | int) -> jax.Ar
       x: float32.
       dtype: one of `DTYPES`.
       step: see `stored`.
+      row: int32 scalar, the index of `x` in dimension 0 of a stacked array; None: it is whole.
     """
     if dtype == BFLOAT16:
-        bits, drawn = lax.bitcast_convert_type(x, jnp.uint32), _random_bits(path, x.shape, step) >> 16
+        bits, drawn = lax.bitcast_convert_type(x, jnp.uint32), _random_bits(path, x.shape, step, row) >> 16
         # The lower half of the bits says how probable the upper neighbour is. NaN and infinities stay.
         upper = jnp.where(jnp.isfinite(x), bits + drawn, bits) & jnp.uint32(0xFFFF0000)
         return lax.bitcast_convert_type(upper, jnp.float32).astype(jnp.bfloat16)
     if dtype == EIGHT_BITS:
         signed = is_signed(path)
         scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-        level = _rounded_level(jnp.abs(x), scale, _random_bits(path, x.shape, step), signed)
+        level = _rounded_level(jnp.abs(x), scale, _random_bits(path, x.shape, step, row), signed)
         sign = jnp.where((x < 0) & (level > 0), 128, 0) if signed else 0
         return Bytes((level + sign).astype(jnp.uint8), scale, signed)
     return x
@@ -200,9 +230,11 @@ def _most(signed: bool) -> int:
     return 127 if signed else 255
 
 
-def _random_bits(path: str, shape: tuple[int, ...], step: jax.Array | int) -> jax.Array:
+def _random_bits(
+    path: str, shape: tuple[int, ...], step: jax.Array | int, row: jax.Array | None = None
+) -> jax.Array:
     """Returns uint32 [*shape]: a hash (MurmurHash3's finaliser, twice) of the path, the step and the element's index."""
-    index = jnp.zeros(shape, jnp.uint32)
+    index = jnp.full(shape, 0 if row is None else row, jnp.uint32)
     for dim, size in enumerate(shape):
         index = index * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, dim)
     seed = _mixed(jnp.asarray(step).astype(jnp.uint32) ^ jnp.uint32(zlib.crc32(path.encode())))
@@ -220,25 +252,35 @@ def is_signed(path: str) -> bool:
     return _part_name(path) not in _SECOND_MOMENTS
 
 
+def is_average(path: str) -> bool:
+    """Returns True for the path of a moving average of a variable, which evaluation reads."""
+    return _part_name(path) == _AVERAGES
+
+
 def _part_name(path: str) -> str:
     """Returns the state's own name of a part, which stands before its variable's path; '' if there is none."""
     before, collection, _ = path.partition(f"/{base_layer.PARAMS}/")
     return before.rpartition("/")[2] if collection else ""
 
 
-def _mapped(learner: Any, fn: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTree:
+def _whole(path: str, shape: tuple[int, ...], row: Row | None) -> tuple[str, tuple[int, ...]]:
+    """Returns the path and the shape of the array that a part of a state is, or is a row of."""
+    return (path, shape) if row is None else (row.path(path), (row.count, *shape))
+
+
+def _mapped(learner: Any, fn: Callable[..., Any], state: PyTree, *others: PyTree, row: Row | None = None) -> PyTree:
     """Maps (path, leaf, dtype, ...) -> leaf over the parts that are not kept in float32. Others stay those of the last tree."""
 
     def one(keys: tuple[Any, ...], x: Any, *rest: Any) -> Any:
-        path = path_str(keys)
-        dtype = _asked(learner, path, x.shape) if x.dtype == jnp.float32 else FLOAT32
+        path, shape = _whole(path_str(keys), x.shape, row)
+        dtype = _asked(learner, path, shape) if x.dtype == jnp.float32 else FLOAT32
         return (rest[-1] if rest else x) if dtype == FLOAT32 else fn(path, x, dtype, *rest)
 
     return jax.tree_util.tree_map_with_path(one, state, *others)
 
 
 def _asked(learner: Any, path: str, shape: tuple[int, ...]) -> str:
-    if not shape or _part_name(path) == _AVERAGES:
+    if not shape or is_average(path):
         return FLOAT32
     for regex, dtype in learner.opt_state_dtype_rules:
         if re.search(regex, path):

@@ -22,7 +22,7 @@ from spmd_trainer import sharding
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.sharding.path_rules import Strategy
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
-from spmd_trainer.step import masks, opt_state_dtypes, optax_bridge, step_fns
+from spmd_trainer.step import host_states, masks, opt_state_dtypes, optax_bridge, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.train_states import NestedJTensor, NestedShapeDtypeStruct, NestedWeightHParams, PyTree, TrainState
 
@@ -63,6 +63,7 @@ def build(
     Raises:
       ValueError: a declared mapping doesn't fit its variable or the mesh, or the strategy is invalid.
     """
+    host_states.check_devices(task.learner, mesh)
     if task.lora is None:
         # The context mesh stays unset here: inside it, praxis' circular pipelines refuse their own constraints.
         layout = LogicalLayout(task, abstract_hparams(init_variables))
@@ -94,7 +95,8 @@ def build(
     )
 
     def record(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, reason: str) -> VariableSpec:
-        return make_variable_spec(path_str(path), leaf.shape, leaf.dtype, spec, dict(mesh.shape), reason)
+        variable = make_variable_spec(path_str(path), leaf.shape, leaf.dtype, spec, dict(mesh.shape), reason)
+        return dataclasses.replace(variable, memory_kind=host_states.memory_kind(task.learner, variable))
 
     return hparams, jax.tree_util.tree_map_with_path(record, logical, specs, why)
 
