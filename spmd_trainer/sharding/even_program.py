@@ -149,6 +149,8 @@ class EvenProgram:
         name = eqn.primitive.name
         if _has_keys(eqn) and name not in CALLS and name not in _CONTROL and name != "random_bits":
             return without_padding(self.pins, eqn, values)
+        if name == "device_put" and len(values) == 1:
+            return [self._like(x, values[0]) for x in bind(eqn, [values[0].array])]
         if name not in CALLS and name not in _CONTROL and _on_host(eqn):
             return without_padding(self.pins, eqn, values)
         mark = _mark_of(eqn)

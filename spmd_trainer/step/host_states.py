@@ -9,6 +9,7 @@ The optimizer sees the same arrays as for states on the devices, so the results 
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,14 +24,18 @@ from praxis import optimizer_prefix_vectorization as opt_vec
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step import opt_state_dtypes
-from spmd_trainer.step.layout import HostPart
+from spmd_trainer.step.layout import HostPart, Layout
 from spmd_trainer.train_states import PyTree
 
 if TYPE_CHECKING:
     from spmd_trainer.step.learner import Learner
+    from spmd_trainer.tasks_lib import SingleTask
 
 DEVICE, PINNED_HOST = "device", "pinned_host"
 MEMORY_KINDS = (DEVICE, PINNED_HOST)
+# JAX's mark of a move between memories, and a buffer in XLA's memory space 5, the host's, that is made by a program.
+_PLACED = "annotate_device_placement"
+_HOST_BUFFER = re.compile(r"^\s+%?[\w.-]+ = [^=]*?S\(5\)\}? (?!parameter|get-tuple-element|tuple)", re.MULTILINE)
 # Smaller parts stay on the devices: a copy of its own would cost more time than they take memory.
 _LEAST_ELEMENTS = 4096
 
@@ -51,8 +56,7 @@ def check(learner: Any) -> None:
 def memory_kind(learner: Any, variable: VariableSpec) -> str | None:
     """Returns the memory kind of a part of the train state: that of the learner for large parts of an optimizer state.
 
-    Moving averages, which evaluation reads, stay on the devices, and so do parts that are split or padded in dimension 0 of
-    repeated layers.
+    Moving averages, which evaluation reads, stay on the devices.
     """
     if learner.opt_state_memory_kind == DEVICE or not variable.path.startswith("opt_states/"):
         return None
@@ -60,24 +64,62 @@ def memory_kind(learner: Any, variable: VariableSpec) -> str | None:
     return None if is_small or opt_state_dtypes.is_average(variable.path) else str(learner.opt_state_memory_kind)
 
 
-def check_devices(learner: Any, mesh: Mesh) -> None:
-    """Checks that a mesh's devices have the memory that the learner asks for.
+def check_devices(task: SingleTask, mesh: Mesh) -> None:
+    """Checks that a mesh's devices have the memory that a task asks for.
 
     Raises:
       UserError: they don't; names them, and the memory kinds that they have.
     """
-    if learner.opt_state_memory_kind == DEVICE or not isinstance(mesh, Mesh):
+    asked = {
+        f"task.train.learner.opt_state_memory_kind={PINNED_HOST!r}": task.learner.opt_state_memory_kind == PINNED_HOST,
+        f"task.train.offloaded_activations={list(task.train.offloaded_activations)}": task.train.offloaded_activations,
+    }
+    if not any(asked.values()) or not isinstance(mesh, Mesh):
         return
     device = mesh.devices.flat[0]
     try:
         kinds = sorted(memory.kind for memory in device.addressable_memories())
     except Exception:  # compile-only devices of GPUs have none, and each kind of device raises an error of its own
         kinds = []
-    if learner.opt_state_memory_kind not in kinds:
+    if PINNED_HOST not in kinds:
         raise UserError(
-            f"task.train.learner.opt_state_memory_kind={learner.opt_state_memory_kind!r}: the devices ({device.device_kind}) "
-            f"have {'the memory kinds ' + ', '.join(kinds) if kinds else 'no memory kinds'}, so that states in host memory "
-            f"can't be compiled for them; set it to {DEVICE!r}, or use devices that are here, or a TPU topology"
+            f"{next(setting for setting, is_set in asked.items() if is_set)}: the devices ({device.device_kind}) have "
+            f"{'the memory kinds ' + ', '.join(kinds) if kinds else 'no memory kinds'}, not {PINNED_HOST}, so a step with "
+            "host memory can't be compiled for them. GPUs have it when they are here; a --topology of GPUs has not. Leave the "
+            "setting at its default, or plan for TPUs"
+        )
+
+
+def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
+    """Checks that a compiled train step has in host memory what the task asks for.
+
+    Args:
+      layout: the layout of its state.
+      lowered, compiled: the step, (state, key, inputs) -> (new state, outputs).
+
+    Raises:
+      UserError: the compiler left a part of the state, or the activations, on the devices; names it and the device.
+    """
+    device = layout.mesh.devices.flat[0].device_kind
+    given, made = jax.tree.leaves(compiled.input_shardings[0][0]), jax.tree.leaves(compiled.output_shardings[0])
+    for variable, *shardings in zip(layout.records(), given, made, strict=True):
+        kinds = [sharding.memory_kind for sharding in shardings]
+        if variable.memory_kind and set(kinds) != {variable.memory_kind}:
+            raise UserError(
+                f"task.train.learner.opt_state_memory_kind={variable.memory_kind!r}: in the program for {device}, "
+                f"{variable.path} is in memory {kinds[0]} before a step and {kinds[1]} after it; set opt_state_memory_kind="
+                f"{DEVICE!r}, or use a smaller opt_state_dtype"
+            )
+    offloaded = list(layout.task.train.offloaded_activations)
+    if not offloaded:
+        return
+    # The CPU's compiler drops the marks of moves inside a program, whose memory is the host's anyway.
+    on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+    moves = _PLACED in lowered.as_text() if on_cpu else bool(_HOST_BUFFER.search(compiled.as_text()))
+    if not moves:
+        raise UserError(
+            f"task.train.offloaded_activations={offloaded}: the program for {device} moves no activation to host memory; "
+            "use saved_activations, or leave both lists empty, so that they are computed again"
         )
 
 
@@ -86,12 +128,29 @@ def is_host_part(x: Any) -> bool:
     return isinstance(x, HostPart)
 
 
-def any_on_host(states: PyTree) -> bool:
-    """Returns True if a part of an optimizer state is in host memory."""
-    return any(map(is_host_part, jax.tree.leaves(states, is_leaf=is_host_part)))
+def update_stored(
+    learner: Learner, grads: PyTree, stored: PyTree, old_vars: PyTree, var_weight_hparams: PyTree, step: jax.Array
+) -> tuple[PyTree, PyTree]:
+    """As `Learner.update_states`, for a state as it is kept between steps: `opt_state_dtypes.stored`, in any memory.
+
+    Args:
+      learner: the learner.
+      grads, old_vars, var_weight_hparams: as in `Learner.update_states`.
+      stored: the stored state; parts in host memory are `HostPart`s.
+      step: uint32 scalar, the number of the training step.
+    """
+    if not any(map(is_host_part, jax.tree.leaves(stored, is_leaf=is_host_part))):
+        loaded = opt_state_dtypes.loaded(learner, stored)
+        updates, new_states = learner.update_states(grads, loaded, old_vars, var_weight_hparams)
+        return updates, opt_state_dtypes.stored(learner, new_states, step)
+
+    def run(grads: PyTree, mdl_vars: PyTree, hparams: PyTree, valid: jax.Array) -> tuple[PyTree, PyTree]:
+        return _update(learner, grads, stored, mdl_vars, hparams, step, valid)
+
+    return learner.update_by(run, grads, old_vars, var_weight_hparams)
 
 
-def update(
+def _update(
     learner: Learner,
     grads: PyTree,
     states: PyTree,
@@ -151,7 +210,7 @@ def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTre
             learner.raw_grad_tx(hparams), _without(hparams, others), learner.repeat_prefix_sep
         )
         (key,) = set(jax.eval_shape(tx.init, _without(mdl_vars, others))) - {opt_vec.NO_PREFIX_KEY}
-        if any_on_host(states[key]):
+        if any(map(is_host_part, jax.tree.leaves(states[key], is_leaf=is_host_part))):
             found[key] = others
     return found
 

@@ -48,9 +48,7 @@ class LogicalLayout:
     var_weight_hparams: NestedWeightHParams
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("kept", "seen", "mesh")
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("kept", "seen", "mesh"))
 @dataclasses.dataclass(frozen=True)
 class HostPart:
     """A part of the state in host memory, as a step gets it: with its padding, because nothing is computed on the host.

@@ -144,29 +144,10 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
             updates, new_states = self.get_grad_tx(hparams).update(grads, states, old_vars)
             return self.if_valid(valid, updates, new_states, states)
 
-        return self._update(run, grads, old_vars, var_weight_hparams)
+        return self.update_by(run, grads, old_vars, var_weight_hparams)
 
-    def update_stored_states(
-        self, grads: Any, stored: Any, old_vars: Any, var_weight_hparams: Any, step: jax.Array
-    ) -> tuple[Any, Any]:
-        """As `update_states`, for states as they are kept between steps: `opt_state_dtypes.stored`, in any memory.
-
-        Args:
-          grads, old_vars, var_weight_hparams: as in `update_states`.
-          stored: the stored optimizer state; parts in host memory are `HostPart`s.
-          step: uint32 scalar, the number of the training step.
-        """
-        if not host_states.any_on_host(stored):
-            loaded = opt_state_dtypes.loaded(self, stored)
-            updates, new_states = self.update_states(grads, loaded, old_vars, var_weight_hparams)
-            return updates, opt_state_dtypes.stored(self, new_states, step)
-
-        def run(grads: Any, old_vars: Any, hparams: Any, valid: jax.Array) -> tuple[Any, Any]:
-            return host_states.update(self, grads, stored, old_vars, hparams, step, valid)
-
-        return self._update(run, grads, old_vars, var_weight_hparams)
-
-    def _update(self, run: Any, grads: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
+    def update_by(self, run: Any, grads: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
+        """As `update_states`, by a function of (clipped gradients, variables, WeightHParams, whether the step is valid)."""
         overwrites = jax.tree.map(base_layer.var_overwrite_with_gradient, var_weight_hparams)
         # A gradient that overwrites its variable (fp8 scales) must not reach the optimizer.
         masked_vars, masked_hparams, masked_grads = (

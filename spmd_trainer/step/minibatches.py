@@ -23,7 +23,7 @@ from praxis import base_layer
 
 from spmd_trainer.sharding.even_values import slice_off
 from spmd_trainer.sharding.variables import named_leaves
-from spmd_trainer.step import masks, step_fns
+from spmd_trainer.step import activation_memory, masks, step_fns
 from spmd_trainer.step.layout import Layout, LogicalLayout
 from spmd_trainer.step.step_fns import StepFnOutput
 from spmd_trainer.train_states import NestedJTensor, PyTree
@@ -158,7 +158,7 @@ def accumulated_gradients(
 
     # Each minibatch takes every n-th row, so that each has rows on every device.
     grads, written, sums, by_row = accumulate_gradients(
-        loss_fn,
+        activation_memory.with_policy(layout.task, loss_fn),
         masks.mask_out(mdl_vars, excluded),
         written,
         jax.tree.map(lambda x: _transposed(x, (-1, num_minibatches)), inputs),

@@ -230,9 +230,7 @@ def _most(signed: bool) -> int:
     return 127 if signed else 255
 
 
-def _random_bits(
-    path: str, shape: tuple[int, ...], step: jax.Array | int, row: jax.Array | None = None
-) -> jax.Array:
+def _random_bits(path: str, shape: tuple[int, ...], step: jax.Array | int, row: jax.Array | None = None) -> jax.Array:
     """Returns uint32 [*shape]: a hash (MurmurHash3's finaliser, twice) of the path, the step and the element's index."""
     index = jnp.full(shape, 0 if row is None else row, jnp.uint32)
     for dim, size in enumerate(shape):

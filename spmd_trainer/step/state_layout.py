@@ -63,7 +63,7 @@ def build(
     Raises:
       ValueError: a declared mapping doesn't fit its variable or the mesh, or the strategy is invalid.
     """
-    host_states.check_devices(task.learner, mesh)
+    host_states.check_devices(task, mesh)
     if task.lora is None:
         # The context mesh stays unset here: inside it, praxis' circular pipelines refuse their own constraints.
         layout = LogicalLayout(task, abstract_hparams(init_variables))
