@@ -101,7 +101,7 @@ def _changed(jaxpr: Any, policy: Callable[..., Any]) -> Any:
             return value.replace(jaxpr=_changed(value.jaxpr, policy))
         if isinstance(value, jax.extend.core.Jaxpr):
             return _changed(value, policy)
-        return tuple(map(changed, value)) if isinstance(value, tuple) else value
+        return tuple(map(changed, value)) if type(value) is tuple else value
 
     def one(eqn: Any) -> Any:
         if eqn.primitive.name.startswith("custom_"):  # its derivative is written out, and has no policy

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from praxis import base_layer
 from praxis import optimizer_prefix_vectorization as opt_vec
 
@@ -74,7 +74,7 @@ def check_devices(task: SingleTask, mesh: Mesh) -> None:
         f"task.train.learner.opt_state_memory_kind={PINNED_HOST!r}": task.learner.opt_state_memory_kind == PINNED_HOST,
         f"task.train.offloaded_activations={list(task.train.offloaded_activations)}": task.train.offloaded_activations,
     }
-    if not any(asked.values()) or not isinstance(mesh, Mesh):
+    if not any(asked.values()) or isinstance(mesh, AbstractMesh):
         return
     device = mesh.devices.flat[0]
     try:
