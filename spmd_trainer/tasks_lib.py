@@ -21,8 +21,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.models.base import Model, as_model
 from spmd_trainer.pax import task_fields
 from spmd_trainer.pax.task_fields import RunningMode as RunningMode
+from spmd_trainer.step import activation_memory, optax_bridge
 from spmd_trainer.step import learner as learner_lib
-from spmd_trainer.step import optax_bridge
 from spmd_trainer.step.learner import Learner
 from spmd_trainer.train_states import TrainState
 
@@ -117,6 +117,11 @@ class SingleTask(BaseTask):
           variable_norm_summary: write the norm of every variable with the summaries.
           update_ratio_summary: write the gradient's norm, the norm and the relative change of every variable with the
             summaries, layer by layer; see `step/step_fns.py`.
+          saved_activations, offloaded_activations: names of activations that the model's rematerialised parts keep on the
+            device, and that they move to host memory, for the backward pass; all others are computed again. Both empty: the
+            model's own policies. See `step/activation_memory.py`.
+          gradient_accumulation_dtype: dtype in which the gradients of several minibatches are added up: 'float32', or
+            'bfloat16', which needs half the memory and loses small gradients beside large sums.
           eval_interval_steps: steps between evaluations, which also take place when training is complete; 0: never.
           eval_skip_train: do not evaluate a training batch.
           eval_use_ema_states: evaluate the moving averages, which the learner must keep.
@@ -152,6 +157,9 @@ class SingleTask(BaseTask):
         summary_accumulate_interval_steps: int | None = None
         variable_norm_summary: bool = True
         update_ratio_summary: bool = False
+        saved_activations: Sequence[str] = ()
+        offloaded_activations: Sequence[str] = ()
+        gradient_accumulation_dtype: str = "float32"
         eval_interval_steps: int = 100
         eval_skip_train: bool = False
         eval_use_ema_states: bool = False
@@ -257,6 +265,12 @@ class SingleTask(BaseTask):
         if isinstance(self.train.learner, list | tuple):
             raise ValueError(
                 "task.train.learner is a list; give one learner (MultiOptimizerLearner has several optimizers)"
+            )
+        activation_memory.check_lists(self.train.saved_activations, self.train.offloaded_activations)
+        accumulated = self.train.gradient_accumulation_dtype
+        if accumulated not in ("float32", "bfloat16"):
+            raise ValueError(
+                f"task.train.gradient_accumulation_dtype is {accumulated!r}; it must be 'float32' or 'bfloat16'"
             )
         optax_bridge.require_schedule(self.train.learner.optimizer)
         learner_p = self.train.learner.clone().set(name="learner")

@@ -149,6 +149,10 @@ class EvenProgram:
         name = eqn.primitive.name
         if _has_keys(eqn) and name not in CALLS and name not in _CONTROL and name != "random_bits":
             return without_padding(self.pins, eqn, values)
+        if name == "device_put" and len(values) == 1:
+            return [self._like(x, values[0]) for x in bind(eqn, [values[0].array])]
+        if name not in CALLS and name not in _CONTROL and _on_host(eqn):
+            return without_padding(self.pins, eqn, values)
         mark = _mark_of(eqn)
         if mark == SLICE_OFF:
             return [self.pins.value(values[0].array, eqn.outvars[0].aval.shape, values[0].axes)]
@@ -320,14 +324,14 @@ class EvenProgram:
         held = [v.physical for v in carry]
         if all(v.is_held and not v.is_padded for v in operands):
             return held  # saves a trace of the body
-        dtypes = [v.array.dtype for v in carry]
+        types = [jax.typeof(v.array) for v in carry]
         while True:
 
             def probe(arrays: list[Any], others: list[Any]) -> list[Any]:
                 given = [self._like(x, v) for x, v in zip(arrays, carry, strict=True)]
                 return [v.array for v in step(given, others)]
 
-            arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(held, dtypes, strict=True)]
+            arrays = [of.update(shape=shape) for shape, of in zip(held, types, strict=True)]
             found = jax.eval_shape(probe, arrays, list(others))
             new = [tuple(map(max, zip(old, x.shape, strict=True))) for old, x in zip(held, found, strict=True)]
             if new == held:
@@ -356,6 +360,11 @@ def _has_keys(eqn: Any) -> bool:
     """Returns True for an operation on PRNG keys, which can't be padded."""
     dtypes = [getattr(var.aval, "dtype", None) for var in (*eqn.invars, *eqn.outvars)]
     return any(dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes)
+
+
+def _on_host(eqn: Any) -> bool:
+    """Returns True for an operation on arrays in host memory: they are moved as they are, and nothing is computed on them."""
+    return any(getattr(var.aval, "memory_space", None) == jax.memory.Space.Host for var in (*eqn.invars, *eqn.outvars))
 
 
 def _mark_of(eqn: Any) -> str | None:

@@ -41,6 +41,7 @@ class VariableSpec:
       spec: one entry per dimension, or `P()` if nothing is split.
       paddings: how much each dimension grows to divide by its number of shards.
       reason: why it has this layout: `declared`, `rule 2 ('.*kernel', fsdp(axis='data'))`, `replicated: ...`.
+      memory_kind: JAX's memory kind of its arrays, such as 'pinned_host'; None: the devices' default.
     """
 
     path: str
@@ -49,6 +50,7 @@ class VariableSpec:
     spec: PartitionSpec
     paddings: tuple[int, ...]
     reason: str
+    memory_kind: str | None = None
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -222,8 +224,8 @@ def is_spec(node: object) -> bool:
 
 def named_shardings(variables: PyTree, mesh: AnyMesh) -> PyTree:
     """Returns the NamedShardings of a tree of VariableSpecs; variables with equal specs share one object."""
-    sharding = functools.cache(lambda spec: NamedSharding(mesh, spec))
-    return jax.tree.map(lambda variable: sharding(variable.spec), variables)
+    sharding = functools.cache(lambda spec, kind: NamedSharding(mesh, spec, memory_kind=kind))
+    return jax.tree.map(lambda variable: sharding(variable.spec, variable.memory_kind), variables)
 
 
 # (path, shape, leaf, current spec with an entry per dimension) -> (spec, reason)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis import base_layer
 
 from spmd_trainer import sharding
-from spmd_trainer.sharding.even_values import slice_off
+from spmd_trainer.sharding.even_values import put_back, slice_off
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step import masks
 from spmd_trainer.train_states import (
@@ -46,6 +46,60 @@ class LogicalLayout:
 
     task: SingleTask
     var_weight_hparams: NestedWeightHParams
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("kept", "seen", "mesh"))
+@dataclasses.dataclass(frozen=True)
+class HostPart:
+    """A part of the state in host memory, as a step gets it: with its padding, because nothing is computed on the host.
+
+    Attributes:
+      array: the padded array.
+      kept: its record in the layout.
+      seen: the record that the step computes with; see `Layout.in_step`.
+      mesh: its mesh.
+    """
+
+    array: jax.Array
+    kept: VariableSpec
+    seen: VariableSpec
+    mesh: Mesh
+
+    def on_device(self, row: jax.Array | None = None) -> jax.Array:
+        """Copies it to the devices, without padding. Under jit.
+
+        Args:
+          row: scalar; the index in dimension 0 of what is copied. None: everything.
+        """
+        _, seen = self._records(row)
+        x = self.array if row is None else lax.dynamic_index_in_dim(self.array, row, 0, keepdims=False)
+        x = jax.device_put(x, jax.memory.Space.Device)
+        return slice_off(self._split(x, seen), seen.logical_shape)
+
+    def updated(self, value: jax.Array, row: jax.Array | None = None) -> HostPart:
+        """Returns it with a new value of what `on_device` returned, copied back to host memory. Under jit."""
+        kept, seen = self._records(row)
+        padded = _zero_beyond(kept, seen, self._split(put_back(value, seen.padded_shape), seen))
+        moved = jax.device_put(padded, jax.memory.Space.Host)
+        array = moved if row is None else lax.dynamic_update_index_in_dim(self.array, moved, row, 0)
+        return dataclasses.replace(self, array=array)
+
+    def _records(self, row: jax.Array | None) -> tuple[VariableSpec, VariableSpec]:
+        return (self.kept, self.seen) if row is None else (_row(self.kept), _row(self.seen))
+
+    def _split(self, x: jax.Array, seen: VariableSpec) -> jax.Array:
+        split: jax.Array = lax.with_sharding_constraint(x, NamedSharding(self.mesh, seen.spec))
+        return split
+
+
+def _row(variable: VariableSpec) -> VariableSpec:
+    """Returns the record of what stands at one index of dimension 0, which is whole on each device."""
+    return dataclasses.replace(
+        variable,
+        logical_shape=variable.logical_shape[1:],
+        spec=PartitionSpec(*variable.spec[1:]),
+        paddings=variable.paddings[1:],
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +144,29 @@ class Layout(LogicalLayout):
         return shapes
 
     def slice(self, state: TrainState) -> TrainState:
-        """Padded state -> the state as the step sees it. Under jit."""
-        logical: TrainState = sharding.slice_uneven(state, self.in_step, self.in_step)
+        """Padded state -> the state as the step sees it. Under jit. Parts in host memory stay there, as `HostPart`s."""
+        on_device = jax.tree.map(lambda v, x: None if v.memory_kind else x, self.variables, state)
+        logical: TrainState = jax.tree.map(
+            lambda kept, seen, x, whole: HostPart(whole, kept, seen, self.mesh) if kept.memory_kind else x,
+            self.variables,
+            self.in_step,
+            sharding.slice_uneven(on_device, self.in_step, self.in_step),
+            state,
+        )
         return logical
 
     def pad(self, state: TrainState) -> TrainState:
         """The state as the step sees it -> padded state. All padding is set to zero, even if the step wrote to it. Under jit."""
-        padded = sharding.pad_uneven(state, self.in_step, self.in_step, self.mesh)
-        zeroed: TrainState = jax.tree.map(_zero_beyond, self.variables, self.in_step, padded)
+        is_host = lambda x: isinstance(x, HostPart)  # noqa: E731
+        on_device = jax.tree.map(lambda x: None if is_host(x) else x, state, is_leaf=is_host)
+        padded = sharding.pad_uneven(on_device, self.in_step, self.in_step, self.mesh)
+        zeroed: TrainState = jax.tree.map(
+            lambda kept, seen, x, given: given.array if is_host(given) else _zero_beyond(kept, seen, x),
+            self.variables,
+            self.in_step,
+            padded,
+            state,
+        )
         return zeroed
 
     def without_opt_states(self) -> Layout:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from praxis import asserts, base_hyperparams, base_layer, optimizers, pax_fiddle
 from praxis import optimizer_prefix_vectorization as opt_vec
 
-from spmd_trainer.step import opt_state_dtypes, optax_bridge
+from spmd_trainer.step import host_states, opt_state_dtypes, optax_bridge
 from spmd_trainer.step.masks import mask_out, match_paths, paths_text, with_paths
 
 
@@ -52,6 +52,8 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         it is started again.
       opt_state_dtype_rules: (regex, dtype) pairs. The first whose regex is found in the path of a part of the state, such as
         'no_prefix/v/params/lm/softmax/w', decides instead of `opt_state_dtype`, for a part of any size.
+      opt_state_memory_kind: where the optimizer state is between steps: 'device', or 'pinned_host' for the memory of the host,
+        from which a step copies it layer by layer, see `host_states`. Small parts and moving averages stay on the device.
     """
 
     optimizer: Any = None
@@ -74,10 +76,12 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
     scale_update_by_var_norm: bool = False
     opt_state_dtype: str = opt_state_dtypes.FLOAT32
     opt_state_dtype_rules: Sequence[tuple[str, str]] = ()
+    opt_state_memory_kind: str = host_states.DEVICE
 
     def __post_init__(self) -> None:
         super().__post_init__()
         opt_state_dtypes.check(self)
+        host_states.check(self)
         if self.optimizer is None:
             raise ValueError(
                 "task.train.learner.optimizer is not set; e.g. pax_fiddle.Config(optimizers.Adam, ...). A task is made of its "
@@ -136,19 +140,32 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
             The updates to add, in the structure of `old_vars`, and the new optimizer state. In a skipped step the updates are
             zero and the state is the old one. If a variable is overwritten with its gradient, its update is the gradient.
         """
+
+        def run(grads: Any, old_vars: Any, hparams: Any, valid: jax.Array) -> tuple[Any, Any]:
+            updates, new_states = self.get_grad_tx(hparams).update(grads, states, old_vars)
+            return self.if_valid(valid, updates, new_states, states)
+
+        return self.update_by(run, grads, old_vars, var_weight_hparams)
+
+    def update_by(self, run: Any, grads: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
+        """As `update_states`, by a function of (clipped gradients, variables, WeightHParams, whether the step is valid)."""
         overwrites = jax.tree.map(base_layer.var_overwrite_with_gradient, var_weight_hparams)
         # A gradient that overwrites its variable (fp8 scales) must not reach the optimizer.
         masked_vars, masked_hparams, masked_grads = (
             mask_out(tree, overwrites) for tree in (old_vars, var_weight_hparams, grads)
         )
         masked_grads, valid = self.scale_gradients(masked_grads)
-        updates, new_states = self.get_grad_tx(masked_hparams).update(masked_grads, states, masked_vars)
-        if self.enable_skip_step_on_gradient_anomalies and self.check_valid_step:
-            updates = jax.tree.map(lambda x: jnp.where(valid, x, jnp.zeros_like(x)), updates)
-            new_states = jax.tree.map(lambda new, old: jnp.where(valid, new, old), new_states, states)
+        updates, new_states = run(masked_grads, masked_vars, masked_hparams, valid)
         if self.grad_norm_summary:
             _summarize("learning/applied_grad_norm", global_norm(updates))
         return jax.tree.map(lambda o, raw, x: raw if o else x, overwrites, grads, updates), new_states
+
+    def if_valid(self, valid: jax.Array, updates: Any, new_states: Any, states: Any) -> tuple[Any, Any]:
+        """Returns the updates and the new state of a valid step; zeros and the old state of a step that is skipped."""
+        if not (self.enable_skip_step_on_gradient_anomalies and self.check_valid_step):
+            return updates, new_states
+        updates = jax.tree.map(lambda x: jnp.where(valid, x, jnp.zeros_like(x)), updates)
+        return updates, jax.tree.map(lambda new, old: jnp.where(valid, new, old), new_states, states)
 
     def scale_gradients(self, raw_grads: Any, optimizer_name: str | None = None) -> tuple[Any, jax.Array]:
         """Clips gradients with the optimizer's settings, and checks whether the step is valid.

@@ -19,11 +19,12 @@ from typing import Any, TypeAlias, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from praxis import base_layer
 
 from spmd_trainer.sharding.even_values import slice_off
 from spmd_trainer.sharding.variables import named_leaves
-from spmd_trainer.step import masks, step_fns
+from spmd_trainer.step import activation_memory, masks, step_fns
 from spmd_trainer.step.layout import Layout, LogicalLayout
 from spmd_trainer.step.step_fns import StepFnOutput
 from spmd_trainer.train_states import NestedJTensor, PyTree
@@ -38,7 +39,13 @@ MinibatchLoss: TypeAlias = Callable[[PyTree, PyTree, PyTree, jax.Array, jax.Arra
 
 
 def accumulate_gradients(
-    loss_fn: MinibatchLoss, params: PyTree, carry: PyTree, batch: PyTree, key: jax.Array, num_minibatches: int = 1
+    loss_fn: MinibatchLoss,
+    params: PyTree,
+    carry: PyTree,
+    batch: PyTree,
+    key: jax.Array,
+    num_minibatches: int = 1,
+    dtype: DTypeLike | None = None,
 ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
     """Adds up gradients over the minibatches of a device's rows, one after the other. It does no communication.
 
@@ -52,6 +59,7 @@ def accumulate_gradients(
       batch: arrays [rows of this device, ...].
       key: folded with the minibatch's number.
       num_minibatches: divides the rows.
+      dtype: in which gradients of several minibatches are added up and returned; None: in those of `params`.
 
     Returns:
       (gradients, carry after the last minibatch, total sums, outputs of all rows in the order of the batch).
@@ -63,6 +71,8 @@ def accumulate_gradients(
     def one(carry: PyTree, minibatch: PyTree, index: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         grad_fn = jax.grad(loss_fn, has_aux=True)
         grads, (carry, sums, rows) = grad_fn(params, carry, minibatch, jax.random.fold_in(key, index), index)
+        if dtype is not None and num_minibatches > 1:
+            grads = jax.tree.map(lambda g: g.astype(dtype), grads)
         return carry, (grads, sums), rows
 
     carry, (grads, sums), rows = over_minibatches(one, carry, batch, num_minibatches)
@@ -158,16 +168,17 @@ def accumulated_gradients(
 
     # Each minibatch takes every n-th row, so that each has rows on every device.
     grads, written, sums, by_row = accumulate_gradients(
-        loss_fn,
+        activation_memory.with_policy(layout.task, loss_fn),
         masks.mask_out(mdl_vars, excluded),
         written,
         jax.tree.map(lambda x: _transposed(x, (-1, num_minibatches)), inputs),
         prng_key,
         num_minibatches,
+        layout.task.train.gradient_accumulation_dtype,
     )
     by_row = [_transposed(x, (num_minibatches, -1)) for x in by_row]
     inverse = weighted_mean(jnp.ones(()), sums["loss"][1])
-    grads = jax.tree.map(lambda g: (g * inverse).astype(g.dtype), grads)
+    grads = jax.tree.map(lambda g, p: (g * inverse).astype(p.dtype), grads, masks.mask_out(mdl_vars, excluded))
     written = advance_integers(written, layout, mdl_vars, prng_key, inputs)
     return outputs.put_back(sums, by_row, 1, num_rows), written, grads
 

@@ -47,6 +47,8 @@ _PER_OCTAVE = 8
 _ROOTS = (2.0 ** (np.arange(_PER_OCTAVE) / _PER_OCTAVE)).astype(np.float32)
 # Parts of a state that are never negative, by praxis' and optax' names: they use the sign's bit for their range.
 _SECOND_MOMENTS = frozenset({"v", "vr", "vc", "nu", "nu_max", "v_row", "v_col", "sum_of_squares"})
+# Name of the state of moving averages.
+_AVERAGES = "ema"
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes_8bit", "scale_8bit"), meta_fields=("signed",))
@@ -90,6 +92,25 @@ def changes(learner: Any) -> bool:
     return learner.opt_state_dtype != FLOAT32 or bool(learner.opt_state_dtype_rules)
 
 
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One index of dimension 0 of all arrays of a state.
+
+    Attributes:
+      state: the path of the state, '' for the whole optimizer state.
+      index: int32 scalar.
+      count: the size of dimension 0.
+    """
+
+    state: str
+    index: jax.Array
+    count: int
+
+    def path(self, path: str) -> str:
+        """Returns the path in the whole optimizer state."""
+        return f"{self.state}/{path}"
+
+
 def initial(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> PyTree:
     """Returns the first state of an optimizer as it is kept until the first step. Under jit.
 
@@ -110,7 +131,7 @@ def initial(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -
     return jax.tree_util.tree_map_with_path(one, state)
 
 
-def stored(learner: Any, state: PyTree, before: PyTree, step: jax.Array | int) -> PyTree:
+def stored(learner: Any, state: PyTree, before: PyTree, step: jax.Array | int, row: Row | None = None) -> PyTree:
     """Returns an optimizer state as it is kept until the next step. Under jit.
 
     Args:
@@ -118,24 +139,33 @@ def stored(learner: Any, state: PyTree, before: PyTree, step: jax.Array | int) -
       state: the state that the optimizer returned.
       before: the state that was kept until this step; each part is kept in the same dtype again.
       step: uint32, the number of the training step, for the rounding.
+      row: if the arrays are one row of the stored ones, which one. The result is that row of the whole result.
     """
+    if not changes(learner):
+        return state
+    index = None if row is None else row.index
 
     def one(keys: tuple[Any, ...], x: jax.Array, old: Any) -> Any:
         if x.dtype != jnp.float32:
             return x
         dtype = EIGHT_BITS if isinstance(old, Bytes) else BFLOAT16 if old.dtype == jnp.bfloat16 else FLOAT32
-        return encode(path_str(keys), x, dtype, step)
+        path, _ = _whole(path_str(keys), x.shape, row)
+        return encode(path, x, dtype, step, index)
 
-    return jax.tree_util.tree_map_with_path(one, state, before) if changes(learner) else state
+    return jax.tree_util.tree_map_with_path(one, state, before)
 
 
-def loaded(learner: Any, state: PyTree) -> PyTree:
-    """Returns a stored optimizer state as its optimizer reads it. Under jit. What it keeps in bfloat16 by itself stays so."""
+def loaded(learner: Any, state: PyTree, row: Row | None = None) -> PyTree:
+    """Returns a stored optimizer state as its optimizer reads it. Under jit. What it keeps in bfloat16 by itself stays so.
+
+    Args:
+      learner, state, row: as in `stored`.
+    """
     if not changes(learner):
         return state
 
     def one(keys: tuple[Any, ...], x: Any) -> Any:
-        by_learner = isinstance(x, Bytes) or _asked(learner, path_str(keys), x.shape) == BFLOAT16
+        by_learner = isinstance(x, Bytes) or _asked(learner, *_whole(path_str(keys), x.shape, row)) == BFLOAT16
         return decode(x) if by_learner else x
 
     return jax.tree_util.tree_map_with_path(one, state, is_leaf=lambda x: isinstance(x, Bytes))
@@ -169,7 +199,9 @@ def scale_spec(codes: VariableSpec) -> VariableSpec:
     )
 
 
-def encode(path: str, x: jax.Array, dtype: str, step: jax.Array | int) -> jax.Array | Bytes:
+def encode(
+    path: str, x: jax.Array, dtype: str, step: jax.Array | int, row: jax.Array | None = None
+) -> jax.Array | Bytes:
     """Returns one array of a state as it is stored. Storing again what was loaded changes nothing.
 
     Args:
@@ -177,16 +209,17 @@ def encode(path: str, x: jax.Array, dtype: str, step: jax.Array | int) -> jax.Ar
       x: float32.
       dtype: one of `DTYPES`.
       step: see `stored`.
+      row: int32 scalar, the index of `x` in dimension 0 of a stacked array; None: it is whole.
     """
     if dtype == BFLOAT16:
-        bits, drawn = lax.bitcast_convert_type(x, jnp.uint32), _random_bits(path, x.shape, step) >> 16
+        bits, drawn = lax.bitcast_convert_type(x, jnp.uint32), _random_bits(path, x.shape, step, row) >> 16
         # The lower half of the bits says how probable the upper neighbour is. NaN and infinities stay.
         upper = jnp.where(jnp.isfinite(x), bits + drawn, bits) & jnp.uint32(0xFFFF0000)
         return lax.bitcast_convert_type(upper, jnp.float32).astype(jnp.bfloat16)
     if dtype == EIGHT_BITS:
         signed = is_signed(path)
         scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-        level = _rounded_level(jnp.abs(x), scale, _random_bits(path, x.shape, step), signed)
+        level = _rounded_level(jnp.abs(x), scale, _random_bits(path, x.shape, step, row), signed)
         sign = jnp.where((x < 0) & (level > 0), 128, 0) if signed else 0
         return Bytes((level + sign).astype(jnp.uint8), scale, signed)
     return x
@@ -235,9 +268,9 @@ def _most(signed: bool) -> int:
     return 127 if signed else 255
 
 
-def _random_bits(path: str, shape: tuple[int, ...], step: jax.Array | int) -> jax.Array:
+def _random_bits(path: str, shape: tuple[int, ...], step: jax.Array | int, row: jax.Array | None = None) -> jax.Array:
     """Returns uint32 [*shape]: a hash (MurmurHash3's finaliser, twice) of the path, the step and the element's index."""
-    index = jnp.zeros(shape, jnp.uint32)
+    index = jnp.full(shape, 0 if row is None else row, jnp.uint32)
     for dim, size in enumerate(shape):
         index = index * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, dim)
     seed = _mixed(jnp.asarray(step).astype(jnp.uint32) ^ jnp.uint32(zlib.crc32(path.encode())))
@@ -255,10 +288,20 @@ def is_signed(path: str) -> bool:
     return _part_name(path) not in _SECOND_MOMENTS
 
 
+def is_average(path: str) -> bool:
+    """Returns True for the path of a moving average of a variable, which evaluation reads."""
+    return _part_name(path) == _AVERAGES
+
+
 def _part_name(path: str) -> str:
     """Returns the state's own name of a part, which stands before its variable's path; '' if there is none."""
     before, collection, _ = path.partition(f"/{base_layer.PARAMS}/")
     return before.rpartition("/")[2] if collection else ""
+
+
+def _whole(path: str, shape: tuple[int, ...], row: Row | None) -> tuple[str, tuple[int, ...]]:
+    """Returns the path and the shape of the array that a part of a state is, or is a row of."""
+    return (path, shape) if row is None else (row.path(path), (row.count, *shape))
 
 
 def _dtypes(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> dict[str, str]:

@@ -43,6 +43,7 @@ import jax
 from jax.sharding import Mesh
 from praxis import base_layer
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.models.base import GatheredVariables, ModuleModel
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, named_leaves
 from spmd_trainer.step import collectives, minibatches, shard_map_passes
@@ -118,6 +119,11 @@ class ShardMapPartitioner(Partitioner):
         # Added rows repeat rows of the batch and weigh nothing: on rows of zeros, a model's own means could be 0 / 0.
         self.layout = self.make_layout(task, inputs_shape_dtype, "wrap", self._plan)
         minibatches.check_no_overwritten(self.layout, "ShardMapPartitioner")
+        if task.train.saved_activations or task.train.offloaded_activations:
+            raise UserError(
+                "task.train.saved_activations and offloaded_activations need PjitPartitioner; ShardMapPartitioner uses the "
+                "model's own policies: leave both lists empty"
+            )
 
     def _plan(self, layout: LogicalLayout, mesh: Mesh) -> NestedVariableSpec:
         """Returns a VariableSpec for each variable of the model."""

@@ -96,11 +96,13 @@ def gradients(
             return output.loss * lax.stop_gradient(sums["loss"][1]), (written, sums, by_row)
 
         minibatch_loss = without_keeping_gathered(loss_fn) if settings.gather_on_use else loss_fn
-        grads, new, sums, by_row = minibatches.accumulate_gradients(minibatch_loss, params, old, inputs, key, count)
+        grads, new, sums, by_row = minibatches.accumulate_gradients(
+            minibatch_loss, params, old, inputs, key, count, layout.task.train.gradient_accumulation_dtype
+        )
         grads = reduce_scatter(grads)
         grads, sums = collectives.sync_gradients((grads, sums), (trainable, None), settings.axes)
         inverse = minibatches.weighted_mean(jnp.ones(()), sums["loss"][1])
-        grads = jax.tree.map(lambda g: (g * inverse).astype(g.dtype), grads)
+        grads = jax.tree.map(lambda g, v: (g * inverse).astype(v.dtype), grads, trainable)
         return grads, _agree(new, is_real(0), settings.axes), sums, by_row
 
     specs = jax.tree.map(lambda v: v.spec, trainable)

@@ -22,7 +22,7 @@ from spmd_trainer import sharding
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.sharding.path_rules import Strategy
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
-from spmd_trainer.step import masks, opt_state_dtypes, optax_bridge, step_fns
+from spmd_trainer.step import host_states, masks, opt_state_dtypes, optax_bridge, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.step.opt_state_dtypes import CODES, Bytes
 from spmd_trainer.train_states import NestedJTensor, NestedShapeDtypeStruct, NestedWeightHParams, PyTree, TrainState
@@ -64,6 +64,7 @@ def build(
     Raises:
       ValueError: a declared mapping doesn't fit its variable or the mesh, or the strategy is invalid.
     """
+    host_states.check_devices(task, mesh)
     if task.lora is None:
         # The context mesh stays unset here: inside it, praxis' circular pipelines refuse their own constraints.
         layout = LogicalLayout(task, abstract_hparams(init_variables))
@@ -92,8 +93,11 @@ def build(
         extra_state=(),
     )
 
-    return hparams, jax.tree_util.tree_map_with_path(
+    records = jax.tree_util.tree_map_with_path(
         functools.partial(_record, dict(mesh.shape)), logical, specs, why, is_leaf=lambda leaf: isinstance(leaf, Bytes)
+    )
+    return hparams, jax.tree.map(
+        lambda v: dataclasses.replace(v, memory_kind=host_states.memory_kind(task.learner, v)), records
     )
 
 

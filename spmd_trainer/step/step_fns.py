@@ -20,7 +20,7 @@ from praxis import base_layer
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.models.base import ModuleModel
 from spmd_trainer.sharding.variables import path_str
-from spmd_trainer.step import load_balance, masks, opt_state_dtypes
+from spmd_trainer.step import activation_memory, host_states, load_balance, masks
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
 
@@ -85,7 +85,9 @@ def gradients(
         return output.loss, (output, forward_vars)
 
     trainable = masks.mask_out(mdl_vars, excluded)
-    (_, (output, forward_vars)), grads = jax.value_and_grad(loss_fn, has_aux=True, allow_int=True)(trainable)
+    (_, (output, forward_vars)), grads = jax.value_and_grad(
+        activation_memory.with_policy(layout.task, loss_fn), has_aux=True, allow_int=True
+    )(trainable)
     return output, forward_vars, grads
 
 
@@ -249,9 +251,7 @@ def _learn(
     left_alone = jax.tree.map(lambda no_opt, no_grad: no_opt and no_grad, excluded_for_opt, excluded_for_grad)
     mdl_vars = masks.mask_out(seen_by_learner, left_alone)
     hparams = masks.mask_out(layout.var_weight_hparams, left_alone)
-    loaded = opt_state_dtypes.loaded(learner, state.opt_states[0])
-    updates, opt_state = learner.update_states(grads, loaded, mdl_vars, hparams)
-    opt_state = opt_state_dtypes.stored(learner, opt_state, state.opt_states[0], state.step)
+    updates, opt_state = host_states.update_stored(learner, grads, state.opt_states[0], mdl_vars, hparams, state.step)
     new_vars = learner.apply_gradient(mdl_vars, updates, hparams)
     new_vars = merge(excluded_for_grad, new_vars, seen_by_learner)
     new_vars = merge(masks.explicitly_excluded(layout.var_weight_hparams, learner), new_vars, state.mdl_vars)

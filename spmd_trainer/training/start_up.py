@@ -24,7 +24,7 @@ from spmd_trainer.checkpointing.agreement import agreed, decided_by_process_0
 from spmd_trainer.errors.installation import library_versions
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.sharding.messages import bytes_text, count_text
-from spmd_trainer.step import step_fns
+from spmd_trainer.step import host_states, step_fns
 from spmd_trainer.step.learner import has_ema, reset_ema
 from spmd_trainer.step.packing import Packed, ScalarPacking
 from spmd_trainer.train_states import PyTree, TrainState
@@ -298,6 +298,7 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         lowered, attention = report_parts.traced(lower)
         flags = _flags(job)
         compiled = xla_flags.compile_with(lowered, flags, job.config.experiment.label)
+        host_states.check_program(job.partitioner.layout, lowered, compiled)
     return CompiledTrainStep(compiled, packing, attention, flags)
 
 

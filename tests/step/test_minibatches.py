@@ -1,6 +1,9 @@
 """A batch in parts, split by the compiler: the update of the whole batch, rows in their order, less memory."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from praxis import pax_fiddle
@@ -8,7 +11,8 @@ from praxis import pax_fiddle
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import synthetic
-from spmd_trainer.step import pjit, step_fns
+from spmd_trainer.step import minibatches, pjit, step_fns
+from tests.facts import raises_naming
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("minibatches")
@@ -108,3 +112,45 @@ def test_minibatches_take_less_memory(batch):
 def test_a_number_that_does_not_divide_the_batch_is_refused(batch, num_minibatches, message):
     with pytest.raises(ValueError, match=message):
         make_partitioner((1, 1, 1), batch, num_minibatches)
+
+
+def _gradients(dtype, num_minibatches=8, rows=16, width=64, param_dtype=jnp.bfloat16):
+    """Returns a jitted sum of the gradients of sum(x * w) with respect to w, with its arguments."""
+
+    def loss_fn(w, carry, x, key, index):
+        del key, index
+        return jnp.sum((x @ w.astype(x.dtype)).astype(jnp.float32) ** 2), (carry, (), ())
+
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(width, width)), param_dtype)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, width)), param_dtype)
+    run = lambda w, x: minibatches.accumulate_gradients(loss_fn, w, (), x, KEY, num_minibatches, dtype)[0]  # noqa: E731
+    return jax.jit(run), w, x
+
+
+def test_gradients_in_bfloat16_are_added_up_in_float32():
+    run, w, x = _gradients("float32")
+    one, _, _ = _gradients(None, 1)
+    parts = [np.asarray(one(w, part), np.float32) for part in x.reshape(8, 2, -1)]
+    total = functools.reduce(np.add, parts)
+    found = run(w, x)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, total)
+    rounded = _gradients("bfloat16")[0](w, x)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_allclose(rounded.astype(np.float32), total, rtol=0.05, atol=0.05 * np.abs(total).max())
+    assert np.abs(rounded.astype(np.float32) - total).max() > 0
+
+
+@pytest.mark.parametrize("num_minibatches", [2, 8])
+def test_gradients_of_minibatches_are_added_up_in_one_buffer(num_minibatches):
+    """Beside the sum, which is the output, there is the gradient of one minibatch, whatever their number."""
+    run, w, x = _gradients("float32", num_minibatches, width=512, param_dtype=jnp.float32)
+    memory = run.lower(w, x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2.2 * w.nbytes
+
+
+def test_an_unknown_dtype_of_the_sum_is_refused():
+    task_p = StdlibBytesTiny().task()
+    task_p.train.gradient_accumulation_dtype = "float16"
+    with raises_naming(ValueError, "gradient_accumulation_dtype", "float16", "bfloat16"):
+        tasks_lib.build_task(task_p)

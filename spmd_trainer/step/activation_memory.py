@@ -1,0 +1,112 @@
+"""Which named activations a step keeps for the backward pass, which it moves to host memory, and which it computes again.
+
+Models name activations with `jax.ad_checkpoint.checkpoint_name` inside of rematerialised parts (`jax.checkpoint`, `nn.remat`,
+praxis' repeated layers): the decoder's are 'query_proj', 'key_proj', 'value_proj', 'context', 'out_proj', 'ffn1' and 'ffn2'.
+`task.train.saved_activations` and `offloaded_activations` take the place of the policies of these parts, for any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import jax
+import jax.extend
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.sharding.even_products import REMAT
+from spmd_trainer.train_states import PyTree
+
+if TYPE_CHECKING:
+    from spmd_trainer.tasks_lib import SingleTask
+
+Fn = TypeVar("Fn", bound=Callable[..., PyTree])
+
+
+def with_policy(task: SingleTask, fn: Fn) -> Fn:
+    """Returns `fn` with the task's policy for named activations in its rematerialised parts; `fn` itself if it has none.
+
+    Args:
+      task: the task, with `train.saved_activations` and `train.offloaded_activations`.
+      fn: a function of pytrees of arrays, before it is differentiated.
+
+    Raises (when it is traced):
+      UserError: `fn` has no rematerialised part, or none with one of the names.
+    """
+    saved, offloaded = list(task.train.saved_activations), list(task.train.offloaded_activations)
+    if not saved and not offloaded:
+        return fn
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=saved,
+        names_which_can_be_offloaded=offloaded,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def run(*args: PyTree) -> PyTree:
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        _check_names([*saved, *offloaded], set(_names(closed.jaxpr, inside=False)))
+        changed = closed.replace(jaxpr=_changed(closed.jaxpr, policy))
+        found = jax.extend.core.jaxpr_as_fun(changed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return cast(Fn, run)
+
+
+def check_lists(saved: Any, offloaded: Any) -> None:
+    """Checks `task.train.saved_activations` and `offloaded_activations`.
+
+    Raises:
+      ValueError: one is not a list of names, or a name is in both.
+    """
+    for field, names in {"saved_activations": saved, "offloaded_activations": offloaded}.items():
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"task.train.{field} is {names!r}; give a list of names, e.g. ['context']")
+    both = sorted(set(saved) & set(offloaded))
+    if both:
+        raise ValueError(
+            f"task.train.saved_activations and offloaded_activations both have {both[0]!r}; an activation is kept on the "
+            "device, or moved to the host"
+        )
+
+
+def _check_names(asked: list[str], known: set[str]) -> None:
+    for name in asked:
+        if name not in known:
+            problem = (
+                f"the model names {', '.join(sorted(known))}{did_you_mean(name, known)}"
+                if known
+                else "the model has no rematerialised part (jax.checkpoint, nn.remat) that names one with checkpoint_name"
+            )
+            raise UserError(
+                f"task.train.saved_activations or offloaded_activations has {name!r}, and no activation of a rematerialised "
+                f"part has this name: {problem}"
+            )
+
+
+def _names(jaxpr: Any, *, inside: bool) -> Iterator[str]:
+    """Yields the names of activations in rematerialised parts."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name" and inside:
+            yield eqn.params["name"]
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from _names(inner, inside=inside or eqn.primitive.name in REMAT)
+
+
+def _changed(jaxpr: Any, policy: Callable[..., Any]) -> Any:
+    """Returns a jaxpr whose rematerialised parts have the policy."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, jax.extend.core.ClosedJaxpr):
+            return value.replace(jaxpr=_changed(value.jaxpr, policy))
+        if isinstance(value, jax.extend.core.Jaxpr):
+            return _changed(value, policy)
+        return tuple(map(changed, value)) if type(value) is tuple else value
+
+    def one(eqn: Any) -> Any:
+        if eqn.primitive.name.startswith("custom_"):  # its derivative is written out, and has no policy
+            return eqn
+        params = {name: changed(value) for name, value in eqn.params.items()}
+        return eqn.replace(params={**params, "policy": policy} if eqn.primitive.name in REMAT else params)
+
+    return jaxpr.replace(eqns=[one(eqn) for eqn in jaxpr.eqns])

@@ -1,0 +1,287 @@
+"""Optimizer states in pinned host memory: the step copies them to the devices part by part, and back.
+
+The parts are the layers of repeated (stacked) variables, one after the other in a loop, and then all other variables together.
+A loop is what keeps the order: a scheduler starts copies as early as it can, and without one it starts all of them before the
+first update. So a device holds the states of one layer, or those of all variables outside of repeated layers.
+
+The optimizer sees the same arrays as for states on the devices, so the results are the same.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from praxis import base_layer
+from praxis import optimizer_prefix_vectorization as opt_vec
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.sharding.variables import VariableSpec
+from spmd_trainer.step import opt_state_dtypes
+from spmd_trainer.step.layout import HostPart, Layout
+from spmd_trainer.train_states import PyTree
+
+if TYPE_CHECKING:
+    from spmd_trainer.step.learner import Learner
+    from spmd_trainer.tasks_lib import SingleTask
+
+DEVICE, PINNED_HOST = "device", "pinned_host"
+MEMORY_KINDS = (DEVICE, PINNED_HOST)
+# JAX's mark of a move between memories, and a buffer in XLA's memory space 5, the host's, that is made by a program.
+_PLACED = "annotate_device_placement"
+_HOST_BUFFER = re.compile(r"^\s+%?[\w.-]+ = [^=]*?S\(5\)\}? (?!parameter|get-tuple-element|tuple)", re.MULTILINE)
+# Smaller parts stay on the devices: a copy of its own would cost more time than they take memory.
+_LEAST_ELEMENTS = 4096
+
+
+def check(learner: Any) -> None:
+    """Checks a learner's `opt_state_memory_kind`.
+
+    Raises:
+      ValueError: an unknown memory kind.
+    """
+    kind = learner.opt_state_memory_kind
+    if kind not in MEMORY_KINDS:
+        raise ValueError(
+            f"opt_state_memory_kind is {kind!r}; it is one of {MEMORY_KINDS}{did_you_mean(str(kind), MEMORY_KINDS)}"
+        )
+
+
+def memory_kind(learner: Any, variable: VariableSpec) -> str | None:
+    """Returns the memory kind of a part of the train state: that of the learner for large parts of an optimizer state.
+
+    Moving averages, which evaluation reads, stay on the devices.
+    """
+    if learner.opt_state_memory_kind == DEVICE or not variable.path.startswith("opt_states/"):
+        return None
+    is_small = int(np.prod(variable.logical_shape)) < _LEAST_ELEMENTS
+    return None if is_small or opt_state_dtypes.is_average(variable.path) else str(learner.opt_state_memory_kind)
+
+
+def check_devices(task: SingleTask, mesh: Mesh) -> None:
+    """Checks that a mesh's devices have the memory that a task asks for.
+
+    Raises:
+      UserError: they don't; names them, and the memory kinds that they have.
+    """
+    asked = {
+        f"task.train.learner.opt_state_memory_kind={PINNED_HOST!r}": task.learner.opt_state_memory_kind == PINNED_HOST,
+        f"task.train.offloaded_activations={list(task.train.offloaded_activations)}": task.train.offloaded_activations,
+    }
+    if not any(asked.values()) or isinstance(mesh, AbstractMesh):
+        return
+    device = mesh.devices.flat[0]
+    try:
+        kinds = sorted(memory.kind for memory in device.addressable_memories())
+    except Exception:  # compile-only devices of GPUs have none, and each kind of device raises an error of its own
+        kinds = []
+    if PINNED_HOST not in kinds:
+        raise UserError(
+            f"{next(setting for setting, is_set in asked.items() if is_set)}: the devices ({device.device_kind}) have "
+            f"{'the memory kinds ' + ', '.join(kinds) if kinds else 'no memory kinds'}, not {PINNED_HOST}, so a step with "
+            "host memory can't be compiled for them. GPUs have it when they are here; a --topology of GPUs has not. Leave the "
+            "setting at its default, or plan for TPUs"
+        )
+
+
+def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
+    """Checks that a compiled train step has in host memory what the task asks for.
+
+    Args:
+      layout: the layout of its state.
+      lowered, compiled: the step, (state, key, inputs) -> (new state, outputs).
+
+    Raises:
+      UserError: the compiler left a part of the state, or the activations, on the devices; names it and the device.
+    """
+    device = layout.mesh.devices.flat[0].device_kind
+    given, made = jax.tree.leaves(compiled.input_shardings[0][0]), jax.tree.leaves(compiled.output_shardings[0])
+    for variable, *shardings in zip(layout.records(), given, made, strict=True):
+        kinds = [sharding.memory_kind for sharding in shardings]
+        if variable.memory_kind and set(kinds) != {variable.memory_kind}:
+            raise UserError(
+                f"task.train.learner.opt_state_memory_kind={variable.memory_kind!r}: in the program for {device}, "
+                f"{variable.path} is in memory {kinds[0]} before a step and {kinds[1]} after it; set opt_state_memory_kind="
+                f"{DEVICE!r}, or use a smaller opt_state_dtype"
+            )
+    offloaded = list(layout.task.train.offloaded_activations)
+    if not offloaded:
+        return
+    # The CPU's compiler drops the marks of moves inside a program, whose memory is the host's anyway.
+    on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+    moves = _PLACED in lowered.as_text() if on_cpu else bool(_HOST_BUFFER.search(compiled.as_text()))
+    if not moves:
+        raise UserError(
+            f"task.train.offloaded_activations={offloaded}: the program for {device} moves no activation to host memory; "
+            "use saved_activations, or leave both lists empty, so that they are computed again"
+        )
+
+
+def is_host_part(x: Any) -> bool:
+    """Returns True for a part of a state in host memory, as a step gets it."""
+    return isinstance(x, HostPart)
+
+
+def update_stored(
+    learner: Learner, grads: PyTree, stored: PyTree, old_vars: PyTree, var_weight_hparams: PyTree, step: jax.Array
+) -> tuple[PyTree, PyTree]:
+    """As `Learner.update_states`, for a state as it is kept between steps: `opt_state_dtypes.stored`, in any memory.
+
+    Args:
+      learner: the learner.
+      grads, old_vars, var_weight_hparams: as in `Learner.update_states`.
+      stored: the stored state; parts in host memory are `HostPart`s.
+      step: uint32 scalar, the number of the training step.
+    """
+    if not any(map(is_host_part, jax.tree.leaves(stored, is_leaf=is_host_part))):
+        loaded = opt_state_dtypes.loaded(learner, stored)
+        updates, new_states = learner.update_states(grads, loaded, old_vars, var_weight_hparams)
+        return updates, opt_state_dtypes.stored(learner, new_states, stored, step)
+
+    def run(grads: PyTree, mdl_vars: PyTree, hparams: PyTree, valid: jax.Array) -> tuple[PyTree, PyTree]:
+        return _update(learner, grads, stored, mdl_vars, hparams, step, valid)
+
+    return learner.update_by(run, grads, old_vars, var_weight_hparams)
+
+
+def _update(
+    learner: Learner,
+    grads: PyTree,
+    states: PyTree,
+    mdl_vars: PyTree,
+    hparams: PyTree,
+    step: jax.Array,
+    valid: jax.Array,
+) -> tuple[PyTree, PyTree]:
+    """Runs the optimizer on stored states, part by part.
+
+    Args:
+      learner: the learner.
+      grads: clipped gradients.
+      states: the stored optimizer state, with `HostPart`s.
+      mdl_vars, hparams: the variables and their WeightHParams, in the structure of `grads`.
+      step: uint32, the number of the training step.
+      valid: bool scalar; False keeps the state.
+
+    Returns:
+      The updates, in the structure of `grads`, and the new stored state.
+    """
+    repeated = _repeated(learner, states, mdl_vars, hparams)
+    updates, new_states = grads, dict(states) if repeated else states
+    left = grads, mdl_vars, hparams
+    for key, others in repeated.items():
+        parts = [_without(tree, others) for tree in (grads, mdl_vars)]
+        found, new_states[key] = _by_row(learner, key, states[key], *parts, hparams, step, valid)
+        updates = jax.tree.map(lambda other, old, new: old if other else new, others, updates, found)
+        mine = jax.tree.map(lambda other: not other, others)
+        left = tuple(_without(tree, mine) for tree in left)
+    if repeated:
+        rest = type(states)({key: state for key, state in states.items() if key not in repeated})
+        tx = opt_vec.get_transformations_with_vectorized_repeat_prefix(
+            learner.raw_grad_tx(hparams), left[2], learner.repeat_prefix_sep, force_prefix_structure=True
+        )
+    else:
+        rest, tx = states, learner.get_grad_tx(hparams)
+    found, new_rest = _whole(learner, tx, rest, left[0], left[1], step, valid)
+    if not repeated:
+        return found, new_rest
+    is_left = jax.tree.map(lambda *others: all(others), *repeated.values())
+    updates = jax.tree.map(lambda mine, old, new: new if mine else old, is_left, updates, found)
+    return updates, type(states)(new_states | new_rest)
+
+
+def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTree) -> dict[str, PyTree]:
+    """Returns {key in the state: tree of bools, True for variables of other keys} of the layers that are updated in a loop."""
+    if not learner.vectorize_on_repeat_prefix or not isinstance(states, dict) or opt_vec.NO_PREFIX_KEY not in states:
+        return {}
+    stackings = {_stacking(p) for p in jax.tree.leaves(hparams)}
+    found = {}
+    for stacking in sorted(stackings, key=str):
+        if len(stacking[0]) != 1 or any(entry not in (None, -1) for entry in stacking[1]):
+            continue
+        others = jax.tree.map(lambda p, of=stacking: _stacking(p) != of, hparams)
+        tx = opt_vec.get_transformations_with_vectorized_repeat_prefix(
+            learner.raw_grad_tx(hparams), _without(hparams, others), learner.repeat_prefix_sep
+        )
+        (key,) = set(jax.eval_shape(tx.init, _without(mdl_vars, others))) - {opt_vec.NO_PREFIX_KEY}
+        if any(map(is_host_part, jax.tree.leaves(states[key], is_leaf=is_host_part))):
+            found[key] = others
+    return found
+
+
+def _without(tree: PyTree, others: PyTree) -> PyTree:
+    """Returns a tree without the leaves where `others` is True, as praxis groups the variables of repeated layers."""
+    return jax.tree.map(lambda other, x: optax.MaskedNode() if other else x, others, tree)
+
+
+def _stacking(p: base_layer.WeightHParams) -> tuple[Any, ...]:
+    entries = (p.repeat_prefix, p.repeat_prefix_split_dims_mapping, p.repeat_optimizer_dims_mapping)
+    return tuple(tuple(entry or ()) for entry in entries)
+
+
+def _whole(
+    learner: Learner, tx: Any, states: PyTree, grads: PyTree, mdl_vars: PyTree, step: jax.Array, valid: jax.Array
+) -> tuple[PyTree, PyTree]:
+    """Copies all of a state to the devices, and updates it."""
+    given = jax.tree.map(lambda x: x.on_device() if is_host_part(x) else x, states, is_leaf=is_host_part)
+    loaded = opt_state_dtypes.loaded(learner, given)
+    updates, new = tx.update(grads, loaded, mdl_vars)
+    updates, new = learner.if_valid(valid, updates, new, loaded)
+    kept = opt_state_dtypes.stored(learner, new, given, step)
+    return updates, _back(states, kept, None)
+
+
+def _back(states: PyTree, new: PyTree, row: jax.Array | None) -> PyTree:
+    """Returns the state with new values, or with those of a row."""
+
+    def back(old: Any, value: jax.Array) -> Any:
+        if is_host_part(old):
+            return old.updated(value, row)
+        return value if row is None else lax.dynamic_update_index_in_dim(old, value, row, 0)
+
+    return jax.tree.map(back, states, new, is_leaf=is_host_part)
+
+
+def _by_row(
+    learner: Learner,
+    key: str,
+    states: PyTree,
+    grads: PyTree,
+    mdl_vars: PyTree,
+    hparams: PyTree,
+    step: jax.Array,
+    valid: jax.Array,
+) -> tuple[PyTree, PyTree]:
+    """Updates the layers of repeated variables one after the other; as the vectorised optimizer does, but in a loop."""
+    tx = learner.raw_grad_tx(hparams)
+    count = jax.tree.leaves(grads)[0].shape[0]
+
+    def at(tree: PyTree, row: jax.Array) -> PyTree:
+        def one(x: Any) -> jax.Array:
+            return x.on_device(row) if is_host_part(x) else lax.dynamic_index_in_dim(x, row, 0, keepdims=False)
+
+        return jax.tree.map(one, tree, is_leaf=is_host_part)
+
+    def body(carry: tuple[PyTree, PyTree], row: jax.Array) -> tuple[tuple[PyTree, PyTree], dict[str, jax.Array]]:
+        grads, states = carry
+        place = opt_state_dtypes.Row(key, row, count)
+        before = at(states, row)
+        loaded = opt_state_dtypes.loaded(learner, before, place)
+        with base_layer.JaxContext.new_context():
+            updates, new = tx.update(at(grads, row), loaded, at(mdl_vars, row))
+            summaries = dict(base_layer.all_global_summaries())
+        updates, new = learner.if_valid(valid, updates, new, loaded)
+        kept = opt_state_dtypes.stored(learner, new, before, step, place)
+        return (_back(grads, updates, row), _back(states, kept, row)), summaries
+
+    (updates, new_states), summaries = lax.scan(body, (grads, states), jnp.arange(count))
+    for name, value in summaries.items():
+        kind, plain = base_layer.get_summary_type_from_key(name), base_layer.trim_summary_type_from_key(name)
+        base_layer.add_global_summary(f"{plain}.{[count]}", value, kind)
+    return updates, new_states

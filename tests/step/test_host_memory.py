@@ -1,0 +1,223 @@
+"""Optimizer states and named activations in pinned host memory: the same numbers, and what the program holds where."""
+
+import dataclasses
+import importlib.util
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+from praxis import base_layer, pax_fiddle
+
+from spmd_trainer import sharding, tasks_lib
+from spmd_trainer.errors import UserError
+from spmd_trainer.experiments.lm.llama import TinyLlama
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
+from spmd_trainer.inputs import batches
+from spmd_trainer.sharding.even_program import evenly
+from spmd_trainer.sharding.variables import make_variable_spec, named_shardings, path_str
+from spmd_trainer.step import activation_memory, host_states, opt_state_dtypes, step_fns
+from spmd_trainer.step.layout import HostPart
+from tests.facts import raises_naming
+from tests.step.test_partitioning import KEY, LENGTH, ROWS, make_batch, make_partitioner
+
+pytestmark = pytest.mark.xdist_group("partitioning")
+
+# Without instructions that multiply and add at once: the compiler chooses them for each loop anew, which changes the last bit.
+SAME_BITS = {"xla_cpu_max_isa": "AVX"}
+# Dimension 0 of "layers" is that of repeated layers; the mesh (x=2, y=4) divides none of the others.
+SHAPES = {"layers": (3, 65, 67), "head": (101, 63), "scale": (3, 5)}
+SPECS = {"layers": P(None, "x", "y"), "head": P("y", "x"), "scale": P()}
+
+
+def stacked(*shape):
+    return base_layer.WeightHParams(list(shape), repeat_prefix=[3], repeat_prefix_split_dims_mapping=[-1])
+
+
+def state_records(state, mesh, in_host_memory):
+    """Returns the VariableSpecs of an optimizer state: like their variables, large parts in host memory if asked."""
+
+    def record(keys, x):
+        path = path_str(keys)
+        spec = next((spec for name, spec in SPECS.items() if f"/params/{name}" in f"/{path}"), P())
+        spec = P(*spec[:-1], None) if path.endswith("scale_8bit") and spec else spec
+        spec = spec if x.ndim == len(spec) else P()
+        variable = make_variable_spec(f"opt_states/0/{path}", x.shape, x.dtype, spec, dict(mesh.shape), "")
+        on_host = in_host_memory and x.size >= 4096
+        return dataclasses.replace(variable, memory_kind="pinned_host" if on_host else None)
+
+    return jax.tree_util.tree_map_with_path(record, state)
+
+
+def updated(in_host_memory, dtype, valid):
+    """Returns the last updates, and the optimizer state after two updates of variables on a mesh of 8 devices."""
+    mesh = sharding.create_device_mesh([("x", 2), ("y", 4)])
+    learner_p = StdlibBytesTiny().task().train.learner
+    learner_p.set(name="learner", opt_state_dtype=dtype, skip_step_gradient_norm_value=0.0 if valid else 1e-9)
+    learner = pax_fiddle.build(learner_p)
+    hparams = {"params": {"layers": stacked(65, 67), "head": base_layer.WeightHParams([101, 63]), "scale": stacked(5)}}
+    rng = np.random.default_rng(0)
+    # Whole numbers, so that the gradients' norm is the same in any order of summation.
+    make = lambda: {"params": {n: rng.integers(-2, 3, s).astype(np.float32) for n, s in SHAPES.items()}}  # noqa: E731
+    mdl_vars, grads = make(), [make(), make()]
+    state = opt_state_dtypes.stored(learner, learner.get_grad_tx(hparams).init(mdl_vars), 0)
+    records = state_records(state, mesh, in_host_memory)
+    places = named_shardings(records, mesh)
+
+    def step(state, mdl_vars, grads, number):
+        on_device = jax.tree.map(lambda v, x: None if v.memory_kind else x, records, state)
+        sliced = sharding.slice_uneven(on_device, records, records)
+        part = lambda v, x, whole: HostPart(whole, v, v, mesh) if v.memory_kind else x  # noqa: E731
+        inside = jax.tree.map(part, records, sliced, state)
+        updates, new = host_states.update_stored(learner, grads, inside, mdl_vars, hparams, number)
+        back = lambda v, x: x.array if isinstance(x, HostPart) else sharding.pad_uneven(x, v, v, mesh)  # noqa: E731
+        return updates, jax.tree.map(back, records, new)
+
+    compiled = jax.jit(evenly(step, mesh), out_shardings=(None, places), compiler_options=SAME_BITS)
+    state = jax.jit(lambda x: sharding.pad_uneven(x, records, records, mesh), out_shardings=places)(state)
+    for number in range(2):
+        updates, state = compiled(state, mdl_vars, grads[number], jnp.uint32(number))
+    return updates, state
+
+
+@pytest.mark.parametrize(
+    ("dtype", "valid"),
+    [("8bit", True), *(pytest.param(*c, marks=pytest.mark.full) for c in [("float32", True), ("bfloat16", False)])],
+)
+def test_an_update_from_host_memory_leaves_the_state_of_one_from_the_device(dtype, valid):
+    found, expected = (updated(on_host, dtype, valid) for on_host in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+    # In a loop, the compiler may divide by a layer's bias correction in another way.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found[0], expected[0])
+    assert np.any(np.asarray(found[0]["params"]["head"])) == valid
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(found[1]) if x.size >= 4096} == {"pinned_host"}
+
+
+def make_task(experiment=StdlibBytesTiny, learner=None, **train):
+    task_p = experiment().task()
+    task_p.train.set(**train)
+    task_p.train.learner.set(**(learner or {}))
+    return tasks_lib.build_task(task_p)
+
+
+def trained(sizes, learner=None, num_minibatches=1):
+    """Returns the partitioner, the state and the losses after two steps, and the lowered and the compiled step."""
+    partitioner = make_partitioner(sizes, make_task(learner=learner))
+    partitioner.num_minibatches = num_minibatches
+    step = partitioner.partition(step_fns.train_step, batches.lm_input_specs(ROWS, LENGTH), is_eval=False)
+    lowered = step.lower(KEY)
+    compiled = lowered.compile(compiler_options=SAME_BITS)
+    state, losses = partitioner.initialize_train_state(KEY), []
+    for _ in range(2):
+        state, output = compiled(state, KEY, partitioner.layout.put(make_batch()))
+        losses.append(float(output.loss))
+    return types.SimpleNamespace(layout=partitioner.layout, state=state, losses=losses, step=(lowered, compiled))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("sizes", "learner", "minibatches"),
+    [
+        ((1, 4, 2), {"opt_state_dtype_rules": [("/m/", "8bit"), ("/v/", "bfloat16")]}, 1),
+        ((1, 1, 1), {}, 1),
+        ((2, 2, 2), {}, 3),
+        ((1, 8, 1), {"vectorize_on_repeat_prefix": False}, 1),
+    ],
+)
+def test_training_with_states_on_the_host_gives_the_bits_of_states_on_the_device(sizes, learner, minibatches):
+    kept = trained(sizes, learner, minibatches)
+    moved = trained(sizes, {**learner, "opt_state_memory_kind": "pinned_host"}, minibatches)
+    assert moved.losses == kept.losses
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(moved.state), jax.tree.leaves(kept.state), strict=True
+    ):
+        np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+    records = moved.layout.records()
+    states = [variable.path for variable in records if variable.memory_kind]
+    assert len(states) >= 8
+    assert all(path.startswith("opt_states/") for path in states)
+    for variable, x in zip(records, jax.tree.leaves(moved.state), strict=True):
+        assert x.sharding.memory_kind == (variable.memory_kind or "device")
+    host_states.check_program(moved.layout, *moved.step)
+    with raises_naming(UserError, "opt_state_memory_kind", states[0], "device"):
+        host_states.check_program(moved.layout, *kept.step)
+
+
+def layers_loss(w, x):
+    """Two rematerialised layers with an activation named 'hidden' and one named 'out'."""
+
+    def layer(x, w):
+        hidden = checkpoint_name(x @ w, "hidden")
+        return jnp.sin(checkpoint_name(jnp.tanh(hidden) @ w, "out")), None
+
+    return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, w)[0])
+
+
+def with_activations(saved=(), offloaded=()):
+    train = types.SimpleNamespace(saved_activations=saved, offloaded_activations=offloaded)
+    return jax.grad(activation_memory.with_policy(types.SimpleNamespace(train=train), layers_loss))
+
+
+def test_named_activations_are_kept_moved_or_computed_again():
+    w, x = np.full((3, 4, 4), 0.1, np.float32), np.ones((2, 4), np.float32)
+    plain, *others = (
+        str(jax.make_jaxpr(with_activations(**lists))(w, x))
+        for lists in ({}, {"saved": ["hidden"]}, {"saved": ["out"], "offloaded": ["hidden"]})
+    )
+    products, hosts = ([text.count(word) for text in (plain, *others)] for word in ("dot_general[", "<host>"))
+    # Two forward and four backward, and those that are computed again.
+    assert products == [8, 7, 6]
+    assert hosts[:2] == [0, 0]
+    assert hosts[2] > 0
+    expected = with_activations()(w, x)
+    found = jax.jit(with_activations(["out"], ["hidden"]))(w, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_name_that_no_activation_has_is_refused_and_so_are_lists_that_contradict_each_other():
+    w, x = np.ones((3, 4, 4), np.float32), np.ones((2, 4), np.float32)
+    with raises_naming(UserError, "offloaded_activations", "'hiden'", "hidden", "out"):
+        with_activations(offloaded=["hiden"])(w, x)
+    with raises_naming(ValueError, "saved_activations", "offloaded_activations", "'context'"):
+        make_task(saved_activations=["context"], offloaded_activations=["context"])
+    with raises_naming(ValueError, "offloaded_activations", "'context'", "list"):
+        make_task(offloaded_activations="context")
+    with raises_naming(ValueError, "opt_state_memory_kind", "'pinned'", "pinned_host"):
+        make_task(learner={"opt_state_memory_kind": "pinned"})
+
+
+def test_devices_without_memory_kinds_are_refused():
+    class Gpu:
+        device_kind = "NVIDIA H100"
+
+        def addressable_memories(self):
+            raise NotImplementedError
+
+    task = make_task(learner={"opt_state_memory_kind": "pinned_host"})
+    mesh = make_partitioner((1, 1, 1)).mesh
+    host_states.check_devices(task, mesh)
+    gpus = types.SimpleNamespace(devices=np.array([Gpu()]))
+    with raises_naming(UserError, "opt_state_memory_kind", "pinned_host", "NVIDIA H100", "no memory kinds"):
+        host_states.check_devices(task, gpus)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed: uv sync --extra tpu"
+)
+def test_the_peak_of_a_tpu_program_falls_by_most_of_the_states():
+    from benchmarks import host_memory
+    from spmd_trainer.planner import topologies
+
+    case = types.SimpleNamespace(layers=8, width=512, vocab=1024, rows=4, seq=256, dtype="float32")
+    devices = topologies.topology_devices("v5e:2x2")
+    peaks, states = [], []
+    for kind in host_states.MEMORY_KINDS:
+        memory = host_memory.compiled_step(case, devices, opt_state_memory_kind=kind)[0].memory_analysis()
+        states.append(memory.host_argument_size_in_bytes)
+        peaks.append(memory.peak_memory_in_bytes - states[-1])
+    assert states[0] == 0
+    assert peaks[0] - peaks[1] > 0.6 * states[1] > 0
