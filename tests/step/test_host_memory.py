@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from praxis import base_layer, pax_fiddle
 
 from spmd_trainer import sharding, tasks_lib
+from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.errors import UserError
-from spmd_trainer.experiments.lm.llama import TinyLlama
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import batches
 from spmd_trainer.sharding.even_program import evenly
@@ -131,9 +131,7 @@ def test_training_with_states_on_the_host_gives_the_bits_of_states_on_the_device
     kept = trained(sizes, learner, minibatches)
     moved = trained(sizes, {**learner, "opt_state_memory_kind": "pinned_host"}, minibatches)
     assert moved.losses == kept.losses
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(moved.state), jax.tree.leaves(kept.state), strict=True
-    ):
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(moved.state), jax.tree.leaves(kept.state), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
     records = moved.layout.records()
     states = [variable.path for variable in records if variable.memory_kind]
@@ -144,6 +142,28 @@ def test_training_with_states_on_the_host_gives_the_bits_of_states_on_the_device
     host_states.check_program(moved.layout, *moved.step)
     with raises_naming(UserError, "opt_state_memory_kind", states[0], "device"):
         host_states.check_program(moved.layout, *kept.step)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kinds", [("device", "pinned_host"), ("pinned_host", "device")])
+def test_a_run_may_change_where_its_states_are_when_it_is_started_again(tmp_path, kinds):
+    old, new = (
+        make_partitioner(sizes, make_task(learner={"opt_state_memory_kind": kind}))
+        for sizes, kind in zip([(1, 4, 2), (2, 2, 1)], kinds, strict=True)
+    )
+    fill = lambda x: jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape).astype(x.dtype)  # noqa: E731
+    state = jax.tree.map(fill, old.initialize_train_state(KEY).opt_states)
+    state = old.initialize_train_state(KEY).replace(opt_states=jax.device_put(state, old.layout.shardings.opt_states))
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(0, state, old.layout.variables, input_state=None, metadata={})
+    restored = Checkpointer(tmp_path / "checkpoints", read_only=True).restore(new.layout.variables, new.layout.mesh)
+    rows = zip(
+        new.layout.records(), jax.tree.leaves(restored.state), old.layout.records(), jax.tree.leaves(state), strict=True
+    )
+    for variable, array, before, saved in rows:
+        assert array.sharding.memory_kind == (variable.memory_kind or "device")
+        logical = tuple(map(slice, variable.logical_shape))
+        np.testing.assert_array_equal(np.asarray(array)[logical], np.asarray(saved)[logical], err_msg=before.path)
 
 
 def layers_loss(w, x):
