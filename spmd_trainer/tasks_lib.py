@@ -117,9 +117,10 @@ class SingleTask(BaseTask):
           variable_norm_summary: write the norm of every variable with the summaries.
           update_ratio_summary: write the gradient's norm, the norm and the relative change of every variable with the
             summaries, layer by layer; see `step/step_fns.py`.
-          saved_activations, offloaded_activations: names of activations that the model's rematerialised parts keep on the
-            device, and that they move to host memory, for the backward pass; all others are computed again. Both empty: the
-            model's own policies. See `step/activation_memory.py`.
+          saved_activations: names of activations that the model's rematerialised parts keep on the device for the backward
+            pass, see `step/activation_memory.py`. If a name is here or in `offloaded_activations`, all others are computed
+            again; otherwise the model's own policies decide.
+          offloaded_activations: names of activations that they move to host memory until the backward pass.
           gradient_accumulation_dtype: dtype in which the gradients of several minibatches are added up: 'float32', or
             'bfloat16', which needs half the memory and loses small gradients beside large sums.
           eval_interval_steps: steps between evaluations, which also take place when training is complete; 0: never.

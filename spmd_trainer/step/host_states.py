@@ -24,7 +24,7 @@ from praxis import optimizer_prefix_vectorization as opt_vec
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step import opt_state_dtypes
-from spmd_trainer.step.layout import HostPart, Layout
+from spmd_trainer.step.layout import Layout, is_host_part
 from spmd_trainer.train_states import PyTree
 
 if TYPE_CHECKING:
@@ -115,17 +115,12 @@ def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.sta
         return
     # The CPU's compiler drops the marks of moves inside a program, whose memory is the host's anyway.
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
-    moves = _PLACED in lowered.as_text() if on_cpu else bool(_HOST_BUFFER.search(compiled.as_text()))
+    moves = _PLACED in lowered.as_text() if on_cpu else bool(_HOST_BUFFER.search(compiled.as_text() or ""))
     if not moves:
         raise UserError(
             f"task.train.offloaded_activations={offloaded}: the program for {device} moves no activation to host memory; "
             "use saved_activations, or leave both lists empty, so that they are computed again"
         )
-
-
-def is_host_part(x: Any) -> bool:
-    """Returns True for a part of a state in host memory, as a step gets it."""
-    return isinstance(x, HostPart)
 
 
 def update_stored(
@@ -176,8 +171,8 @@ def _update(
     updates, new_states = grads, dict(states) if repeated else states
     left = grads, mdl_vars, hparams
     for key, others in repeated.items():
-        parts = [_without(tree, others) for tree in (grads, mdl_vars)]
-        found, new_states[key] = _by_row(learner, key, states[key], *parts, hparams, step, valid)
+        mine_grads, mine_vars = (_without(tree, others) for tree in (grads, mdl_vars))
+        found, new_states[key] = _by_row(learner, key, states[key], mine_grads, mine_vars, hparams, step, valid)
         updates = jax.tree.map(lambda other, old, new: old if other else new, others, updates, found)
         mine = jax.tree.map(lambda other: not other, others)
         left = tuple(_without(tree, mine) for tree in left)
@@ -264,12 +259,14 @@ def _by_row(
 
     def at(tree: PyTree, row: jax.Array) -> PyTree:
         def one(x: Any) -> jax.Array:
-            return x.on_device(row) if is_host_part(x) else lax.dynamic_index_in_dim(x, row, 0, keepdims=False)
+            moved: jax.Array = (
+                x.on_device(row) if is_host_part(x) else lax.dynamic_index_in_dim(x, row, 0, keepdims=False)
+            )
+            return moved
 
         return jax.tree.map(one, tree, is_leaf=is_host_part)
 
-    def body(carry: tuple[PyTree, PyTree], row: jax.Array) -> tuple[tuple[PyTree, PyTree], dict[str, jax.Array]]:
-        grads, states = carry
+    def updated(grads: PyTree, states: PyTree, row: jax.Array) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         place = opt_state_dtypes.Row(key, row, count)
         before = at(states, row)
         loaded = opt_state_dtypes.loaded(learner, before, place)
@@ -277,10 +274,18 @@ def _by_row(
             updates, new = tx.update(at(grads, row), loaded, at(mdl_vars, row))
             summaries = dict(base_layer.all_global_summaries())
         updates, new = learner.if_valid(valid, updates, new, loaded)
-        kept = opt_state_dtypes.stored(learner, new, before, step, place)
-        return (_back(grads, updates, row), _back(states, kept, row)), summaries
+        return updates, opt_state_dtypes.stored(learner, new, before, step, place), summaries
 
-    (updates, new_states), summaries = lax.scan(body, (grads, states), jnp.arange(count))
+    def body(carry: tuple[PyTree, PyTree], row: jax.Array) -> tuple[tuple[PyTree, PyTree], dict[str, jax.Array]]:
+        room, states = carry
+        left = jax.tree.map(lambda old, new: new if old.dtype == new.dtype else old, grads, room)
+        updates, kept, summaries = updated(left, states, row)
+        return (_back(room, updates, row), _back(states, kept, row)), summaries
+
+    # Updates take the place of their gradients, if they have the same dtype.
+    made, _, _ = jax.eval_shape(updated, grads, states, jnp.zeros((), jnp.int32))
+    room = jax.tree.map(lambda g, u: g if g.dtype == u.dtype else jnp.zeros(g.shape, u.dtype), grads, made)
+    (updates, new_states), summaries = lax.scan(body, (room, states), jnp.arange(count))
     for name, value in summaries.items():
         kind, plain = base_layer.get_summary_type_from_key(name), base_layer.trim_summary_type_from_key(name)
         base_layer.add_global_summary(f"{plain}.{[count]}", value, kind)

@@ -92,6 +92,11 @@ class HostPart:
         return split
 
 
+def is_host_part(x: Any) -> bool:
+    """Returns True for a part of a state in host memory, as a step gets it."""
+    return isinstance(x, HostPart)
+
+
 def _row(variable: VariableSpec) -> VariableSpec:
     """Returns the record of what stands at one index of dimension 0, which is whole on each device."""
     return dataclasses.replace(
@@ -157,11 +162,10 @@ class Layout(LogicalLayout):
 
     def pad(self, state: TrainState) -> TrainState:
         """The state as the step sees it -> padded state. All padding is set to zero, even if the step wrote to it. Under jit."""
-        is_host = lambda x: isinstance(x, HostPart)  # noqa: E731
-        on_device = jax.tree.map(lambda x: None if is_host(x) else x, state, is_leaf=is_host)
+        on_device = jax.tree.map(lambda x: None if is_host_part(x) else x, state, is_leaf=is_host_part)
         padded = sharding.pad_uneven(on_device, self.in_step, self.in_step, self.mesh)
         zeroed: TrainState = jax.tree.map(
-            lambda kept, seen, x, given: given.array if is_host(given) else _zero_beyond(kept, seen, x),
+            lambda kept, seen, x, given: given.array if is_host_part(given) else _zero_beyond(kept, seen, x),
             self.variables,
             self.in_step,
             padded,
