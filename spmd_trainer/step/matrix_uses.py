@@ -22,6 +22,9 @@ GROUPED = "grouped_dot"
 REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
 # The dimensions of `grouped_dot` in the form of `dot_general`: ((contracted of the rows, of the weights), (batch)).
 GROUPED_NUMBERS = (((3,), (1,)), ((1,), (0,)))
+_OWN_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+# Functions with derivatives of their own, and the choice between a variable and itself, as in praxis' pipelines.
+EVERY = _OWN_DERIVATIVES | {"select_n", "stop_gradient"}
 # Operations that keep zeros and ones.
 _KEEPS_MASK = frozenset(
     {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "sharding_constraint"}
@@ -80,24 +83,33 @@ class _Value:
     after: frozenset[str] = frozenset()
 
 
-def find_uses(jaxpr: Any, variables: Mapping[int, str]) -> dict[str, Uses]:
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What is known so far: uses by path; `also` as of `find_uses`."""
+
+    uses: dict[str, Uses]
+    also: frozenset[str]
+
+
+def find_uses(jaxpr: Any, variables: Mapping[int, str], also: frozenset[str] = frozenset()) -> dict[str, Uses]:
     """Returns how a program uses variables.
 
     Args:
       jaxpr: a ClosedJaxpr.
       variables: argument number -> path.
+      also: operations to follow a variable through besides: those of `EVERY`, which adapters can't be.
     """
     invars = jaxpr.jaxpr.invars
-    found = {path: Uses(len(invars[i].aval.shape)) for i, path in variables.items()}
+    found = _Found({path: Uses(len(invars[i].aval.shape)) for i, path in variables.items()}, also)
     values = [
         _Value(variables[i], dims_lib.of_variable(len(var.aval.shape))) if i in variables else _Value()
         for i, var in enumerate(invars)
     ]
     _walk(jaxpr.jaxpr, values, found)
-    return found
+    return found.uses
 
 
-def _walk(jaxpr: Any, values: Sequence[_Value], found: dict[str, Uses]) -> list[_Value]:
+def _walk(jaxpr: Any, values: Sequence[_Value], found: _Found) -> list[_Value]:
     env = dict(zip(jaxpr.invars, values, strict=True))
 
     def read(var: Any) -> _Value:
@@ -108,7 +120,7 @@ def _walk(jaxpr: Any, values: Sequence[_Value], found: dict[str, Uses]) -> list[
     return [read(var) for var in jaxpr.outvars]
 
 
-def _one(eqn: Any, values: list[_Value], found: dict[str, Uses]) -> list[_Value]:
+def _one(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
     name, params = eqn.primitive.name, eqn.params
     after = frozenset().union(*(value.after for value in values))
     plain = [_Value(after=after, is_mask=_is_mask(eqn, values))] * len(eqn.outvars)
@@ -118,7 +130,7 @@ def _one(eqn: Any, values: list[_Value], found: dict[str, Uses]) -> list[_Value]
         return [_product(params["dimension_numbers"], values, found)]
     if name == GROUPED and not values[0].path:
         return [_product(GROUPED_NUMBERS, values[:2], found)]
-    if name in CALLS:
+    if name in CALLS or name in found.also & _OWN_DERIVATIVES:
         return _walk((params.get("jaxpr") or params["call_jaxpr"]).jaxpr, values, found)
     if name in REMATERIALISED:
         return _walk(params["jaxpr"], values, found)
@@ -131,6 +143,8 @@ def _one(eqn: Any, values: list[_Value], found: dict[str, Uses]) -> list[_Value]
         for result in results:
             _as_arrays(result, name, found)
         return [_Value(after=x) for x in joined]
+    if name in found.also and len({(value.path, value.dims) for value in values if value.path}) == 1:
+        return [next(value for value in values if value.path)]
     weight, *others = values
     if weight.path and not any(other.path for other in others):
         moves = dims_lib.moves(eqn, weight.dims)
@@ -149,21 +163,21 @@ def _is_mask(eqn: Any, values: Sequence[_Value]) -> bool:
     return name in _KEEPS_MASK and values[0].is_mask
 
 
-def _as_arrays(values: Sequence[_Value], operation: str, found: dict[str, Uses]) -> None:
+def _as_arrays(values: Sequence[_Value], operation: str, found: _Found) -> None:
     """Records that an operation reads variables as plain arrays."""
     for value in values:
-        if value.path and operation not in found[value.path].others:
-            found[value.path].others.append(operation)
+        if value.path and operation not in found.uses[value.path].others:
+            found.uses[value.path].others.append(operation)
 
 
-def _product(numbers: Any, values: Sequence[_Value], found: dict[str, Uses]) -> _Value:
+def _product(numbers: Any, values: Sequence[_Value], found: _Found) -> _Value:
     contract, batch = numbers
     side = 0 if values[0].path else 1
     weight, x = values[side], values[1 - side]
     assert weight.path is not None
     for path in x.after:
-        found[path].is_read_on = True
-    uses = found[weight.path]
+        found.uses[path].is_read_on = True
+    uses = found.uses[weight.path]
     uses.is_lookup |= x.is_mask
     free = [i for i in range(len(weight.dims)) if i not in contract[side] and i not in batch[side]]
     inputs, outputs = (dims_lib.origins([weight.dims[i] for i in group]) for group in (contract[side], free))
@@ -181,7 +195,7 @@ def _product(numbers: Any, values: Sequence[_Value], found: dict[str, Uses]) -> 
     return _Value(after=x.after | {weight.path})
 
 
-def _loop(eqn: Any, values: list[_Value], found: dict[str, Uses]) -> list[_Value]:
+def _loop(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
     """Walks the body twice, because a product may read a result of the previous iteration."""
     params = eqn.params
     if eqn.primitive.name == "scan":

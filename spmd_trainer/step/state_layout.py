@@ -5,6 +5,7 @@ Initialisation knows logical shapes alone: no mesh, no padding, no devices.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -20,9 +21,10 @@ from praxis import base_layer, optimizers, py_utils
 
 from spmd_trainer import sharding
 from spmd_trainer.errors import did_you_mean
+from spmd_trainer.models.base import ModuleModel
 from spmd_trainer.sharding.path_rules import Strategy
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
-from spmd_trainer.step import masks, opt_state_dtypes, optax_bridge, step_fns
+from spmd_trainer.step import masks, matrix_dims, opt_state_dtypes, optax_bridge, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.train_states import NestedJTensor, NestedShapeDtypeStruct, NestedWeightHParams, PyTree, TrainState
 
@@ -42,6 +44,7 @@ _REPORT_PREFIX = "mdl_vars/"
 def build(
     task: SingleTask,
     init_variables: Callable[[jax.Array], NestedJTensor],
+    inputs_shape_dtype: NestedShapeDtypeStruct,
     mesh: Mesh,
     plan: Plan | None = None,
 ) -> tuple[NestedWeightHParams, TrainState]:
@@ -54,6 +57,7 @@ def build(
     Args:
       task: the built task.
       init_variables: `variables_initialiser` of the task.
+      inputs_shape_dtype: ShapeDtypeStructs of the global batch.
       mesh: the device mesh.
       plan: decides every variable, instead of its layer and the strategy.
 
@@ -69,6 +73,8 @@ def build(
         hparams, reasons = _planned(layout, mesh, plan)
     else:
         hparams, reasons = _with_adapters(task, init_variables, mesh, plan)
+    if task.learner.sees_stacks:
+        hparams = _with_uses(task, hparams, inputs_shape_dtype, mesh)
     layout = LogicalLayout(task, hparams)
     logical = jax.eval_shape(
         functools.partial(create_train_state, layout),
@@ -195,6 +201,22 @@ def _with_adapters(
             )
     base, reasons = _planned(LogicalLayout(task, lora.base_only(hparams)), mesh, plan)
     return task.lora_model.split_like_base(hparams, base, reasons)
+
+
+def _with_uses(
+    task: SingleTask, hparams: NestedWeightHParams, inputs_shape_dtype: NestedShapeDtypeStruct, mesh: Mesh
+) -> NestedWeightHParams:
+    """Returns the WeightHParams with how the model uses each variable (`matrix_dims.with_uses`). Traces the model."""
+
+    def forward(mdl_vars: NestedJTensor) -> Any:
+        inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_shape_dtype)
+        layout = LogicalLayout(task, hparams)
+        return step_fns.forward(layout, mdl_vars, jax.random.key(0), inputs, do_eval=True)
+
+    # Modules of other libraries may name the mesh's axes; praxis asks for its mesh itself.
+    is_module = isinstance(task.model, ModuleModel)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if is_module else contextlib.nullcontext():
+        return matrix_dims.with_uses(hparams, forward)
 
 
 def _check_rules(strategy: Strategy, variables: PyTree) -> None:
