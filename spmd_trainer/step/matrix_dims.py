@@ -16,10 +16,13 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
+from absl import logging
 from praxis import base_layer
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.step import masks, matrix_uses
+from spmd_trainer.sharding.variables import path_str
+from spmd_trainer.step import masks, matrix_uses, optax_bridge
 from spmd_trainer.step.matrix_uses import MatrixDims, Uses
 from spmd_trainer.train_states import NestedWeightHParams, PyTree
 
@@ -31,6 +34,7 @@ _ROLES = ("rows", "cols", "stack")
 HEADS = ("joined", "apart")
 # Beginnings of the collections with what is known of a variable's use: stacks/rows/columns, or why it is no matrix.
 _DIMS, _REASON = "_matrix_dims:", "_no_matrix:"
+OUTPUT = "the output matrix"
 # A router chooses by its products' results, and the published recipes leave it to Adam. Its use is like that of any matrix.
 _ROUTER = re.compile(r"(^|/)(router|gating)(/|$)|/ff_layer/gate$")
 
@@ -111,7 +115,7 @@ def _why_none(path: str, hparams: base_layer.WeightHParams, use: Uses) -> str | 
     if len(use.products) > 1:
         return "products read it over different dimensions"
     if not use.is_read_on:
-        return "the output matrix"
+        return OUTPUT
     if use.others:
         return f"read by products, and by {others}"
     if _ROUTER.search(path):
@@ -122,21 +126,18 @@ def _why_none(path: str, hparams: base_layer.WeightHParams, use: Uses) -> str | 
     return None
 
 
-def choose(
-    hparams: NestedWeightHParams, rules: Rules, heads: str, *, is_used: Callable[[str], bool] = lambda path: True
-) -> dict[str, Choice]:
+def choose(hparams: NestedWeightHParams, rules: Rules, heads: str) -> dict[str, Choice]:
     """Returns what each variable is, by its path.
 
     Args:
       hparams: WeightHParams of the variables, from `with_uses`; without it, only those of rank 2 are known.
       rules: (regex, form) pairs; the first whose regex is found in the path decides.
       heads: 'joined': heads are a part of rows or columns; 'apart': each head is a matrix.
-      is_used: False for the path of a variable that is left out.
 
     Raises:
       UserError: a rule that doesn't fit its variable, or a variable of rank 3 or more of which nothing is known.
     """
-    return {path: _choice(path, p, rules, heads) for path, p in masks.with_paths(hparams) if is_used(path)}
+    return {path: _choice(path, p, rules, heads) for path, p in masks.with_paths(hparams)}
 
 
 def _choice(path: str, hparams: base_layer.WeightHParams, rules: Rules, heads: str) -> Choice:
@@ -218,13 +219,70 @@ def check_rules(rules: Rules) -> None:
                 )
 
 
-def unused_rules(rules: Rules, paths: Sequence[str]) -> list[str]:
-    """Returns a sentence for each rule that matches no variable."""
-    return [
-        f"Muon.rules: rule {number} ({regex!r}) matches no variable"
-        for number, (regex, _) in enumerate(rules, start=1)
-        if not any(re.search(regex, path) for path in paths)
-    ]
+def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:
+    """Logs what each variable is to an optimizer with `choices` and `rules`. Returns it by the end of the first moment's path.
+
+    Raises:
+      UserError: no variable is a matrix, or as `choose`.
+    """
+    name, choices = type(optimizer).__name__, optimizer.choices(hparams)
+    text = table(choices)
+    if not any(choice.dims for choice in choices.values()):
+        raise UserError(
+            f"{name} finds no matrix among the variables that learn:\n{text}\nUse Adam, or say with rules what is a matrix, e.g. "
+            f"rules=[({next(iter(choices))!r}, 'rows,cols')]"
+        )
+    logging.info("%s computes on these matrices, and leaves the rest to Adam:\n%s", name, text)
+    for number, (regex, _) in enumerate(optimizer.rules, start=1):
+        if not any(re.search(regex, path) for path in choices):
+            logging.warning("%s.rules: rule %d (%r) matches no variable that learns", name, number, regex)
+    return {
+        f"/m/{path}": f"{name}: {choice}" if choice.dims else f"Adam: {choice.reason}"
+        for path, choice in choices.items()
+    }
+
+
+def has_optax_muon(opt_states: PyTree) -> bool:
+    """Returns True if `optax.contrib.muon` is part of an optimizer."""
+    return any(map(_is_muon, jax.tree.leaves(opt_states, is_leaf=_is_muon)))
+
+
+def _is_muon(node: Any) -> bool:
+    return isinstance(node, optax.contrib.MuonState)
+
+
+def check_optax_muon(hparams: NestedWeightHParams, opt_states: PyTree) -> None:
+    """Checks what `optax.contrib.muon` takes for matrices; it knows variables of two dimensions only.
+
+    With dimension numbers of the user's own, i.e. if it has others, nothing is checked.
+
+    Args:
+      hparams: WeightHParams of the variables with an optimizer state, from `with_uses`.
+      opt_states: shapes of the optimizer's state.
+
+    Raises:
+      UserError: it takes a variable for a matrix that is none, or leaves matrices out because they are stacked or have heads.
+    """
+    variables = dict(jax.tree_util.tree_leaves_with_path(hparams))
+    moments = [node.mu for node in jax.tree.leaves(opt_states, is_leaf=_is_muon) if _is_muon(node)]
+    taken = {optax_bridge.variable_of(path, variables) for path, _ in jax.tree_util.tree_leaves_with_path(moments)}
+    wrong = []
+    for path, p in variables.items():
+        choice = _choice(path_str(path), p, (), HEADS[0])
+        if path in taken and len(p.shape) != 2:
+            return
+        if path in taken and choice.dims is None and choice.reason != OUTPUT:
+            wrong.append(f"{path_str(path)} gets Muon and is none: {choice}")
+        elif path not in taken and choice.dims is not None:
+            wrong.append(f"{path_str(path)} gets Adam and has {choice}")
+    if wrong:
+        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise UserError(
+            "optax.contrib.muon takes every variable of two dimensions for a matrix, and no other: "
+            f"{'; '.join(wrong[:5])}{more}. Use learner.optimizer = Config(st.Muon, learning_rate=..., "
+            "lr_schedule=Config(schedules.Constant, value=1.0)), which knows stacks and heads, or give "
+            "muon_weight_dimension_numbers"
+        )
 
 
 def table(choices: Mapping[str, Choice]) -> str:

@@ -182,7 +182,7 @@ class _Update:
         for path, g, m in zip(paths, jax.tree.leaves(grads), jax.tree.leaves(state.m), strict=True):
             is_matrix = choices[path].dims is not None
             beta = of.momentum if is_matrix else of.adam_beta1
-            moments[path] = beta * m + (1 - beta) * g
+            moments[path] = (beta * m + (1 - beta) * g).astype(m.dtype)
             if is_matrix:
                 seconds[path] = self._looking_ahead(moments[path], g, count)
             else:

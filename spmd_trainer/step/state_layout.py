@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -81,6 +81,12 @@ def build(
         jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams),
     )
     grad_tx, excluded = grad_transformation(layout)
+    notes = {}
+    if task.learner.sees_stacks:
+        notes = matrix_dims.log_choices(task.learner.optimizer, masks.mask_out(hparams, excluded))
+    elif matrix_dims.has_optax_muon(logical.opt_states):
+        known = masks.mask_out(_with_uses(task, hparams, inputs_shape_dtype, mesh), excluded)
+        matrix_dims.check_optax_muon(known, logical.opt_states)
     opt_hparams = opt_state_dtypes.stored_specs(
         task.learner,
         jax.eval_shape(grad_tx.init, masks.mask_out(logical.mdl_vars, excluded)),
@@ -95,7 +101,7 @@ def build(
     why = TrainState(
         step="replicated: a scalar",
         mdl_vars=reasons,
-        opt_states=[_opt_reasons(opt_hparams, hparams)],
+        opt_states=[_opt_reasons(opt_hparams, hparams, notes)],
         extra_state=(),
     )
 
@@ -243,11 +249,15 @@ def _reason(hparams: base_layer.WeightHParams) -> str:
     return DECLARED if mapping is not None and not _all_whole(mapping) else NOT_DECLARED
 
 
-def _opt_reasons(opt_hparams: NestedWeightHParams, hparams: NestedWeightHParams) -> PyTree:
-    """Returns the reason for the layout of each part of an optimizer state."""
+def _opt_reasons(opt_hparams: NestedWeightHParams, hparams: NestedWeightHParams, notes: Mapping[str, str]) -> PyTree:
+    """Returns the reason for the layout of each part of an optimizer state. `notes`: more to say, by a moment's end of path."""
     variables = dict(jax.tree_util.tree_leaves_with_path(hparams))
 
     def reason(path: tuple[Any, ...], part: base_layer.WeightHParams) -> str:
+        note = next((text for end, text in notes.items() if path_str(path).endswith(end)), None)
+        return of_layout(path, part) if note is None else f"{of_layout(path, part)}; {note}"
+
+    def of_layout(path: tuple[Any, ...], part: base_layer.WeightHParams) -> str:
         if not _all_whole(part.full_split_dims_mapping):
             return "follows its variable"
         if not part.full_shape:

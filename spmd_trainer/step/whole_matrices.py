@@ -75,6 +75,7 @@ def apply(
     for group, member in members:
         groups.setdefault(group, []).append(member)
 
+    @jax.named_scope("whole_matrices")
     def local(*parts: jax.Array) -> list[jax.Array]:
         found: dict[int, jax.Array] = {}
         earlier: Sequence[jax.Array] = parts
@@ -87,8 +88,11 @@ def apply(
                 first += member.count
         return [found[number] for number in range(len(parts))]
 
-    # `evenly` knows these paddings: the arrays are padded already.
-    arrays = [_padded(x.array, padding) for x, padding in zip(given, paddings, strict=True)]
+    arrays = [
+        # The constraint tells `evenly` that the array has this padding already.
+        _padded(lax.with_sharding_constraint(x.array, spec), padding) if any(padding) else x.array
+        for x, spec, padding in zip(given, specs, paddings, strict=True)
+    ]
     if sizes:
         local = jax.shard_map(local, in_specs=tuple(specs), out_specs=specs, check_vma=False)
     return [_cut(found, x.array.shape) for found, x in zip(local(*arrays), given, strict=True)]
