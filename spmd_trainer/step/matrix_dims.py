@@ -38,8 +38,9 @@ OUTPUT = "the output matrix"
 # A router chooses by its products' results, and the published recipes leave it to Adam. Its use is like that of any matrix.
 _ROUTER = re.compile(r"(^|/)(router|gating)(/|$)|/ff_layer/gate$")
 
-# praxis' queries, keys and values in one variable, along its first dimension.
-_FUSED = re.compile(r"/combined_qkv/w$")
+# Variables whose first dimension is a stack, which products that compute all of them at once don't show: praxis' queries, keys
+# and values in one, and experts of which each computes every token.
+_STACKED = re.compile(r"/combined_qkv/w$|^(?!.*(attention|attn)).*(expert|moe)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +99,10 @@ def _known(path: str, hparams: base_layer.WeightHParams, use: Uses) -> str:
     reason = _why_none(path, hparams, use)
     if reason is not None:
         return _REASON + reason
-    dims, repeats = use.products[0], len(hparams.repeat_prefix or ())
-    if _FUSED.search(path):
-        dims = MatrixDims((*dims.stack, repeats), dims.inputs, tuple(dim for dim in dims.outputs if dim != repeats))
+    dims, first = use.products[0], len(hparams.repeat_prefix or ())
+    if _STACKED.search(path) and any(first in side and len(side) > 1 for side in (dims.inputs, dims.outputs)):
+        sides = (tuple(dim for dim in side if dim != first) for side in (dims.inputs, dims.outputs))
+        dims = MatrixDims((*dims.stack, first), *sides)
     return _DIMS + "/".join(",".join(map(str, side)) for side in (dims.stack, dims.inputs, dims.outputs))
 
 
