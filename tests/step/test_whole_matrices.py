@@ -75,7 +75,10 @@ def expected(cases):
     [
         ((2, 2, 2), UNEVEN),
         ((2, 2, 2), EVEN),
-        *(pytest.param(sizes, UNEVEN, marks=pytest.mark.full) for sizes in [(1, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2)]),
+        *(
+            pytest.param(sizes, UNEVEN, marks=pytest.mark.full)
+            for sizes in [(1, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2)]
+        ),
         *(pytest.param((1, 2, 3), cases, marks=pytest.mark.full) for cases in (UNEVEN, EVEN)),
     ],
     ids=str,
@@ -99,7 +102,9 @@ def test_two_moves_for_each_group_of_shapes(sizes, gathers):
     mesh = mesh_of(sizes)
     with jax.set_mesh(mesh):
         shardings = [jax.NamedSharding(mesh, spec) for *_, spec in EVEN]
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(arrays(EVEN), shardings, strict=True)]
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(arrays(EVEN), shardings, strict=True)
+        ]
         jitted = jax.jit(evenly(lambda *values: applied(EVEN, values), mesh), out_shardings=shardings)
         text = jitted.lower(*shapes).compile().as_text()
     kinds = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
