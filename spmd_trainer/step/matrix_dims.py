@@ -159,7 +159,8 @@ def _choice(path: str, hparams: base_layer.WeightHParams, rules: Rules, heads: s
     if heads == "apart":
         # Of several dimensions, the first one counts heads, the others are of one head.
         apart = tuple(side[0] for side in (rows, cols) if len(side) > 1)
-        stack, rows, cols = (*stack, *apart), *(tuple(dim for dim in side if dim not in apart) for side in (rows, cols))
+        stack = (*stack, *apart)
+        rows, cols = (tuple(dim for dim in side if dim not in apart) for side in (rows, cols))
     return Choice(MatrixDims(stack, rows, cols), shape, _names(rows, cols))
 
 
