@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
@@ -71,9 +72,9 @@ def program(optimizer_p: Config, layers: int, width: int, rows: NestedMap) -> tu
     partitioner.setup(tasks_lib.build_task(task_p), shapes)
     step = partitioner.partition(step_fns.train_step, shapes, is_eval=False)
     compiled = step.lower(jax.eval_shape(lambda: KEY)).compile()
-    flops = sum(cost.flops * cost.times for cost in hlo_costs.instruction_costs(compiled.as_text()))
+    flops = float(sum(cost.flops * cost.times for cost in hlo_costs.instruction_costs(str(compiled.as_text()))))
     inputs = partitioner.layout.put(rows)
-    held = {"state": partitioner.initialize_train_state(KEY)}
+    held: dict[str, Any] = {"state": partitioner.initialize_train_state(KEY)}
 
     def take() -> None:
         held["state"], held["output"] = compiled(held["state"], KEY, inputs)

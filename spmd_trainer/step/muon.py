@@ -194,12 +194,8 @@ class _Update:
             if path in orthogonal:
                 step, decay, rate = orthogonal[path], of.weight_decay, self.rate(count)
             else:
-                step, decay, rate = (
-                    self._adam(moments[path], news[path], count),
-                    of.adam_weight_decay,
-                    self._adam_rate(count),
-                )
-                decay = 0.0 if base_layer.var_skip_lp_regularization(hparams[path]) else decay
+                step, rate = self._adam(moments[path], news[path], count), self._adam_rate(count)
+                decay = 0.0 if base_layer.var_skip_lp_regularization(hparams[path]) else of.adam_weight_decay
             if decay:
                 step = step + decay * var
             updates.append(-rate * step)
@@ -210,8 +206,8 @@ class _Update:
     def _adam_rate(self, count: jax.Array) -> jax.Array:
         of = self.of
         if of.adam_learning_rate is None:
-            return self.rate(count)
-        return of._lr_schedule_inst.value_at(count) * of.adam_learning_rate
+            return jnp.asarray(self.rate(count))
+        return jnp.asarray(of._lr_schedule_inst.value_at(count) * of.adam_learning_rate)
 
     def _looking_ahead(self, m: jax.Array, g: jax.Array, count: jax.Array) -> jax.Array:
         """Returns what is made orthogonal; its size does not matter."""
@@ -222,7 +218,9 @@ class _Update:
 
     def _adam(self, m: jax.Array, v: jax.Array, count: jax.Array) -> jax.Array:
         of, steps = self.of, (count + 1).astype(jnp.float32)
-        return m / (1 - of.adam_beta1**steps) / (jnp.sqrt(v / (1 - of.adam_beta2**steps)) + of.adam_epsilon)
+        root = jnp.sqrt(v / (1 - of.adam_beta2**steps))
+        update: jax.Array = m / (1 - of.adam_beta1**steps) / (root + of.adam_epsilon)
+        return update
 
     def _orthogonal(
         self, given: dict[str, jax.Array], choices: dict[str, Choice], hparams: dict[str, base_layer.WeightHParams]
