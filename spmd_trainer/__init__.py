@@ -22,14 +22,27 @@ from spmd_trainer.pax import bridge, import_table
 if TYPE_CHECKING:
     from spmd_trainer.api import decode, evaluate, export, generate, inspect, load_variables, plan, train
     from spmd_trainer.errors.installation import __version__
+    from spmd_trainer.step.muon import Muon
 
-__all__ = ["__version__", "decode", "evaluate", "export", "generate", "inspect", "load_variables", "plan", "train"]
+__all__ = [
+    "Muon",
+    "__version__",
+    "decode",
+    "evaluate",
+    "export",
+    "generate",
+    "inspect",
+    "load_variables",
+    "plan",
+    "train",
+]
 
 __getattr__, __dir__, _ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "api": ["decode", "evaluate", "export", "generate", "inspect", "load_variables", "plan", "train"],
         "errors.installation": ["__version__"],
+        "step.muon": ["Muon"],
     },
 )
 __path__.append(os.path.join(__path__[0], "pax", "import_names"))

@@ -101,6 +101,14 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
             )
         if self.force_repeat_prefix_structure and not self.vectorize_on_repeat_prefix:
             raise ValueError("force_repeat_prefix_structure needs vectorize_on_repeat_prefix=True")
+        if self.force_repeat_prefix_structure and self.sees_stacks:
+            name = type(self.optimizer).__name__
+            raise ValueError(f"{name} sees stacked variables as they are; leave out force_repeat_prefix_structure")
+
+    @property
+    def sees_stacks(self) -> bool:
+        """True if the optimizer gets stacked variables as they are; see `optax_bridge.sees_stacks`."""
+        return optax_bridge.sees_stacks(self.optimizer)
 
     def raw_grad_tx(self, var_weight_hparams: Any) -> Any:
         """Returns the optimizer's gradient transformation, which sees a stacked variable as one variable."""
@@ -114,7 +122,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         entry for each kind of stacking (each with its own `MaskedState` in the specs) and 'no_prefix' for all other variables.
         """
         grad_tx = self.raw_grad_tx(var_weight_hparams)
-        if not self.vectorize_on_repeat_prefix:
+        if not self.vectorize_on_repeat_prefix or self.sees_stacks:
             return grad_tx
         return opt_vec.get_transformations_with_vectorized_repeat_prefix(
             grad_tx,
@@ -268,6 +276,12 @@ class MultiOptimizerLearner(Learner):
             except re.error as error:
                 raise ValueError(f"auxiliary_regex {regex!r} doesn't compile: {error}") from error
         self.auxiliary_optimizers = [optax_bridge.as_optimizer(optimizer) for optimizer in self.auxiliary_optimizers]
+        for name, optimizer in self._named_optimizers():
+            if optax_bridge.sees_stacks(optimizer):
+                raise ValueError(
+                    f"MultiOptimizerLearner: the optimizer {name!r} is {type(optimizer).__name__}, which sees stacked variables "
+                    "as they are and gives what is no matrix to Adam itself; make it the optimizer of a plain Learner, with rules"
+                )
 
     def plot_learning_rate(self, step: jax.Array) -> None:
         """Summarises each optimizer's learning rate, the main one's as 'learning/lr' and 'learning/lr_main'."""

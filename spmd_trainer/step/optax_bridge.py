@@ -80,9 +80,17 @@ def as_optimizer(optimizer: Any) -> Any:
         raise ValueError(f"{name} has both clip_gradient_norm_to_value and clip_gradient_single_norm_to_value; set one")
     if isinstance(optimizer, optimizers.OptaxOptimizer) and optimizer.grad_tx is None:
         raise ValueError(f"{name}.grad_tx is not set; give an optax transformation such as optax.scale_by_adam()")
-    if isinstance(optimizer, optimizers.BaseOptimizer):
+    if isinstance(optimizer, optimizers.BaseOptimizer) and not sees_stacks(optimizer):
         return _with_raw_specs(optimizer)
     return optimizer
+
+
+def sees_stacks(optimizer: Any) -> bool:
+    """Returns True for an optimizer that gets the variables of repeated layers as they are, stacked.
+
+    All others see one layer at a time: praxis maps them over the layers.
+    """
+    return bool(getattr(optimizer, "sees_stacks", False))
 
 
 def grad_transformation(
@@ -96,7 +104,8 @@ def grad_transformation(
       include_ema: True if a praxis optimizer with `ema_decay` keeps its moving averages in this transformation.
     """
     grad_tx = optimizer.get_grad_transformation(var_weight_hparams, include_ema=include_ema)
-    declared = getattr(grad_tx, "init_partition_spec", None)
+    # praxis' own specs, e.g. of moving averages, are of one layer.
+    declared = None if sees_stacks(optimizer) else getattr(grad_tx, "init_partition_spec", None)
 
     def init_partition_spec(hparams: Any) -> optax.MaskedState:
         # Some praxis functions read the first variable, and a group of repeated layers may have none.

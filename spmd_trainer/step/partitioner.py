@@ -146,7 +146,7 @@ class Partitioner(abc.ABC):
             for note in batch_notes(inputs_shape_dtype, specs, dict(mesh.shape)):
                 logging.warning("%s", note)
         init_variables = state_layout.variables_initialiser(task, inputs_shape_dtype)
-        hparams, variables = state_layout.build(task, init_variables, mesh, plan)
+        hparams, variables = state_layout.build(task, init_variables, inputs_shape_dtype, mesh, plan)
         return Layout(task, hparams, mesh, variables, variables, init_variables, row_padding)
 
     @property

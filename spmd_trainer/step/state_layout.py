@@ -5,6 +5,7 @@ Initialisation knows logical shapes alone: no mesh, no padding, no devices.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -20,9 +21,10 @@ from praxis import base_layer, optimizers, py_utils
 
 from spmd_trainer import sharding
 from spmd_trainer.errors import did_you_mean
+from spmd_trainer.models.base import ModuleModel
 from spmd_trainer.sharding.path_rules import Strategy
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
-from spmd_trainer.step import host_states, masks, opt_state_dtypes, optax_bridge, step_fns
+from spmd_trainer.step import host_states, masks, matrix_dims, opt_state_dtypes, optax_bridge, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.step.opt_state_dtypes import CODES, Bytes
 from spmd_trainer.train_states import NestedJTensor, NestedShapeDtypeStruct, NestedWeightHParams, PyTree, TrainState
@@ -43,6 +45,7 @@ _REPORT_PREFIX = "mdl_vars/"
 def build(
     task: SingleTask,
     init_variables: Callable[[jax.Array], NestedJTensor],
+    inputs_shape_dtype: NestedShapeDtypeStruct,
     mesh: Mesh,
     plan: Plan | None = None,
 ) -> tuple[NestedWeightHParams, TrainState]:
@@ -55,6 +58,7 @@ def build(
     Args:
       task: the built task.
       init_variables: `variables_initialiser` of the task.
+      inputs_shape_dtype: ShapeDtypeStructs of the global batch.
       mesh: the device mesh.
       plan: decides every variable, instead of its layer and the strategy.
 
@@ -71,15 +75,24 @@ def build(
         hparams, reasons = _planned(layout, mesh, plan)
     else:
         hparams, reasons = _with_adapters(task, init_variables, mesh, plan)
+    if task.learner.sees_stacks:
+        hparams = _with_uses(task, hparams, inputs_shape_dtype, mesh)
     layout = LogicalLayout(task, hparams)
     logical = jax.eval_shape(
         functools.partial(create_train_state, layout),
         jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), hparams),
     )
     grad_tx, excluded = grad_transformation(layout)
+    masked_hparams = masks.mask_out(hparams, excluded)
+    notes: dict[str, str] = {}
+    if task.learner.sees_stacks:
+        notes = matrix_dims.log_choices(task.learner.optimizer, masked_hparams)
+    elif matrix_dims.has_optax_muon(logical.opt_states):
+        known = masks.mask_out(_with_uses(task, hparams, inputs_shape_dtype, mesh), excluded)
+        matrix_dims.check_optax_muon(known, logical.opt_states)
     masked_vars = masks.mask_out(logical.mdl_vars, excluded)
     opt_state_dtypes.warn_of_unused_rules(task.learner, grad_tx.init, masked_vars)
-    opt_hparams = _unmask(grad_tx.init_partition_spec(masks.mask_out(hparams, excluded)))
+    opt_hparams = _unmask(grad_tx.init_partition_spec(masked_hparams))
     specs = TrainState(
         step=PartitionSpec(),
         mdl_vars=jax.tree.map(functools.partial(_declared_spec, mesh), hparams),
@@ -89,7 +102,7 @@ def build(
     why = TrainState(
         step="replicated: a scalar",
         mdl_vars=reasons,
-        opt_states=[_opt_reasons(opt_hparams, hparams)],
+        opt_states=[_opt_reasons(opt_hparams, hparams, notes)],
         extra_state=(),
     )
 
@@ -209,6 +222,22 @@ def _with_adapters(
     return task.lora_model.split_like_base(hparams, base, reasons)
 
 
+def _with_uses(
+    task: SingleTask, hparams: NestedWeightHParams, inputs_shape_dtype: NestedShapeDtypeStruct, mesh: Mesh
+) -> NestedWeightHParams:
+    """Returns the WeightHParams with how the model uses each variable (`matrix_dims.with_uses`). Traces the model."""
+
+    def forward(mdl_vars: NestedJTensor) -> Any:
+        inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_shape_dtype)
+        layout = LogicalLayout(task, hparams)
+        return step_fns.forward(layout, mdl_vars, jax.random.key(0), inputs, do_eval=True)
+
+    # Modules of other libraries may name the mesh's axes; praxis asks for its mesh itself.
+    is_module = isinstance(task.model, ModuleModel)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if is_module else contextlib.nullcontext():
+        return matrix_dims.with_uses(hparams, forward)
+
+
 def _check_rules(strategy: Strategy, variables: PyTree) -> None:
     """Warns about each rule of a sharding strategy that matches no variable.
 
@@ -233,11 +262,15 @@ def _reason(hparams: base_layer.WeightHParams) -> str:
     return DECLARED if mapping is not None and not _all_whole(mapping) else NOT_DECLARED
 
 
-def _opt_reasons(opt_hparams: NestedWeightHParams, hparams: NestedWeightHParams) -> PyTree:
-    """Returns the reason for the layout of each part of an optimizer state."""
+def _opt_reasons(opt_hparams: NestedWeightHParams, hparams: NestedWeightHParams, notes: Mapping[str, str]) -> PyTree:
+    """Returns the reason for the layout of each part of an optimizer state. `notes`: more to say, by a moment's end of path."""
     variables = dict(jax.tree_util.tree_leaves_with_path(hparams))
 
     def reason(path: tuple[Any, ...], part: base_layer.WeightHParams) -> str:
+        note = next((text for end, text in notes.items() if path_str(path).endswith(end)), None)
+        return of_layout(path, part) if note is None else f"{of_layout(path, part)}; {note}"
+
+    def of_layout(path: tuple[Any, ...], part: base_layer.WeightHParams) -> str:
         if not _all_whole(part.full_split_dims_mapping):
             return "follows its variable"
         if not part.full_shape:

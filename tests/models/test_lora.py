@@ -16,11 +16,11 @@ from praxis import base_layer, optimizers, schedules
 
 from spmd_trainer import models, tasks_lib
 from spmd_trainer.decoder import lora
-from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.errors import UserError
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
 from spmd_trainer.step import state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
+from spmd_trainer.step.matrix_uses import MatrixDims
 from spmd_trainer.step.pjit import PjitPartitioner
 
 KINDS = ["function", "linen", "nnx"]

@@ -12,9 +12,9 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.decoder import lora
-from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.step import masks, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
+from spmd_trainer.step.matrix_uses import MatrixDims
 from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.training import experiment_config, verify
 

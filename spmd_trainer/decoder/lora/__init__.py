@@ -6,10 +6,10 @@ The model's code has no adapters. `LoraModel` traces it, finds the matrix produc
 products of the adapters to each. Read `model.py` first; `interpreter.py` evaluates the traced program.
 """
 
-from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.decoder.lora.model import LoraModel, traced_on
 from spmd_trainer.decoder.lora.settings import Lora
 from spmd_trainer.decoder.lora.variables import base_only
+from spmd_trainer.step.matrix_uses import MatrixDims
 from spmd_trainer.train_states import is_adapter
 
 __all__ = [

@@ -10,28 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd_trainer.decoder.lora import dims as dims_lib
-from spmd_trainer.decoder.lora.dims import Dims, Name
 from spmd_trainer.errors import UserError
+from spmd_trainer.step import tracked_dims as dims_lib
+from spmd_trainer.step.matrix_uses import MatrixDims
+from spmd_trainer.step.tracked_dims import Dims, Name
 
 RANK = "rank"
 ADAPTER = "adapter"
 _OTHER_RANK = "other rank"
-
-
-@dataclasses.dataclass(frozen=True)
-class MatrixDims:
-    """The dimensions of a variable by their role in a matrix product.
-
-    Attributes:
-      stack: dimensions over matrices: stacked layers, or batch dimensions of the product.
-      inputs: contracted dimensions.
-      outputs: dimensions of the result.
-    """
-
-    stack: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
 
 
 @jax.tree_util.register_dataclass

@@ -16,15 +16,13 @@ import jax.extend
 import jax.numpy as jnp
 from jax import lax
 
-from spmd_trainer.decoder.lora import adapted_weight, dims, products
+from spmd_trainer.decoder.lora import adapted_weight, products
 from spmd_trainer.decoder.lora.adapted_weight import AdaptedWeight
 from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.even_program import source_of
 from spmd_trainer.sharding.even_rules import bind
-
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
-GROUPED = "grouped_dot"
-REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
+from spmd_trainer.step import tracked_dims as dims
+from spmd_trainer.step.matrix_uses import CALLS, GROUPED, REMATERIALISED
 
 
 def is_adapted(x: Any) -> bool:

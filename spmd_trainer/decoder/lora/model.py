@@ -11,20 +11,19 @@ from typing import Any
 
 import jax
 import jax.extend
-import jax.interpreters.partial_eval
 import jax.numpy as jnp
 from absl import logging
 from flax.core import meta
 from praxis import base_layer
 
 from spmd_trainer.decoder.lora import adapted_weight, uses, variables
-from spmd_trainer.decoder.lora.adapted_weight import MatrixDims
 from spmd_trainer.decoder.lora.interpreter import Interpreter
 from spmd_trainer.decoder.lora.settings import Lora
 from spmd_trainer.errors import UserError
 from spmd_trainer.models.base import ForwardResult, Model, ModuleModel, praxis_rngs
 from spmd_trainer.sharding.variables import path_str
-from spmd_trainer.step import masks
+from spmd_trainer.step import masks, matrix_uses
+from spmd_trainer.step.matrix_uses import MatrixDims
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
 
 # Collections that the forward pass of a frozen base must not change.
@@ -211,7 +210,7 @@ class LoraModel:
             # Modules of other libraries may name mesh axes in their forward pass; praxis asks for its mesh itself.
             mesh = _mesh.get() if isinstance(self.base, ModuleModel) else None
             with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
-                jaxpr, _ = _traced(run, (shapes, inputs, key))
+                jaxpr, _ = matrix_uses.traced(run, (shapes, inputs, key))
             self._find_dims(jaxpr, shapes)
         return self.matrix_dims()
 
@@ -221,7 +220,7 @@ class LoraModel:
             for i, (path, x) in enumerate(_named_values(base_vars))
             if path.startswith(f"{base_layer.PARAMS}/") and jnp.issubdtype(x.dtype, jnp.floating)
         }
-        self.dims = uses.choose_targets(self.settings, uses.find_uses(jaxpr, paths))
+        self.dims = uses.choose_targets(self.settings, matrix_uses.find_uses(jaxpr, paths))
 
     def _run(
         self, fn: Callable[..., Any], mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, dropping: bool
@@ -246,7 +245,7 @@ class LoraModel:
         """Returns the leaves of the results, some of them adapted weights, and the results' shapes."""
         base_vars = variables.base_only(mdl_vars)
         args = (base_vars, inputs, key)
-        jaxpr, shapes = _traced(fn, args)
+        jaxpr, shapes = matrix_uses.traced(fn, args)
         if self.dims is None:
             self._find_dims(jaxpr, base_vars)
         leaves = jax.tree.leaves(args)
@@ -337,17 +336,6 @@ class LoraModel:
                 path,
                 operation,
             )
-
-
-def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, PyTree]:
-    """Returns a function's jaxpr without unused operations, and the shapes of its results.
-
-    NNX modules, e.g., return all variables from a loop over layers, although nothing reads them afterwards.
-    """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    used = [True] * len(closed.jaxpr.outvars)
-    jaxpr, _ = jax.interpreters.partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
-    return jax.extend.core.ClosedJaxpr(jaxpr, closed.consts), shapes
 
 
 def _is_box(x: Any) -> bool:

@@ -11,9 +11,7 @@ from jax import lax
 
 from spmd_trainer.decoder.lora import adapted_weight
 from spmd_trainer.decoder.lora.adapted_weight import ADAPTER, RANK, AdaptedWeight, Factor, Product
-
-# The dimensions of `grouped_dot` in the form of `dot_general`: ((contracted of the rows, of the weights), (batch)).
-GROUPED_NUMBERS = (((3,), (1,)), ((1,), (0,)))
+from spmd_trainer.step.matrix_uses import GROUPED_NUMBERS
 
 
 def multiply(

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from praxis import base_layer
 
-from spmd_trainer.decoder.lora import dims as dims_lib
-from spmd_trainer.decoder.lora.adapted_weight import ADAPTER, RANK, AdaptedWeight, Factor, MatrixDims
+from spmd_trainer.decoder.lora.adapted_weight import ADAPTER, RANK, AdaptedWeight, Factor
 from spmd_trainer.decoder.lora.settings import Lora
 from spmd_trainer.step import masks
+from spmd_trainer.step import tracked_dims as dims_lib
+from spmd_trainer.step.matrix_uses import MatrixDims
 from spmd_trainer.train_states import PyTree
 
 LORA = "lora"

@@ -1,0 +1,295 @@
+"""Which variables are matrices, for optimizers of whole matrices: rows, columns and stacks of each, or why it is none.
+
+What a model's products sum over are the rows of a variable, and what they return its columns (`matrix_uses`). All other
+dimensions are stacks: repeated layers, experts. Embeddings, the output matrix, routers, and whatever no product reads (norms,
+biases) are none. Rules of the user come first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl import logging
+from praxis import base_layer
+
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.sharding.variables import path_str
+from spmd_trainer.step import masks, matrix_uses, optax_bridge
+from spmd_trainer.step.matrix_uses import MatrixDims, Uses
+from spmd_trainer.train_states import NestedWeightHParams, PyTree
+
+# (regex, form): see `Muon.rules`.
+Rules: TypeAlias = Sequence[tuple[str, str]]
+# The forms of a rule besides a list of `_ROLES`.
+NO_MATRIX = "adam"
+_ROLES = ("rows", "cols", "stack")
+HEADS = ("joined", "apart")
+# Beginnings of the collections with what is known of a variable's use: stacks/rows/columns, or why it is no matrix.
+_DIMS, _REASON = "_matrix_dims:", "_no_matrix:"
+OUTPUT = "the output matrix"
+# A router chooses by its products' results, and the published recipes leave it to Adam. Its use is like that of any matrix.
+_ROUTER = re.compile(r"(^|/)(router|gating)(/|$)|/ff_layer/gate$")
+
+# Variables whose first dimension is a stack, which products that compute all of them at once don't show: praxis' queries, keys
+# and values in one, and experts of which each computes every token.
+_STACKED = re.compile(r"/combined_qkv/w$|^(?!.*(attention|attn)).*(expert|moe)", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What one variable is.
+
+    Attributes:
+      dims: its dimensions by role, those of repeated layers included; None if it is no matrix.
+      shape: its shape, with repeated layers.
+      reason: why.
+    """
+
+    dims: MatrixDims | None
+    shape: tuple[int, ...]
+    reason: str
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows and columns of each matrix."""
+        assert self.dims is not None
+        rows, cols = (math.prod(self.shape[dim] for dim in side) for side in (self.dims.inputs, self.dims.outputs))
+        return rows, cols
+
+    def __str__(self) -> str:
+        if self.dims is None:
+            return self.reason
+        count = math.prod(self.shape[dim] for dim in self.dims.stack)
+        rows, cols = self.sides
+        return f"{count} {'matrix' if count == 1 else 'matrices'} {rows} x {cols} ({self.reason})"
+
+
+def with_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) -> NestedWeightHParams:
+    """Returns the WeightHParams with what the model does with each variable, for `choose`.
+
+    Args:
+      hparams: WeightHParams of the variables.
+      forward: the model's forward pass of these variables; it is traced.
+    """
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype or jnp.float32), hparams)
+    jaxpr, _ = matrix_uses.traced(forward, (shapes,))
+    learning = {
+        number: path
+        for number, (path, x) in enumerate(masks.with_paths(shapes))
+        if path.startswith(f"{base_layer.PARAMS}/") and jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    uses = matrix_uses.find_uses(jaxpr, learning, matrix_uses.EVERY)
+    known = [
+        p if path not in uses else dataclasses.replace(p, collections=[*p.collections, _known(path, p, uses[path])])
+        for path, p in masks.with_paths(hparams)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(hparams), known)
+
+
+def _known(path: str, hparams: base_layer.WeightHParams, use: Uses) -> str:
+    """Returns the collection for a variable's use."""
+    reason = _why_none(path, hparams, use)
+    if reason is not None:
+        return _REASON + reason
+    dims, first = use.products[0], len(hparams.repeat_prefix or ())
+    if _STACKED.search(path) and any(first in side and len(side) > 1 for side in (dims.inputs, dims.outputs)):
+        sides = (tuple(dim for dim in side if dim != first) for side in (dims.inputs, dims.outputs))
+        dims = MatrixDims((*dims.stack, first), *sides)
+    return _DIMS + "/".join(",".join(map(str, side)) for side in (dims.stack, dims.inputs, dims.outputs))
+
+
+def _why_none(path: str, hparams: base_layer.WeightHParams, use: Uses) -> str | None:
+    others = ", ".join(use.others)
+    if not use.products:
+        if len(hparams.shape) < 2:
+            return "a vector"
+        return "an embedding" if "gather" in use.others else f"read by no product, but by {others or 'nothing'}"
+    if use.is_lookup or "gather" in use.others:
+        return "an embedding"
+    if len(use.products) > 1:
+        return "products read it over different dimensions"
+    if not use.is_read_on:
+        return OUTPUT
+    if use.others:
+        return f"read by products, and by {others}"
+    if _ROUTER.search(path):
+        return "a router"
+    dims, shape = use.products[0], hparams.full_shape
+    if any(math.prod(shape[dim] for dim in side) == 1 for side in (dims.inputs, dims.outputs)):
+        return "a vector"
+    return None
+
+
+def choose(hparams: NestedWeightHParams, rules: Rules, heads: str) -> dict[str, Choice]:
+    """Returns what each variable is, by its path.
+
+    Args:
+      hparams: WeightHParams of the variables, from `with_uses`; without it, only those of rank 2 are known.
+      rules: (regex, form) pairs; the first whose regex is found in the path decides.
+      heads: 'joined': heads are a part of rows or columns; 'apart': each head is a matrix.
+
+    Raises:
+      UserError: a rule that doesn't fit its variable, or a variable of rank 3 or more of which nothing is known.
+    """
+    return {path: _choice(path, p, rules, heads) for path, p in masks.with_paths(hparams)}
+
+
+def _choice(path: str, hparams: base_layer.WeightHParams, rules: Rules, heads: str) -> Choice:
+    shape = tuple(hparams.full_shape)
+    for number, (regex, form) in enumerate(rules, start=1):
+        if re.search(regex, path):
+            dims = None if form == NO_MATRIX else _of_form(path, hparams, number, form)
+            return Choice(dims, shape, f"rule {number}")
+    known = next((name for name in hparams.collections if name.startswith((_DIMS, _REASON))), None)
+    if known is None:
+        return _unknown(path, hparams)
+    if known.startswith(_REASON):
+        return Choice(None, shape, known.removeprefix(_REASON))
+    stack, rows, cols = (
+        tuple(map(int, side.split(","))) if side else () for side in known.removeprefix(_DIMS).split("/")
+    )
+    if heads == "apart":
+        # Of several dimensions, the first one counts heads, the others are of one head.
+        apart = tuple(side[0] for side in (rows, cols) if len(side) > 1)
+        stack = (*stack, *apart)
+        rows, cols = (tuple(dim for dim in side if dim not in apart) for side in (rows, cols))
+    return Choice(MatrixDims(stack, rows, cols), shape, _names(rows, cols))
+
+
+def _names(rows: Sequence[int], cols: Sequence[int]) -> str:
+    return " x ".join(f"dim{'s' if len(side) > 1 else ''} {'+'.join(map(str, side))}" for side in (rows, cols))
+
+
+def _unknown(path: str, hparams: base_layer.WeightHParams) -> Choice:
+    repeats, rank = len(hparams.repeat_prefix or ()), len(hparams.shape)
+    shape = tuple(hparams.full_shape)
+    if base_layer.var_not_trainable(hparams):
+        return Choice(None, shape, "it does not learn")
+    if rank > 2:
+        raise UserError(
+            f"Muon: nothing says which dimensions of {path}, of shape {shape}, are rows and columns; add a rule, e.g. "
+            f"rules=[({path!r}, 'stack,{'rows,' * (rank - 2)}cols')], or ({path!r}, 'adam')"
+        )
+    if rank < 2:
+        return Choice(None, shape, "a vector")
+    dims = MatrixDims(tuple(range(repeats)), (repeats,), (repeats + 1,))
+    return Choice(dims, shape, "of two dimensions")
+
+
+def _of_form(path: str, hparams: base_layer.WeightHParams, number: int, form: str) -> MatrixDims:
+    repeats, roles = len(hparams.repeat_prefix or ()), [role.strip() for role in form.split(",")]
+    if len(roles) != len(hparams.shape):
+        repeated = f", without the {repeats} of its repeated layers" if repeats else ""
+        raise UserError(
+            f"Muon.rules: rule {number} gives {form!r} to {path}, of shape {tuple(hparams.shape)}{repeated}; give one of "
+            f"{_ROLES} for each of its {len(hparams.shape)} dimensions, or {NO_MATRIX!r}"
+        )
+    found = MatrixDims(
+        (*range(repeats), *(repeats + dim for dim, role in enumerate(roles) if role == "stack")),
+        *(tuple(repeats + dim for dim, role in enumerate(roles) if role == side) for side in ("rows", "cols")),
+    )
+    if not found.inputs or not found.outputs:
+        raise UserError(f"Muon.rules: rule {number} gives {form!r} to {path}; a matrix has both rows and cols")
+    return found
+
+
+def check_rules(rules: Rules) -> None:
+    """Checks rules that no variable is needed for.
+
+    Raises:
+      UserError: a rule that is not (regex, form), or whose regex doesn't compile, or whose form has an unknown role.
+    """
+    for number, rule in enumerate(rules, start=1):
+        if not isinstance(rule, list | tuple) or len(rule) != 2 or not all(isinstance(part, str) for part in rule):
+            raise UserError(f"Muon.rules: rule {number} is {rule!r}; give (regex, form), e.g. ('emb', {NO_MATRIX!r})")
+        try:
+            re.compile(rule[0])
+        except re.error as error:
+            raise UserError(f"Muon.rules: rule {number}, {rule[0]!r}, doesn't compile: {error}") from error
+        for role in [] if rule[1] == NO_MATRIX else rule[1].split(","):
+            if role.strip() not in _ROLES:
+                meant = did_you_mean(role.strip(), (*_ROLES, NO_MATRIX))
+                raise UserError(
+                    f"Muon.rules: rule {number} has the form {rule[1]!r}; give {NO_MATRIX!r}, or a list of {_ROLES}{meant}"
+                )
+
+
+def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:
+    """Logs what each variable is to an optimizer with `choices` and `rules`. Returns it by the end of the first moment's path.
+
+    Raises:
+      UserError: no variable is a matrix, or as `choose`.
+    """
+    name, choices = type(optimizer).__name__, optimizer.choices(hparams)
+    text = table(choices)
+    if not any(choice.dims for choice in choices.values()):
+        raise UserError(
+            f"{name} finds no matrix among the variables that learn:\n{text}\nUse Adam, or say with rules what is a matrix, e.g. "
+            f"rules=[({next(iter(choices))!r}, 'rows,cols')]"
+        )
+    logging.info("%s computes on these matrices, and leaves the rest to Adam:\n%s", name, text)
+    for number, (regex, _) in enumerate(optimizer.rules, start=1):
+        if not any(re.search(regex, path) for path in choices):
+            logging.warning("%s.rules: rule %d (%r) matches no variable that learns", name, number, regex)
+    return {
+        f"/m/{path}": f"{name}: {choice}" if choice.dims else f"Adam: {choice.reason}"
+        for path, choice in choices.items()
+    }
+
+
+def has_optax_muon(opt_states: PyTree) -> bool:
+    """Returns True if `optax.contrib.muon` is part of an optimizer."""
+    return any(map(_is_muon, jax.tree.leaves(opt_states, is_leaf=_is_muon)))
+
+
+def _is_muon(node: Any) -> bool:
+    return isinstance(node, optax.contrib.MuonState)
+
+
+def check_optax_muon(hparams: NestedWeightHParams, opt_states: PyTree) -> None:
+    """Checks what `optax.contrib.muon` takes for matrices; it knows variables of two dimensions only.
+
+    With dimension numbers of the user's own, i.e. if it has others, nothing is checked.
+
+    Args:
+      hparams: WeightHParams of the variables with an optimizer state, from `with_uses`.
+      opt_states: shapes of the optimizer's state.
+
+    Raises:
+      UserError: it takes a variable for a matrix that is none, or leaves matrices out because they are stacked or have heads.
+    """
+    variables = dict(jax.tree_util.tree_leaves_with_path(hparams))
+    moments = [node.mu for node in jax.tree.leaves(opt_states, is_leaf=_is_muon) if _is_muon(node)]
+    taken = {optax_bridge.variable_of(path, variables) for path, _ in jax.tree_util.tree_leaves_with_path(moments)}
+    wrong = []
+    for path, p in variables.items():
+        choice = _choice(path_str(path), p, (), HEADS[0])
+        if path in taken and len(p.shape) != 2:
+            return
+        if path in taken and choice.dims is None and choice.reason != OUTPUT:
+            wrong.append(f"{path_str(path)} gets Muon and is none: {choice}")
+        elif path not in taken and choice.dims is not None:
+            wrong.append(f"{path_str(path)} gets Adam and has {choice}")
+    if wrong:
+        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise UserError(
+            "optax.contrib.muon takes every variable of two dimensions for a matrix, and no other: "
+            f"{'; '.join(wrong[:5])}{more}. Use learner.optimizer = Config(st.Muon, learning_rate=..., "
+            "lr_schedule=Config(schedules.Constant, value=1.0)), which knows stacks and heads, or give "
+            "muon_weight_dimension_numbers"
+        )
+
+
+def table(choices: Mapping[str, Choice]) -> str:
+    """Returns a line for each kind of variable: those whose paths differ in numbers only share one."""
+    kinds = Counter((re.sub(r"\d+(?=/|$)", "*", path), str(choice)) for path, choice in choices.items())
+    width = max((len(path) for path, _ in kinds), default=0)
+    return "\n".join(f"  {path:{width}}  {count:3} x  {text}" for (path, text), count in kinds.items())

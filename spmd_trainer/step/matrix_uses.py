@@ -1,0 +1,234 @@
+"""How a model's program uses its variables: the matrix products that read each of them, and in which roles of its dimensions.
+
+The model is traced, and its program is followed from the variables on (`tracked_dims`). So it needs no names or annotations, and
+knows stacked layers, experts and heads of any library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import jax.interpreters.partial_eval
+
+from spmd_trainer.step import tracked_dims as dims_lib
+from spmd_trainer.train_states import PyTree
+
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
+GROUPED = "grouped_dot"
+REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
+# The dimensions of `grouped_dot` in the form of `dot_general`: ((contracted of the rows, of the weights), (batch)).
+GROUPED_NUMBERS = (((3,), (1,)), ((1,), (0,)))
+_OWN_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+# Functions with derivatives of their own, and the choice between a variable and itself, as in praxis' pipelines.
+EVERY = _OWN_DERIVATIVES | {"select_n", "stop_gradient"}
+# Operations that keep zeros and ones.
+_KEEPS_MASK = frozenset(
+    {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "sharding_constraint"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixDims:
+    """The dimensions of a variable by their role in a matrix product.
+
+    Attributes:
+      stack: dimensions over matrices: stacked layers, or batch dimensions of the product.
+      inputs: contracted dimensions.
+      outputs: dimensions of the result.
+    """
+
+    stack: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Uses:
+    """How one variable is used.
+
+    Attributes:
+      rank: number of dimensions of the variable.
+      products: dimension roles in each kind of matrix product that reads it.
+      others: names of the other operations that read it.
+      is_lookup: True if a product is with one-hot vectors: a lookup of rows.
+      is_read_on: True if another product, or one of a later layer, reads the products' results.
+    """
+
+    rank: int
+    products: list[MatrixDims] = dataclasses.field(default_factory=list)
+    others: list[str] = dataclasses.field(default_factory=list)
+    is_lookup: bool = False
+    is_read_on: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """True if every use is a matrix product, all with the same roles of dimensions."""
+        return len(self.products) == 1 and not self.others
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """Facts about a value: the variable that it is, if any, and the variables whose products it depends on.
+
+    `is_mask` is True for zeros and ones, such as one-hot vectors.
+    """
+
+    path: str | None = None
+    dims: dims_lib.Dims = ()
+    is_mask: bool = False
+    after: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What is known so far: uses by path; `also` as of `find_uses`."""
+
+    uses: dict[str, Uses]
+    also: frozenset[str]
+
+
+def find_uses(jaxpr: Any, variables: Mapping[int, str], also: frozenset[str] = frozenset()) -> dict[str, Uses]:
+    """Returns how a program uses variables.
+
+    Args:
+      jaxpr: a ClosedJaxpr.
+      variables: argument number -> path.
+      also: operations to follow a variable through besides: those of `EVERY`, which adapters can't be.
+    """
+    invars = jaxpr.jaxpr.invars
+    found = _Found({path: Uses(len(invars[i].aval.shape)) for i, path in variables.items()}, also)
+    values = [
+        _Value(variables[i], dims_lib.of_variable(len(var.aval.shape))) if i in variables else _Value()
+        for i, var in enumerate(invars)
+    ]
+    _walk(jaxpr.jaxpr, values, found)
+    return found.uses
+
+
+def _walk(jaxpr: Any, values: Sequence[_Value], found: _Found) -> list[_Value]:
+    env = dict(zip(jaxpr.invars, values, strict=True))
+
+    def read(var: Any) -> _Value:
+        return _Value() if isinstance(var, jax.extend.core.Literal) else env.get(var, _Value())
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, _one(eqn, [read(var) for var in eqn.invars], found), strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _one(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
+    name, params = eqn.primitive.name, eqn.params
+    after = frozenset().union(*(value.after for value in values))
+    plain = [_Value(after=after, is_mask=_is_mask(eqn, values))] * len(eqn.outvars)
+    if not any(value.path for value in values):
+        return plain
+    if name == "dot_general" and not all(value.path for value in values):
+        return [_product(params["dimension_numbers"], values, found)]
+    if name == GROUPED and not values[0].path:
+        return [_product(GROUPED_NUMBERS, values[:2], found)]
+    if name in CALLS or name in found.also & _OWN_DERIVATIVES:
+        return _walk((params.get("jaxpr") or params["call_jaxpr"]).jaxpr, values, found)
+    if name in REMATERIALISED:
+        return _walk(params["jaxpr"], values, found)
+    if name in ("scan", "while"):
+        return _loop(eqn, values, found)
+    if name == "cond":
+        _as_arrays(values[:1], name, found)
+        results = [_walk(jaxpr.jaxpr, values[1:], found) for jaxpr in params["branches"]]
+        joined = [frozenset().union(*(value.after for value in group)) for group in zip(*results, strict=True)]
+        for result in results:
+            _as_arrays(result, name, found)
+        return [_Value(after=x) for x in joined]
+    if name in found.also and len({(value.path, value.dims) for value in values if value.path}) == 1:
+        return [next(value for value in values if value.path)]
+    weight, *others = values
+    if weight.path and not any(other.path for other in others):
+        moves = dims_lib.moves(eqn, weight.dims)
+        if moves is not None:
+            return [dataclasses.replace(weight, dims=move.dims) for move in moves]
+    _as_arrays(values, name, found)
+    return plain
+
+
+def _is_mask(eqn: Any, values: Sequence[_Value]) -> bool:
+    name = eqn.primitive.name
+    if name == "convert_element_type" and eqn.invars[0].aval.dtype == bool:
+        return True
+    if name in CALLS:
+        return "one_hot" in str(eqn.params.get("name"))
+    return name in _KEEPS_MASK and values[0].is_mask
+
+
+def _as_arrays(values: Sequence[_Value], operation: str, found: _Found) -> None:
+    """Records that an operation reads variables as plain arrays."""
+    for value in values:
+        if value.path and operation not in found.uses[value.path].others:
+            found.uses[value.path].others.append(operation)
+
+
+def _product(numbers: Any, values: Sequence[_Value], found: _Found) -> _Value:
+    contract, batch = numbers
+    side = 0 if values[0].path else 1
+    weight, x = values[side], values[1 - side]
+    assert weight.path is not None
+    for path in x.after:
+        found.uses[path].is_read_on = True
+    uses = found.uses[weight.path]
+    uses.is_lookup |= x.is_mask
+    free = [i for i in range(len(weight.dims)) if i not in contract[side] and i not in batch[side]]
+    inputs, outputs = (dims_lib.origins([weight.dims[i] for i in group]) for group in (contract[side], free))
+    stack = frozenset(range(uses.rank)) - inputs - outputs
+    kinds = [
+        MatrixDims(*(tuple(sorted(kind)) for kind in kinds))
+        for kinds in ((stack, inputs, outputs), (stack, outputs, inputs))
+    ]
+    if not inputs or not outputs or inputs & outputs:
+        if "a product with a vector" not in uses.others:
+            uses.others.append("a product with a vector")
+    # A product with the transposed matrix fits the same adapters.
+    elif not any(kind in uses.products for kind in kinds):
+        uses.products.append(kinds[0])
+    return _Value(after=x.after | {weight.path})
+
+
+def _loop(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
+    """Walks the body twice, because a product may read a result of the previous iteration."""
+    params = eqn.params
+    if eqn.primitive.name == "scan":
+        body, num_consts = params["jaxpr"].jaxpr, params["num_consts"]
+        num_carry = params["num_carry"]
+    else:
+        skipped = params["cond_nconsts"]
+        _walk(params["cond_jaxpr"].jaxpr, [*values[:skipped], *values[skipped + params["body_nconsts"] :]], found)
+        values = values[skipped:]
+        body, num_consts = params["body_jaxpr"].jaxpr, params["body_nconsts"]
+        num_carry = len(values) - num_consts
+    consts, carry, xs = (
+        values[:num_consts],
+        values[num_consts : num_consts + num_carry],
+        values[num_consts + num_carry :],
+    )
+    _as_arrays(carry, f"{eqn.primitive.name} carry", found)
+    carry = [_Value(after=value.after) for value in carry]
+    slices = [dataclasses.replace(x, dims=x.dims[1:]) if x.path else x for x in xs]
+    results: list[_Value] = []
+    for _ in range(2):
+        results = _walk(body, [*consts, *carry, *slices], found)
+        _as_arrays(results, f"{eqn.primitive.name} result", found)
+        carry = [_Value(after=old.after | new.after) for old, new in zip(carry, results[:num_carry], strict=True)]
+    return [_Value(after=value.after) for value in [*carry, *results[num_carry:]]]
+
+
+def traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, PyTree]:
+    """Returns a function's jaxpr without unused operations, and the shapes of its results.
+
+    NNX modules, e.g., return all variables from a loop over layers, although nothing reads them afterwards.
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    used = [True] * len(closed.jaxpr.outvars)
+    jaxpr, _ = jax.interpreters.partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
+    return jax.extend.core.ClosedJaxpr(jaxpr, closed.consts), shapes
