@@ -363,5 +363,5 @@ def extract_ema(model_states: TrainState) -> TrainState:
     Raises:
       ValueError: the optimizer states hold no averages.
     """
-    averages = learner_lib.extract_ema(model_states.opt_states, model_states.mdl_vars)
+    averages = optax_bridge.extract_ema(model_states.opt_states, model_states.mdl_vars)
     return TrainState(step=model_states.step, mdl_vars=averages, opt_states=[], extra_state=())

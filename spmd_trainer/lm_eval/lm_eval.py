@@ -13,7 +13,8 @@ from spmd_trainer.inputs.tokenizer_field import default_start, make_tokenizer, s
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.harness_runner import HarnessRunner, Tasks
 from spmd_trainer.lm_eval.settings import LmEvalSettings
-from spmd_trainer.step.learner import extract_ema, has_ema
+from spmd_trainer.step.learner import has_ema
+from spmd_trainer.step.optax_bridge import extract_ema
 
 
 class LmEval(Callback):

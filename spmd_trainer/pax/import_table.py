@@ -41,8 +41,9 @@ STANDING: dict[str, dict[str, str]] = {
     "decode_programs": {"base_experiment": "SingleTaskDecodeProgram"},
     "interop": {"": "hf pax"},  # the rooms' earlier names
     "learners": {
-        "step.learner": "Learner MultiOptimizerLearner extract_ema global_norm has_ema reset_ema",
+        "step.learner": "Learner MultiOptimizerLearner global_norm has_ema",
         "step.masks": "get_excluded_var_mask_for_grad get_excluded_var_mask_for_opt",
+        "step.optax_bridge": "extract_ema reset_ema",
     },
     "programs": {
         "base_experiment": "BaseEvalProgram BaseTrainProgram Program SingleTaskEvalProgram SingleTaskTrainProgram"

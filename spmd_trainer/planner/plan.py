@@ -65,7 +65,8 @@ def chip_bytes(compiled: Any, topology: str | None) -> ChipBytes:
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        peak=memory.peak_memory_in_bytes if topology else None,
+        # The compiler's peak has the arguments in host memory in it.
+        peak=memory.peak_memory_in_bytes - memory.host_argument_size_in_bytes if topology else None,
     )
 
 

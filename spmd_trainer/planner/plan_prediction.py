@@ -37,7 +37,7 @@ from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_report import Outcome
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.sharding.variables import VariableSpec
-from spmd_trainer.step import masks, step_fns
+from spmd_trainer.step import host_states, masks, step_fns
 from spmd_trainer.step.compiled_step import StepFn
 from spmd_trainer.training.job import Job
 
@@ -98,9 +98,9 @@ class Prediction:
 
 
 def state_bytes(job: Job) -> tuple[int, int]:
-    """Returns the bytes of the train state on one device, and the bytes of its padding."""
+    """Returns the bytes of the train state on one device, without what is in host memory, and the bytes of its padding."""
     mesh = job.partitioner.mesh_shape()
-    records = job.partitioner.metadata.records()
+    records = [v for v in job.partitioner.metadata.records() if v.memory_kind != host_states.PINNED_HOST]
     whole = sum(v.bytes_per_device(mesh) for v in records)
     return whole, sum(v.padding_per_device(mesh) for v in records)
 

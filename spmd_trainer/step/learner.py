@@ -11,7 +11,7 @@ optimizer may be any praxis optimizer or a plain optax transformation. In a step
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -99,11 +99,13 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
             raise ValueError(
                 "the learner has both bprop_variable_inclusion and bprop_variable_exclusion; give the shorter one"
             )
-        if self.force_repeat_prefix_structure and not self.vectorize_on_repeat_prefix:
-            raise ValueError("force_repeat_prefix_structure needs vectorize_on_repeat_prefix=True")
-        if self.force_repeat_prefix_structure and self.sees_stacks:
-            name = type(self.optimizer).__name__
-            raise ValueError(f"{name} sees stacked variables as they are; leave out force_repeat_prefix_structure")
+        if self.force_repeat_prefix_structure and (not self.vectorize_on_repeat_prefix or self.sees_stacks):
+            raise ValueError(
+                "force_repeat_prefix_structure needs vectorize_on_repeat_prefix=True, and an optimizer for which layers are "
+                f"vectorised; {type(self.optimizer).__name__} sees stacked variables as they are: leave it out"
+                if self.sees_stacks
+                else "force_repeat_prefix_structure needs vectorize_on_repeat_prefix=True"
+            )
 
     @property
     def sees_stacks(self) -> bool:
@@ -138,15 +140,15 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
     def update_states(self, grads: Any, states: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
         """Transforms gradients into updates.
 
-          Args:
-            grads: gradients, same structure, shapes and dtypes as `old_vars`.
-            states: the optimizer state.
-            old_vars: the variables; unchanged ones are masked out.
-        var_weight_hparams: their WeightHParams, same structure.
+        Args:
+          grads: gradients, same structure, shapes and dtypes as `old_vars`.
+          states: the optimizer state.
+          old_vars: the variables; unchanged ones are masked out.
+          var_weight_hparams: their WeightHParams, same structure.
 
-          Returns:
-            The updates to add, in the structure of `old_vars`, and the new optimizer state. In a skipped step the updates are
-            zero and the state is the old one. If a variable is overwritten with its gradient, its update is the gradient.
+        Returns:
+          The updates to add, in the structure of `old_vars`, and the new optimizer state. In a skipped step the updates are
+          zero and the state is the old one. If a variable is overwritten with its gradient, its update is the gradient.
         """
 
         def run(grads: Any, old_vars: Any, hparams: Any, valid: jax.Array) -> tuple[Any, Any]:
@@ -217,13 +219,15 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         return grads, valid
 
     def apply_gradient(self, old_vars: Any, transformed_grads: Any, var_weight_hparams: Any) -> Any:
-        """Adds updates to the variables; non-trainable variables keep their values. Returns the new variables, in the dtypes
-          of the old ones.
+        """Adds updates to the variables; non-trainable variables keep their values.
 
-          Args:
-            old_vars: the variables; unchanged ones are masked out.
-        transformed_grads: the updates from `update_states`; same structure.
-            var_weight_hparams: WeightHParams; same structure.
+        Args:
+          old_vars: the variables; unchanged ones are masked out.
+          transformed_grads: the updates from `update_states`; same structure.
+          var_weight_hparams: WeightHParams; same structure.
+
+        Returns:
+          The new variables, in the dtypes of the old ones.
         """
         asserts.assert_same_structure(old_vars, transformed_grads)
         if self.var_norm_summary:
@@ -364,50 +368,3 @@ def _summarize_norms(prefix: str, tree: Any) -> None:
 def has_ema(learner: Learner) -> bool:
     """Returns True if the learner's optimizer keeps moving averages of the variables."""
     return bool(learner.optimizer.ema_decay > 0.0)
-
-
-def extract_ema(opt_states: Any, mdl_vars: Any) -> Any:
-    """Returns the moving averages that praxis' optimizers keep, as model variables.
-
-    Args:
-      opt_states: a train state's `opt_states`, logical or padded, with or without repeated layers.
-      mdl_vars: the current variables. Variables without an average (excluded from training) keep their value.
-
-    Returns:
-      A tree in the structure of `mdl_vars`.
-
-    Raises:
-      ValueError: the optimizer state holds no averages of these variables.
-    """
-    averages = {
-        path: leaf
-        for node in jax.tree.leaves(opt_states, is_leaf=_is_ema_state)
-        if _is_ema_state(node)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(node["ema"])
-    }
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(mdl_vars)
-    if not any(path in averages for path, _ in leaves):
-        raise ValueError("the optimizer state holds no EMA of the variables; set ema_decay on the learner's optimizer")
-    return jax.tree.unflatten(treedef, [averages.get(path, leaf) for path, leaf in leaves])
-
-
-def reset_ema(opt_states: Any, mdl_vars: Any) -> Any:
-    """Returns `opt_states` with every moving average reset to its variable's value; everything else is unchanged.
-
-    Args:
-      opt_states: a train state's `opt_states`.
-      mdl_vars: the variables, in the shapes of their averages.
-    """
-    variables = dict(jax.tree_util.tree_leaves_with_path(mdl_vars))
-
-    def reset(node: Any) -> Any:
-        if not _is_ema_state(node):
-            return node
-        ema = jax.tree_util.tree_map_with_path(lambda path, old: variables[path].astype(old.dtype), node["ema"])
-        return type(node)(count=node["count"], ema=ema)
-
-    return jax.tree.map(reset, opt_states, is_leaf=_is_ema_state)
-
-
-def _is_ema_state(node: Any) -> bool:
-    return isinstance(node, Mapping) and set(node) == {"count", "ema"}

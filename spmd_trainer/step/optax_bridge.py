@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import fiddle as fdl
@@ -176,6 +176,53 @@ def variable_of(path: tuple[Any, ...], variables: Container[tuple[Any, ...]]) ->
     """
     parts = ((start, end) for end in range(len(path), -1, -1) for start in range(end + 1))
     return next((path[start:end] for start, end in parts if path[start:end] in variables), None)
+
+
+def extract_ema(opt_states: Any, mdl_vars: Any) -> Any:
+    """Returns the moving averages that praxis' optimizers keep, as model variables.
+
+    Args:
+      opt_states: a train state's `opt_states`, logical or padded, with or without repeated layers.
+      mdl_vars: the current variables. Variables without an average (excluded from training) keep their value.
+
+    Returns:
+      A tree in the structure of `mdl_vars`.
+
+    Raises:
+      ValueError: the optimizer state holds no averages of these variables.
+    """
+    averages = {
+        path: leaf
+        for node in jax.tree.leaves(opt_states, is_leaf=_is_ema_state)
+        if _is_ema_state(node)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(node["ema"])
+    }
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(mdl_vars)
+    if not any(path in averages for path, _ in leaves):
+        raise ValueError("the optimizer state holds no EMA of the variables; set ema_decay on the learner's optimizer")
+    return jax.tree.unflatten(treedef, [averages.get(path, leaf) for path, leaf in leaves])
+
+
+def reset_ema(opt_states: Any, mdl_vars: Any) -> Any:
+    """Returns `opt_states` with every moving average reset to its variable's value; everything else is unchanged.
+
+    Args:
+      opt_states: a train state's `opt_states`.
+      mdl_vars: the variables, in the shapes of their averages.
+    """
+    variables = dict(jax.tree_util.tree_leaves_with_path(mdl_vars))
+
+    def reset(node: Any) -> Any:
+        if not _is_ema_state(node):
+            return node
+        ema = jax.tree_util.tree_map_with_path(lambda path, old: variables[path].astype(old.dtype), node["ema"])
+        return type(node)(count=node["count"], ema=ema)
+
+    return jax.tree.map(reset, opt_states, is_leaf=_is_ema_state)
+
+
+def _is_ema_state(node: Any) -> bool:
+    return isinstance(node, Mapping) and set(node) == {"count", "ema"}
 
 
 def _with_raw_specs(optimizer: optimizers.BaseOptimizer) -> optimizers.BaseOptimizer:

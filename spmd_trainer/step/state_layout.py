@@ -84,12 +84,8 @@ def build(
     )
     grad_tx, excluded = grad_transformation(layout)
     masked_hparams = masks.mask_out(hparams, excluded)
-    notes: dict[str, str] = {}
-    if task.learner.sees_stacks:
-        notes = matrix_dims.log_choices(task.learner.optimizer, masked_hparams)
-    elif matrix_dims.has_optax_muon(logical.opt_states):
-        known = masks.mask_out(_with_uses(task, hparams, inputs_shape_dtype, mesh), excluded)
-        matrix_dims.check_optax_muon(known, logical.opt_states)
+    known = functools.partial(_with_uses, task, hparams, inputs_shape_dtype, mesh)
+    notes = _matrix_notes(task, masked_hparams, logical.opt_states, lambda: masks.mask_out(known(), excluded))
     masked_vars = masks.mask_out(logical.mdl_vars, excluded)
     opt_state_dtypes.warn_of_unused_rules(task.learner, grad_tx.init, masked_vars)
     opt_hparams = _unmask(grad_tx.init_partition_spec(masked_hparams))
@@ -112,6 +108,27 @@ def build(
     return hparams, jax.tree.map(
         lambda v: dataclasses.replace(v, memory_kind=host_states.memory_kind(task.learner, v)), records
     )
+
+
+def _matrix_notes(
+    task: SingleTask,
+    hparams: NestedWeightHParams,
+    opt_states: PyTree,
+    with_uses: Callable[[], NestedWeightHParams],
+) -> dict[str, str]:
+    """Returns what variables are to an optimizer of matrices, for the report; checks optax' Muon.
+
+    Args:
+      task: the task.
+      hparams: WeightHParams of the variables that learn.
+      opt_states: the optimizer states.
+      with_uses: makes the WeightHParams with what the model's program does with each variable, if they lack it.
+    """
+    if task.learner.sees_stacks:
+        return matrix_dims.log_choices(task.learner.optimizer, hparams)
+    if matrix_dims.has_optax_muon(opt_states):
+        matrix_dims.check_optax_muon(with_uses(), opt_states)
+    return {}
 
 
 def _record(

@@ -32,7 +32,8 @@ from spmd_trainer.checkpointing import (
 from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
 from spmd_trainer.errors import UserError
 from spmd_trainer.step.layout import Layout
-from spmd_trainer.step.learner import extract_ema, has_ema
+from spmd_trainer.step.learner import has_ema
+from spmd_trainer.step.optax_bridge import extract_ema
 from spmd_trainer.storage.run_files import has_run
 from spmd_trainer.train_states import is_adapter
 from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, rooms, run_directory

@@ -10,7 +10,7 @@ import jax
 from spmd_trainer.callbacks import Run
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.inputs.prefetch import Prefetcher
-from spmd_trainer.step.learner import extract_ema
+from spmd_trainer.step.optax_bridge import extract_ema
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import decode, evaluate
 from spmd_trainer.training.callback_list import CallbackList

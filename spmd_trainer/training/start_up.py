@@ -25,7 +25,8 @@ from spmd_trainer.errors.installation import library_versions
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.sharding.messages import bytes_text, count_text
 from spmd_trainer.step import host_states, step_fns
-from spmd_trainer.step.learner import has_ema, reset_ema
+from spmd_trainer.step.learner import has_ema
+from spmd_trainer.step.optax_bridge import reset_ema
 from spmd_trainer.step.packing import Packed, ScalarPacking
 from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import (
