@@ -1,4 +1,4 @@
-"""Evaluates models with EleutherAI's lm-eval harness, on the mesh. Needs the package lm-eval: extra `lm-eval`.
+"""Asks a trained model, on the mesh: EleutherAI's lm-eval harness (the package lm-eval, extra `lm-eval`), and a chat.
 
     settings.py        tasks, few-shot examples, chat template
     texts.py           text <-> tokens, by the rules of lm-eval's own `hf` backend
@@ -7,6 +7,7 @@
     model.py           implements lm-eval's model interface
     harness_runner.py  runs the harness on a train state, and writes the results
     mode.py            --mode=lm_eval
+    chat.py            --mode=chat, without the harness
     lm_eval.py         the callback: evaluations during training
 
 Only model.py and harness_runner.py import lm-eval, lazily.
