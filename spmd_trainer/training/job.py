@@ -184,14 +184,12 @@ class Job:
 
     def settings_lines(self) -> list[str]:
         """Returns the resolved config and what the run adds to it, one 'path: value' a line."""
-        accumulated = self.task.train.gradient_accumulation_dtype
         return [
             *self.config.experiment.lines(),
             f"mesh: ({mesh_text(self.partitioner.mesh_shape())})",
             f"processes: {jax.process_count()}",
             f"global batch rows: {self.num_rows}",
-            f"minibatches: {self.partitioner.num_minibatches}"
-            + (f", gradients added up in {accumulated}" if self.partitioner.num_minibatches > 1 else ""),
+            f"minibatches: {self.partitioner.num_minibatches}",
             *self.config.noted_lines(),
         ]
 

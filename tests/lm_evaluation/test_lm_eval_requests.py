@@ -257,16 +257,15 @@ def test_an_old_package_is_named(monkeypatch):
 
 def test_the_tokenizer_is_that_of_the_training_input(tmp_path):
     job = make_job(tmp_path)
-    settings = LmEvalSettings(("a",))
-    tokenizer, start_id = mode.tokenizer_of(job.config.experiment, settings)
+    tokenizer, start_id = mode.tokenizer_of(job.config.experiment)
     assert isinstance(tokenizer, ByteTokenizer)
     assert start_id == tokenizer.eos_id
-    other = LmEvalSettings(("a",), model_args=ModelArgs(tokenizer=str(FOLDER)))
+    other = str(FOLDER)
     assert isinstance(mode.tokenizer_of(job.config.experiment, other)[0], HuggingFaceTokenizer)
     for name in ("train_datasets", "eval_datasets", "decode_datasets"):
         setattr(job.config.experiment.config, name, [])
     with raises_naming(UserError, job.config.experiment.label, "a tokenizer", "--model_args=tokenizer=PATH"):
-        mode.tokenizer_of(job.config.experiment, settings)
+        mode.tokenizer_of(job.config.experiment)
     tokenizer, start_id = mode.tokenizer_of(job.config.experiment, other)
     assert start_id is None
 
