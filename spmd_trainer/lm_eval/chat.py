@@ -28,6 +28,8 @@ from spmd_trainer.training.job import Job
 
 # Tokens of a piece.
 _PIECE = 16
+# Seconds that the other processes wait for what a person types at process 0.
+_PATIENCE = 24 * 3600.0
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends."
 
 
@@ -40,7 +42,7 @@ def chat(job: Job) -> None:
     config = job.config.of(ChatSettings)
     talk = Talk.of_job(job)
     if config.prompt is not None or not _is_typed():
-        text = multihost.broadcast(sys.stdin.read() if config.prompt is None else config.prompt, name="the prompt")
+        text = config.prompt if config.prompt is not None else _piped()
         if not text:
             raise UserError('--mode=chat has no prompt: give --prompt="...", write one into its input, or type one')
         _show(talk.answer(text))
@@ -52,7 +54,15 @@ def chat(job: Job) -> None:
         if line == "/reset":
             talk.reset()
         elif line:
-            _show(talk.answer(line))
+            try:
+                _show(talk.answer(line))
+            except UserError as error:  # a prompt that is too long doesn't end the conversation
+                _show([str(error)])
+
+
+def _piped() -> str:
+    """Returns the text of process 0's pipe."""
+    return multihost.broadcast("" if jax.process_index() else sys.stdin.read(), name="the prompt", timeout=_PATIENCE)
 
 
 def _is_typed() -> bool:
@@ -65,8 +75,7 @@ def _typed() -> str | None:
     if jax.process_index() == 0:
         with contextlib.suppress(EOFError):
             line = input("> ").strip()
-    # People take their time.
-    return multihost.broadcast(line, name="the prompt", timeout=24 * 3600.0)
+    return multihost.broadcast(line, name="the prompt", timeout=_PATIENCE)
 
 
 def _show(pieces: Sequence[str] | Iterator[str]) -> None:

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import trained_helpers
-from facts import raises_naming
+from facts import missing_facts, raises_naming
 
 import spmd_trainer as st
 from spmd_trainer.decoder.generation.settings import GenerationSettings
@@ -159,15 +159,16 @@ def test_the_command_line_answers_a_pipe(run):
 @pytest.mark.full
 def test_lines_that_are_typed(run, monkeypatch, capsys):
     folder, overrides = run
-    lines = iter(["Beautiful", "", "/reset", "Beautiful", "/exit", "never"])
+    lines = iter(["Beautiful", "", "x" * 200, "/reset", "Beautiful", "/exit", "never"])
     monkeypatch.setattr("builtins.input", lambda shown: next(lines))
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True, read=io.StringIO().read))
     with st.api._job("chat", "lm.own_text.OwnText", folder / "run", overrides, {"max_tokens": 8}) as job:
         chat.chat(job)
     first, *answers = capsys.readouterr().out.rstrip("\n").split("\n")
     assert "step 30" in first
-    assert len(answers) == 2
-    assert answers[0] == answers[1]
+    assert len(answers) == 3
+    assert answers[0] == answers[2]
+    assert missing_facts(answers[1], "200 tokens", "/reset") == []
     assert next(lines) == "never"
 
 
