@@ -168,7 +168,7 @@ def test_lines_that_are_typed(run, monkeypatch, capsys):
     assert "step 30" in first
     assert len(answers) == 3
     assert answers[0] == answers[2]
-    assert missing_facts(answers[1], "200 tokens", "/reset") == []
+    assert missing_facts(answers[1], "tokens", "/reset") == []
     assert next(lines) == "never"
 
 
