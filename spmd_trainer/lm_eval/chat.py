@@ -6,6 +6,7 @@ computed. With a chat template the conversation so far is the prompt; without on
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from spmd_trainer import multihost
+from spmd_trainer.decoder.generation.decode import eos_ids
 from spmd_trainer.decoder.generation.settings import GenerationSettings
 from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.inputs.chat_template import template_of
@@ -109,6 +111,8 @@ class Talk:
         self.step = int(source.state.step)
         self.has_template = texts.template is not None
         self._requests, self._texts, self._settings, self._source = requests, texts, settings, source
+        self._ends = eos_ids(settings, texts.tokenizer)
+        self._seen: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._first = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._first)
 
@@ -179,21 +183,27 @@ class Talk:
         """Yields the generated text, longer each time; what may still become part of a stop string is kept back."""
         longest = self._requests.max_length - min(_PIECE, self._settings.max_tokens)
         if len(prompt) > longest:
+            fix = "forget the conversation (/reset)" if self._messages != self._first else "shorten it"
             raise UserError(
-                f"the conversation has {len(prompt)} tokens, and a row of this model {self._requests.max_length}, "
-                f"{self._requests.max_length - longest} of them for the answer; /reset forgets it"
+                f"the prompt has {len(prompt)} tokens, and a row of this model {self._requests.max_length}, "
+                f"{self._requests.max_length - longest} of them for the answer; {fix}"
             )
+        # Equal prompts get different random numbers, but not where the most likely token is taken.
+        occurrence = 0 if self._settings.greedy else self._seen[tuple(prompt)]
+        self._seen[tuple(prompt)] += 1
         made: list[int] = []
         held = max((len(stop) - 1 for stop in self._settings.stop), default=0)
         most = min(self._settings.max_tokens, self._requests.max_length - len(prompt))
         while len(made) < most:
             number = min(_PIECE, most - len(made))
             settings = dataclasses.replace(self._settings, max_tokens=number, stop=())
-            (tokens,) = self._requests.continuations([Prompt((*prompt, *made))], settings, self._source)
+            row = Prompt((*prompt, *made), occurrence)
+            (tokens,) = self._requests.continuations([row], settings, self._source)
             made += tokens
+            has_ended = len(tokens) < number or tokens[-1] in self._ends or len(made) >= most
             text = self._texts.decode(made)
             ends = [found for stop in self._settings.stop if (found := text.find(stop)) >= 0]
-            if ends or len(tokens) < number or len(made) >= most:
+            if ends or has_ended:
                 yield text[: min(ends)] if ends else text
                 return
             # A character may have only a part of its bytes yet.

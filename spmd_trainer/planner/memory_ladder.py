@@ -1,9 +1,9 @@
 """`--mode=plan --search=memory`: what makes an experiment fit its chips, cheapest first.
 
-A rung is a change that saves memory: rematerialisation, moments in fewer bits, optimizer states in host memory, minibatches,
-another mesh. Each is compiled on top of the ones before it until a program fits; a rung that saves nothing is taken back, and
-so is in the end each rung that isn't needed. If nothing fits, the ladder goes on with fewer rows, and names chips that have the
-memory.
+A rung is a change that saves memory: rematerialisation, the optimizer state in fewer bits or in host memory, minibatches, their
+gradients added up in bfloat16, another mesh. Each is compiled on top of the ones before it until a program fits; a rung that
+saves nothing is taken back, and so is in the end each rung that isn't needed. If nothing fits, the ladder goes on with fewer
+rows, and names chips that have the memory.
 
 Which policy, dtype, number of minibatches or mesh a rung takes is decided by predicted bytes, so that most rungs cost one
 compilation: a policy changes the activations that loops stack, a dtype the bytes of the state, and minibatches divide what
@@ -80,7 +80,9 @@ def search(job: Job) -> None:
         ladder.climb(job.config.of(PlanConfig).budget)
     except KeyboardInterrupt:
         logging.info("interrupted; this is the ladder so far")
-        ladder.has_ended_early = True
+        ladder.ended_early = (
+            "the search was interrupted before the last rung; with --job_log_dir=DIR the same command goes on"
+        )
     ladder.write()
     if ladder.has_fewer_rows:
         raise UserError(ladder.text())
@@ -93,7 +95,7 @@ class MemoryLadder:
     Attributes:
       steps: the programs, in the order in which they were compiled.
       fitting: the outcome that fits, without rungs that it doesn't need; None if none does.
-      has_ended_early: True if the budget ran out before the last rung.
+      ended_early: what ended the climb before the last rung, as a sentence; '' if nothing did.
     """
 
     def __init__(self, job: Job, found: Search, store: plan_report.Store):
@@ -108,7 +110,7 @@ class MemoryLadder:
         self._climbed: list[tuple[_Try, int]] = []
         self.steps: list[Step] = []
         self.fitting: Outcome | None = None
-        self.has_ended_early = False
+        self.ended_early = ""
 
     def climb(self, budget: float) -> None:
         """Compiles the experiment's program and, while none fits, rung after rung, until `budget` seconds are over."""
@@ -130,8 +132,12 @@ class MemoryLadder:
                 if at.seconds is not None:
                     break
         if at.seconds is not None:
-            self.fitting = self._without_needless(first, at)
-        self.has_ended_early = at.seconds is None and time.monotonic() > self._ends
+            self.fitting = at
+            self._drop_needless(first, at)
+        elif time.monotonic() > self._ends:
+            self.ended_early = (
+                "the budget ran out before the last rung; with --job_log_dir=DIR a longer --budget goes on"
+            )
 
     def write(self) -> None:
         """Writes the results of all programs, if a directory was given."""
@@ -153,8 +159,8 @@ class MemoryLadder:
             *map(_line, self.steps),
             "* fits",
         ]
-        if self.has_ended_early:
-            lines.append("the budget ran out before the last rung; a longer --budget goes on from here")
+        if self.fitting is None and self.ended_early:
+            lines.append(self.ended_early)
         elif self.has_fewer_rows:
             lines.append(f"nothing fits {chips} with {count_text(self._job.num_rows, 'row')}. {self._larger_chips()}")
         if self.fitting is not None:
@@ -252,8 +258,8 @@ class MemoryLadder:
         """
         try:
             plan_candidates.batch_field(self._job.config.experiment)
-        except UserError as error:
-            logging.info("%s", first_line(error))
+        except UserError:
+            logging.info("fewer rows are not tried: train_datasets[0].batch_size is no number in the config")
             return
         rows, own = self._job.num_rows, self._search.outcomes[0].candidate.minibatches
         saved = 0
@@ -296,20 +302,23 @@ class MemoryLadder:
         self._store.write([step.outcome for step in self.steps])
         return outcome
 
-    def _without_needless(self, first: Candidate, fitting: Outcome) -> Outcome:
+    def _drop_needless(self, first: Candidate, fitting: Outcome) -> None:
         """Takes changes back, the earliest first, if the program is predicted to fit without them."""
         kept = [tried for tried, _ in self._climbed]
         for index, (tried, before) in enumerate(self._climbed[:-1]):
             rest = [one for one in kept if one is not tried]
             candidate = functools.reduce(lambda at, one: one.change(at), rest, first)
-            predicted = (fitting.bytes or 0) + before - self._climbed[index + 1][1]
+            saved = before - self._climbed[index + 1][1]
+            if candidate.more != fitting.candidate.more:  # host memory makes bits of the state free
+                saved = self._state(candidate) - self._state(fitting.candidate)
+            predicted = (fitting.bytes or 0) + saved
             if candidate == fitting.candidate:
                 kept = rest
             elif predicted <= self._search.memory and time.monotonic() < self._ends:
                 outcome = self._compile(f"without {tried.rung}", candidate, predicted)
                 if outcome.seconds is not None:
-                    kept, fitting = rest, outcome
-        return fitting
+                    kept = rest
+                    self.fitting = fitting = outcome
 
     def _work(self, candidate: Candidate) -> plan_prediction.Work:
         if candidate not in self._works:

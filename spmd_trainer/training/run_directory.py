@@ -160,13 +160,16 @@ def _logging_errors(directory: epath.Path) -> Iterator[None]:
         logging.exception("the status of the run could not be written to %s", directory)
 
 
-def mark_begin_of_training(directory: epath.Path, overrides: Sequence[str], settings: Mapping[str, object]) -> None:
+def mark_begin_of_training(
+    directory: epath.Path, overrides: Sequence[str], settings: Mapping[str, object], *, trains: bool = True
+) -> None:
     """Writes how the run that begins was asked for, and clears that an earlier start has ended. Process 0 does.
 
     Args:
       directory: the `job_log_dir`.
       overrides: 'path=value' each.
       settings: the flags that are not the defaults, JSON by field; see `Settings.given`.
+      trains: False if the run had ended before: what is written of the start that trained stays.
     """
     if jax.process_index():
         return
@@ -175,7 +178,7 @@ def mark_begin_of_training(directory: epath.Path, overrides: Sequence[str], sett
         record.pop("failure", None)
         record["status"] = "running"
     asked = dict(zip(_OF_BEGUN, (list(overrides), dict(settings), os.getcwd()), strict=True))
-    _write(directory / RUN, {**record, **asked})
+    _write(directory / RUN, {**record, **asked} if trains else {**asked, **record})
 
 
 def mark_end_of_training(directory: epath.Path, step: int, *, complete: bool) -> None:

@@ -189,7 +189,8 @@ def start(
         saved_input_state = None
     run.input = batches = stack.enter_context(train_batches(job, saved_input_state))
     callbacks.call("on_start", run)
-    if run.step >= run.num_steps or run.stop_reason:
+    trains = run.step < run.num_steps and not run.stop_reason
+    if not trains:
         step = CompiledTrainStep(None, ScalarPacking())
         why = run.stop_reason or "there is nothing to train"
         said = f"already finished at step {run.step} of {run.num_steps}: {why}"
@@ -207,7 +208,7 @@ def start(
         said = f"training from step {run.step} to {run.num_steps}"
     if not jax.process_index():  # only now, because the compiled step names the attention kernels
         run_directory.write_report(job.sharding_report(step.attention), config.job_log_dir)
-    run_directory.mark_begin_of_training(config.job_log_dir, config.experiment.overrides, config.given())
+    run_directory.mark_begin_of_training(config.job_log_dir, config.experiment.overrides, config.given(), trains=trains)
     logging.info("%s", said)
     return step, batches
 

@@ -44,6 +44,7 @@ class Spoken:
         if not (text.startswith(before) and self.says.startswith(text[len(before) :])):
             self.prompts.append(text)
         made = text[len(self.prompts[-1]) :]
+        assert 256 not in prompt.tokens, "the model is asked after its end"
         rest = [*self.says[len(made) :], 256][: settings.max_tokens]
         return [rest]
 
@@ -68,7 +69,15 @@ def talk(says, *, has_template=False, system="", max_length=200, **settings):
 
 
 @pytest.mark.parametrize(
-    "says", ["", "short", "a text that takes several pieces of sixteen tokens", "Zwölf Boxkämpfer jagen Öl"]
+    "says",
+    [
+        "",
+        "short",
+        "x" * 15,
+        "x" * 31,
+        "a text that takes several pieces of sixteen tokens",
+        "Zwölf Boxkämpfer jagen Öl",
+    ],
 )
 def test_pieces_join_to_the_text(says):
     found, _ = talk(says)
@@ -109,8 +118,12 @@ def test_without_a_template_each_prompt_stands_alone():
 
 def test_a_conversation_that_is_too_long():
     found, _ = talk("yes", max_length=40)
-    with raises_naming(UserError, "50 tokens", "40", "/reset"):
+    with raises_naming(UserError, "50 tokens", "40", "shorten"):
         list(found.answer("x" * 50))
+    found, _ = talk("yes", has_template=True, max_length=70)
+    list(found.answer("one?"))
+    with raises_naming(UserError, "70", "/reset"):
+        list(found.answer("x" * 30))
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +181,7 @@ def test_lines_that_are_typed(run, monkeypatch, capsys):
     assert "step 30" in first
     assert len(answers) == 3
     assert answers[0] == answers[2]
-    assert missing_facts(answers[1], "tokens", "/reset") == []
+    assert missing_facts(answers[1], "tokens", "shorten") == []
     assert next(lines) == "never"
 
 

@@ -35,35 +35,39 @@ class Chips:
     memory: int
     activations: dict
     compiled: list
+    has_host: bool = False
+
+    def state(self, job: Job) -> int:
+        """The model's own state is far smaller."""
+        learner = job.task.train.learner
+        whole = {"float32": STATE, "bfloat16": STATE * 2 // 3, "8bit": STATE // 2}[learner.opt_state_dtype]
+        if self.has_host and learner.opt_state_memory_kind == "pinned_host":
+            whole = STATE // 3
+        return whole // job.partitioner.mesh_shape()["mdl"]
 
     def plan(self, job: Job):
         policy = str(job.task.model.lm_tpl.checkpoint_policy)
         dtype, number = job.task.train.learner.opt_state_dtype, job.partitioner.num_minibatches
         mdl = job.partitioner.mesh_shape()["mdl"]
         self.compiled.append((policy, dtype, number, job.num_rows, mdl))
-        # Rules aside, the model's own state and gradients are far smaller than these.
-        state = {"float32": STATE, "bfloat16": STATE * 2 // 3, "8bit": STATE // 2}[dtype] // mdl
         accumulated = GRADIENTS if number > 1 else 0
-        total = state + accumulated + self.activations[policy] * job.num_rows // ROWS // number
+        if job.task.train.gradient_accumulation_dtype == "bfloat16":
+            accumulated //= 2
+        total = self.state(job) + accumulated + self.activations[policy] * job.num_rows // ROWS // number
         return types.SimpleNamespace(**{**vars(fake_plan(job)), "total": total, "fits": total <= self.memory})
 
 
 @pytest.fixture
 def chips(monkeypatch, as_h100):
-    def make(memory, activations=ACTIVATIONS):
-        found = Chips(memory, activations, [])
+    def make(memory, activations=ACTIVATIONS, has_host=False):
+        found = Chips(memory, activations, [], has_host)
         monkeypatch.setattr(plan_search.plan, "plan", found.plan)
         monkeypatch.setattr(
             memory_ladder, "AutodiffCheckpointType", [AutodiffCheckpointType(name) for name in ACTIVATIONS]
         )
         monkeypatch.setattr(plan, "usable_memory", lambda kind, whole: memory if kind == "cpu" else whole)
         monkeypatch.setattr(plan_prediction, "trained_bytes", lambda job: GRADIENTS)
-        sizes = {"float32": STATE, "bfloat16": STATE * 2 // 3, "8bit": STATE // 2}
-        monkeypatch.setattr(
-            plan_prediction,
-            "state_bytes",
-            lambda job: (sizes[job.task.train.learner.opt_state_dtype] // job.partitioner.mesh_shape()["mdl"], 0),
-        )
+        monkeypatch.setattr(plan_prediction, "state_bytes", lambda job: (found.state(job), 0))
         monkeypatch.setattr(
             plan_prediction,
             "traced",
@@ -147,6 +151,50 @@ def test_minibatches_are_predicted_from_two_numbers(tmp_path, chips):
     assert sorted({*numbers}) == [1, 2, 4, wanted]  # none in between
     last = next(step for step in ladder.steps if step.outcome is ladder.fitting)
     assert last.predicted == pytest.approx(last.outcome.bytes, rel=0.001)
+
+
+@pytest.mark.full
+def test_host_memory_makes_fewer_bits_needless(tmp_path, chips):
+    chips(memory=STATE // 3 + 1_500_000, activations=dict.fromkeys(ACTIVATIONS, 1_000_000), has_host=True)
+    ladder = climb(job_with(tmp_path))
+    assert ladder.fitting.candidate.more == ("task.train.learner.opt_state_memory_kind='pinned_host'",)
+    assert "without optimizer state in 8bit" in [step.rung for step in ladder.steps]
+    assert "opt_state_memory_kind='pinned_host'" in ladder.text()
+
+
+@pytest.mark.full
+def test_gradients_in_bfloat16_are_tried_behind_minibatches(tmp_path, chips):
+    chips(memory=STATE // 2 + 8_500_000, activations=dict.fromkeys(ACTIVATIONS, 80_000_000))
+    ladder = climb(job_with(tmp_path))
+    found = ladder.fitting.candidate
+    assert "task.train.gradient_accumulation_dtype='bfloat16'" in found.more
+    assert found.minibatches == 32
+    assert dict(found.mesh)["mdl"] == 1
+    step = next(step for step in ladder.steps if step.outcome is ladder.fitting)
+    assert step.predicted == step.outcome.bytes == STATE // 2 + GRADIENTS // 2 + 80_000_000 // 32
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", [1, 3])
+def test_an_interrupt_keeps_what_fits(tmp_path, chips, monkeypatch, at):
+    """At the first program nothing fits yet; at the last one, a change is being taken back."""
+    found = chips(
+        memory=140_000_000, activations={**ACTIVATIONS, "save_dot_only": 62_000_000, "save_nothing": 60_000_000}
+    )
+    plan_of = found.plan
+
+    def interrupted(job):
+        if len(found.compiled) == at:
+            raise KeyboardInterrupt
+        return plan_of(job)
+
+    monkeypatch.setattr(plan_search.plan, "plan", interrupted)
+    job = job_with(tmp_path)
+    ladder = memory_ladder.MemoryLadder(job, plan_search.Search(job, ()), plan_report.Store(job, ("memory",)))
+    with pytest.raises(KeyboardInterrupt):
+        ladder.climb(1000.0)
+    assert (ladder.fitting is not None) == (at == 3)
+    assert ("run with" in ladder.text()) == (at == 3)
 
 
 @pytest.mark.full

@@ -23,6 +23,18 @@ def begin(directory, *overrides, **settings):
     run_directory.mark_begin_of_training(directory, overrides, settings)
 
 
+def test_a_start_after_the_end_changes_nothing_of_how_the_run_was_asked_for(directory):
+    begin(directory, "a=1", mesh="data:8")
+    before = json.loads((directory / "run.json").read_text())
+    run_directory.mark_begin_of_training(directory, ["a=2"], {}, trains=False)
+    after = json.loads((directory / "run.json").read_text())
+    assert (
+        (after["overrides"], after["settings"])
+        == (["a=1"], {"mesh": "data:8"})
+        == (before["overrides"], before["settings"])
+    )
+
+
 def cut_short(text, keep):
     return text[: len(text) * keep // 4]
 

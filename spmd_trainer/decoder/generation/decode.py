@@ -81,7 +81,7 @@ def decode(model: Any, batch: NestedMap, settings: GenerationSettings) -> tuple[
         ids,
         lengths,
         settings,
-        eos_ids=_eos_ids(settings),
+        eos_ids=eos_ids(settings, _tokenizer.get()),
         stops=_stops(settings, vocab_size),
         keys=None if settings.greedy else _keys(model.next_prng_key(), batch, samples),
         ended=counts == 0,
@@ -138,10 +138,10 @@ def text_before_stops(model: Any, tokenizer: Tokenizer | None) -> Callable[[np.n
     return functools.partial(cut, tokenizer, stops=stops, texts=token_bytes(tokenizer))
 
 
-def _eos_ids(settings: GenerationSettings) -> tuple[int, ...]:
+def eos_ids(settings: GenerationSettings, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Returns the tokens that end a row: those of the settings, or the tokenizer's end-of-text."""
     if settings.eos_ids is not None:
         return tuple(settings.eos_ids)
-    tokenizer = _tokenizer.get()
     return () if tokenizer is None else (tokenizer.eos_id,)
 
 
