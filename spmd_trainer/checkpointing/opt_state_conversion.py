@@ -99,7 +99,8 @@ def conversion(
             read[path], read_from[path] = spec, source[path]
             continue
         parts[part] = before, now
-        values = wanted[part if now != EIGHT_BITS else part + CODES]
+        # Converted on the devices: nothing is computed in host memory.
+        values = dataclasses.replace(wanted[part if now != EIGHT_BITS else part + CODES], memory_kind=None)
         if before != EIGHT_BITS:
             found = [dataclasses.replace(values, path=part, dtype=np.dtype(jnp.dtype(before)))]
         else:

@@ -101,9 +101,13 @@ def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.sta
       UserError: the compiler left a part of the state, or the activations, on the devices; names it and the device.
     """
     device = layout.mesh.devices.flat[0].device_kind
-    given, made = jax.tree.leaves(compiled.input_shardings[0][0]), jax.tree.leaves(compiled.output_shardings[0])
+    # A variable that the step writes and never reads is no input of the program: its sharding is None.
+    given, made = (
+        jax.tree.leaves(shardings, is_leaf=lambda x: x is None)
+        for shardings in (compiled.input_shardings[0][0], compiled.output_shardings[0])
+    )
     for variable, *shardings in zip(layout.records(), given, made, strict=True):
-        kinds = [sharding.memory_kind for sharding in shardings]
+        kinds = [variable.memory_kind if sharding is None else sharding.memory_kind for sharding in shardings]
         if variable.memory_kind and set(kinds) != {variable.memory_kind}:
             raise UserError(
                 f"task.train.learner.opt_state_memory_kind={variable.memory_kind!r}: in the program for {device}, "
