@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from praxis import base_layer, pax_fiddle
 
-from spmd_trainer import sharding, tasks_lib
-from spmd_trainer.checkpointing import Checkpointer
+from spmd_trainer import models, sharding, tasks_lib
+from spmd_trainer.checkpointing import Checkpointer, opt_state_conversion
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import batches
@@ -24,7 +25,10 @@ from spmd_trainer.sharding.even_program import evenly
 from spmd_trainer.sharding.variables import make_variable_spec, named_shardings, path_str
 from spmd_trainer.step import activation_memory, host_states, opt_state_dtypes, step_fns
 from spmd_trainer.step.layout import HostPart
+from spmd_trainer.step.pjit import PjitPartitioner
 from tests.facts import raises_naming
+from tests.models import model_helpers
+from tests.models.model_helpers import Config
 from tests.step.test_partitioning import KEY, LENGTH, ROWS, make_batch, make_partitioner
 
 pytestmark = pytest.mark.xdist_group("partitioning")
@@ -271,3 +275,63 @@ def test_the_peak_of_a_tpu_program_falls_by_most_of_the_states():
         peaks.append(memory.peak_memory_in_bytes - states[-1])
     assert states[0] == 0
     assert peaks[0] - peaks[1] > 0.6 * states[1] > 0
+
+
+class Written(nnx.Module):
+    """A module with a variable that it writes and never reads, and one that is large enough for the host."""
+
+    def __init__(self, *, rngs):
+        self.linear, self.large = nnx.Linear(8, 8, rngs=rngs), nnx.Param(jnp.ones((64, 64)))
+        self.last = nnx.BatchStat(jnp.zeros(8))
+
+    def __call__(self, x):
+        y = self.linear(x) * self.large[...].mean()
+        self.last[...] = jax.lax.stop_gradient(y).reshape(-1, 8).mean(0)
+        return y
+
+
+@pytest.mark.parametrize("kind", host_states.MEMORY_KINDS)
+def test_a_variable_that_a_step_writes_and_never_reads(kind):
+    built = model_helpers.task(Config(models.NnxModel, module=Config(Written)), opt_state_memory_kind=kind)
+    partitioner = PjitPartitioner()
+    partitioner.setup(built, model_helpers.shapes_of(model_helpers.batch()))
+    step = partitioner.partition(step_fns.train_step, model_helpers.shapes_of(model_helpers.batch()), is_eval=False)
+    lowered = step.lower(model_helpers.KEY)
+    compiled = lowered.compile()
+    assert (kind == host_states.PINNED_HOST) == any(v.memory_kind for v in partitioner.layout.records())
+    assert None in jax.tree.leaves(compiled.input_shardings[0][0], is_leaf=lambda x: x is None)
+    host_states.check_program(partitioner.layout, lowered, compiled)
+
+
+@pytest.mark.parametrize("memory_kind", [None, host_states.PINNED_HOST])
+@pytest.mark.parametrize("before", opt_state_dtypes.DTYPES)
+@pytest.mark.parametrize("now", opt_state_dtypes.DTYPES)
+def test_states_are_converted_wherever_they_are_kept(before, now, memory_kind):
+    """The values that `encode` gives of what `decode` reads, in the memory that the run asks for."""
+    if before == now:
+        return
+    mesh, part = sharding.create_device_mesh([("x", 8)]), "opt_states/0/0/2/m/params/w"
+    value = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32)
+
+    def variables(dtype, kind):
+        encoded = opt_state_dtypes.encode(part, jnp.asarray(value), dtype, 0)
+        arrays = {part: encoded}
+        if isinstance(encoded, opt_state_dtypes.Bytes):
+            arrays = {
+                part + opt_state_dtypes.CODES: encoded.codes_8bit,
+                part + opt_state_dtypes.SCALE: encoded.scale_8bit,
+            }
+        specs = {
+            p: make_variable_spec(p, x.shape, x.dtype, P("x", None), dict(mesh.shape), "") for p, x in arrays.items()
+        }
+        return arrays, {p: dataclasses.replace(spec, memory_kind=kind) for p, spec in specs.items()}, encoded
+
+    arrays, saved, encoded = variables(before, None)
+    _, wanted, _ = variables(now, memory_kind)
+    changed = opt_state_conversion.conversion(saved, wanted)
+    made = changed.made(jax.device_put(arrays, named_shardings(dict(changed.read), mesh)), mesh, 7)
+    expected = opt_state_dtypes.encode(part, opt_state_dtypes.decode(encoded), now, 7)
+    for found, leaf in zip(made.values(), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(found, leaf)
+    kinds = {x.sharding.memory_kind for x in made.values()}
+    assert kinds == {memory_kind or jax.devices()[0].default_memory().kind}
