@@ -18,11 +18,11 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.settings import Setting, Settings, setting, settings_of
 from spmd_trainer.training.run_config import PageConfig, RunConfig, TrainConfig, config_class, make_run_config
 
-# A quoted text, a folder or a suffix in the value of an override.
-_MAY_BE_PATH = re.compile(r"=.*(['\"/]|\.[A-Za-z])")
-
 if TYPE_CHECKING:
     from etils import epath
+
+# A quoted text, a folder or a suffix in the value of an override.
+_MAY_BE_PATH = re.compile(r"=.*(['\"/]|\.[A-Za-z])")
 
 _what = functools.partial(setting, group="What to run")
 _information = functools.partial(setting, group="Information")

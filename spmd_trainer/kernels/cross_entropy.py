@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from spmd_trainer.kernels import chips
+from spmd_trainer.sharding.host_devices import hold_until_known
 
 # Most logits of a block on a device.
 BLOCK_LOGITS = 2**27
@@ -161,17 +161,8 @@ class _Form:
         return lax.psum(of_part, rest) if rest else of_part
 
     def after(self, earlier: jax.Array, *later: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the arrays `later`. On host devices, nothing is done with them before `earlier` is known.
-
-        XLA's CPU runtime starts an exchange between devices as soon as the loops before it have started. Some devices then wait
-        in that exchange and others in one of a loop's, for ever, unless the exchange needs what the loop computes. See
-        `docs/partitioner_faults.md`.
-        """
-        if not self.axes or chips.current_target().platform != "cpu":
-            return later
-        first = lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim).reshape(())
-        never = lax.stop_gradient(first) < -jnp.inf  # XLA doesn't know that it is False
-        return tuple(jnp.where(never, jnp.zeros_like(x), x) for x in later)
+        """Returns the arrays `later`; on a mesh, see `hold_until_known`."""
+        return hold_until_known([earlier], *later) if self.axes else later
 
     def first(self, part: jax.Array) -> jax.Array | int:
         """Returns the first label of this device's part of the matrix."""

@@ -10,7 +10,6 @@ import collections
 import contextlib
 import dataclasses
 import sys
-import types
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -21,7 +20,7 @@ from spmd_trainer.decoder.generation.settings import GenerationSettings
 from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.inputs.chat_template import template_of
 from spmd_trainer.lm_eval.mode import tokenizer_of
-from spmd_trainer.lm_eval.requests import Prompt, Requests, Source
+from spmd_trainer.lm_eval.requests import Prompt, Requests, Source, no_progress
 from spmd_trainer.lm_eval.settings import ChatSettings
 from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.models.base import vocabulary_size
@@ -155,8 +154,7 @@ class Talk:
             tokenizer=tokenizer,
         )
         restored = checkpoints.restore_for_inference(job, use_ema=task.train.decode_use_ema_states)
-        silent = contextlib.nullcontext(types.SimpleNamespace(advance=lambda: None))
-        source = Source(restored.state, f"step {restored.step}", None, lambda what, total: silent)
+        source = Source(restored.state, f"step {restored.step}", None, no_progress)
         return cls(requests, texts, settings, source, system=config.system or "")
 
     def reset(self) -> None:

@@ -11,7 +11,6 @@ import random
 import re
 import sys
 import tempfile
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError, first_paragraph, terminal
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval import task_code
-from spmd_trainer.lm_eval.requests import Answers, Progress, Requests, Source, request_key
+from spmd_trainer.lm_eval.requests import Answers, Progress, Requests, Source, no_progress, request_key
 from spmd_trainer.lm_eval.settings import BOOTSTRAP_ITERS, LmEvalSettings
 from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.models.base import vocabulary_size
@@ -186,9 +185,7 @@ class HarnessRunner:
         self._settings = settings
         self._tasks = tasks or Tasks(settings)
         self._config_lines = config_lines
-        self._progress = progress or (
-            lambda what, total: contextlib.nullcontext(types.SimpleNamespace(advance=lambda: None))
-        )
+        self._progress = progress or no_progress
         arguments = settings.model_args
         vocab_size = vocabulary_size(task)
         texts = Texts(

@@ -103,7 +103,7 @@ class MemoryLadder:
         self._search = found
         self._store = store
         self._ends = 0.0
-        self._works: dict[Candidate, plan_prediction.Work] = {}
+        self._traced: dict[Candidate, tuple[str, plan_prediction.Work]] = {}
         # Bytes of the programs with several minibatches, as (number of minibatches, bytes).
         self._by_number: list[tuple[int, int]] = []
         # The changes that save memory, with the bytes before each.
@@ -181,12 +181,12 @@ class MemoryLadder:
         policies = plan_candidates.policy_fields(self._job.config.experiment).values()
         if all("save_nothing" in policy for policy in policies):
             return  # nothing to change, or nothing left to save
-        kept, devices, found = self._work(at.candidate), self._job.partitioner.mesh.size, []
+        kept, devices, found = self._trace(at.candidate)[1], self._job.partitioner.mesh.size, []
         with Phase("tracing rematerialisation policies", announce_after=2.0):
             for policy in AutodiffCheckpointType:
                 change = functools.partial(dataclasses.replace, remat=policy.value)
                 try:
-                    work = self._work(change(at.candidate))
+                    work = self._trace(change(at.candidate))[1]
                 except ERRORS as error:
                     logging.info("%s: %s", policy.value, first_line(error))
                     continue
@@ -237,14 +237,15 @@ class MemoryLadder:
     def _meshes(self, at: Outcome) -> Iterator[_Try]:
         """Other meshes over the same axes whose state is smaller, those with the shortest predicted step first."""
         mesh = self._job.partitioner.mesh_shape()
-        own, work, found = self._state(at.candidate), self._work(at.candidate), []
+        own, work, found = self._state(at.candidate), self._trace(at.candidate)[1], []
         for shape in plan_candidates.meshes(tuple(mesh), math.prod(mesh.values()), self._search.num_slices):
             change = functools.partial(dataclasses.replace, mesh=shape)
+            candidate = change(at.candidate)
             try:
-                job = self._search.job_of(change(at.candidate))
+                job = self._search.job_of(candidate)
             except ERRORS:  # the mesh doesn't fit the chips or the experiment
                 continue
-            if (saved := own - self._state(change(at.candidate))) > 0:
+            if (saved := own - self._state(candidate)) > 0:
                 number = job.partitioner.num_minibatches
                 seconds = plan_prediction.predict(job, self._search.machine, work, minibatches=number).seconds
                 found.append((seconds, _Try(f"mesh {mesh_flag(shape)}", change, _less(at, saved))))
@@ -290,8 +291,7 @@ class MemoryLadder:
         self._store.read([outcome])
         try:
             job = self._search.job_of(candidate)
-            text, self._works[candidate] = plan_prediction.traced(job)
-            of_program([outcome], plan_prediction.program(job, text))
+            of_program([outcome], plan_prediction.program(job, self._trace(candidate)[0]))
             outcome.state_bytes, outcome.rows = self._state(candidate), job.num_rows
             if not outcome.compiled_in:
                 self._search.compile(outcome)
@@ -320,10 +320,10 @@ class MemoryLadder:
                     kept = rest
                     self.fitting = fitting = outcome
 
-    def _work(self, candidate: Candidate) -> plan_prediction.Work:
-        if candidate not in self._works:
-            _, self._works[candidate] = plan_prediction.traced(self._search.job_of(candidate))
-        return self._works[candidate]
+    def _trace(self, candidate: Candidate) -> tuple[str, plan_prediction.Work]:
+        if candidate not in self._traced:
+            self._traced[candidate] = plan_prediction.traced(self._search.job_of(candidate))
+        return self._traced[candidate]
 
     def _state(self, candidate: Candidate) -> int:
         return plan_prediction.state_bytes(self._search.job_of(candidate))[0]

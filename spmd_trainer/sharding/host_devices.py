@@ -3,13 +3,18 @@
 All host devices of a process share one pool with a thread per device. At a collective, each device's thread waits for the
 others. If a thread runs a later program meanwhile, a device of the earlier program may never get a thread (jaxlib 0.10.2).
 Training steps are safe, because each needs the state of the one before.
+
+Within a program, exchanges that don't depend on each other start in any order: see `hold_until_known`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 _Arrays = TypeVar("_Arrays")
 
@@ -27,3 +32,18 @@ def finish_on_host_devices(arrays: _Arrays) -> _Arrays:
         if len(devices) > 1 and next(iter(devices)).platform == "cpu":
             jax.block_until_ready(leaves)
     return arrays
+
+
+def hold_until_known(earlier: Sequence[jax.Array], *later: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the arrays `later`. On host devices, nothing is done with them before all of `earlier` are known. Under jit.
+
+    XLA's CPU runtime starts an exchange between devices as soon as the loops before it have started, and independent exchanges
+    in any order. Some devices then wait in one exchange and others in another, for ever, unless the later one needs what the
+    earlier one computes. See `docs/partitioner_faults.md`.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    if device.platform != "cpu":
+        return later
+    known = sum(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()).astype(jnp.float32) for x in earlier)
+    never = lax.stop_gradient(known) < -jnp.inf  # XLA doesn't know that it is False
+    return tuple(jnp.where(never, jnp.zeros_like(x), x) for x in later)

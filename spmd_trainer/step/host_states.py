@@ -9,12 +9,12 @@ The optimizer sees the same arrays as for states on the devices, so the results 
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
@@ -36,8 +36,6 @@ MEMORY_KINDS = (DEVICE, PINNED_HOST)
 # JAX's mark of a move between memories, and a buffer in XLA's memory space 5, the host's, that is made by a program.
 _PLACED = "annotate_device_placement"
 _HOST_BUFFER = re.compile(r"^\s+%?[\w.-]+ = [^=]*?S\(5\)\}? (?!parameter|get-tuple-element|tuple)", re.MULTILINE)
-# Smaller parts stay on the devices: a copy of its own would cost more time than they take memory.
-_LEAST_ELEMENTS = 4096
 
 
 def check(learner: Any) -> None:
@@ -60,7 +58,8 @@ def memory_kind(learner: Any, variable: VariableSpec) -> str | None:
     """
     if learner.opt_state_memory_kind == DEVICE or not variable.path.startswith("opt_states/"):
         return None
-    is_small = int(np.prod(variable.logical_shape)) < _LEAST_ELEMENTS
+    # A copy of its own would cost more time than a small part takes memory.
+    is_small = math.prod(variable.logical_shape) < opt_state_dtypes.LEAST_ELEMENTS
     return None if is_small or opt_state_dtypes.is_average(variable.path) else str(learner.opt_state_memory_kind)
 
 
@@ -100,6 +99,9 @@ def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.sta
     Raises:
       UserError: the compiler left a part of the state, or the activations, on the devices; names it and the device.
     """
+    offloaded = list(layout.task.train.offloaded_activations)
+    if not offloaded and not any(variable.memory_kind for variable in layout.records()):
+        return
     device = layout.mesh.devices.flat[0].device_kind
     # A variable that the step writes and never reads is no input of the program: its sharding is None.
     given, made = (
@@ -114,7 +116,6 @@ def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.sta
                 f"{variable.path} is in memory {kinds[0]} before a step and {kinds[1]} after it; set opt_state_memory_kind="
                 f"{DEVICE!r}, or use a smaller opt_state_dtype"
             )
-    offloaded = list(layout.task.train.offloaded_activations)
     if not offloaded:
         return
     # The CPU's compiler drops the marks of moves inside a program, whose memory is the host's anyway.

@@ -99,13 +99,11 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
             raise ValueError(
                 "the learner has both bprop_variable_inclusion and bprop_variable_exclusion; give the shorter one"
             )
-        if self.force_repeat_prefix_structure and (not self.vectorize_on_repeat_prefix or self.sees_stacks):
-            raise ValueError(
-                "force_repeat_prefix_structure needs vectorize_on_repeat_prefix=True, and an optimizer for which layers are "
-                f"vectorised; {type(self.optimizer).__name__} sees stacked variables as they are: leave it out"
-                if self.sees_stacks
-                else "force_repeat_prefix_structure needs vectorize_on_repeat_prefix=True"
-            )
+        if self.force_repeat_prefix_structure and not self.vectorize_on_repeat_prefix:
+            raise ValueError("force_repeat_prefix_structure needs vectorize_on_repeat_prefix=True")
+        if self.force_repeat_prefix_structure and self.sees_stacks:
+            name = type(self.optimizer).__name__
+            raise ValueError(f"{name} sees stacked variables as they are; leave out force_repeat_prefix_structure")
 
     @property
     def sees_stacks(self) -> bool:

@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.kernels import chips
+from spmd_trainer.sharding.host_devices import hold_until_known
 from spmd_trainer.sharding.specs import axes_by_dim, dimension_paddings
 from spmd_trainer.step.matrix_uses import MatrixDims
 
@@ -81,7 +81,9 @@ def apply(
         earlier: Sequence[jax.Array] = parts
         for group, of_group in groups.items():
             pieces = jnp.concatenate([member.pieces(parts[member.number]) for member in of_group]).astype(dtype)
-            moved = group.back(fn(group.there(_after(earlier, pieces) if sizes else pieces)))[: len(pieces)]
+            if sizes:
+                (pieces,) = hold_until_known(earlier, pieces)
+            moved = group.back(fn(group.there(pieces)))[: len(pieces)]
             earlier, first = [moved], 0
             for member in of_group:
                 found[member.number] = member.put_back(moved[first : first + member.count])
@@ -235,12 +237,3 @@ def _padded(x: jax.Array, paddings: Sequence[int]) -> jax.Array:
 
 def _cut(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return x if x.shape == tuple(shape) else lax.slice(x, (0,) * x.ndim, tuple(shape))
-
-
-def _after(earlier: Sequence[jax.Array], later: jax.Array) -> jax.Array:
-    """Returns `later`. On host devices, nothing is done with it before `earlier` is known, as in `kernels/cross_entropy.py`:
-    XLA's CPU runtime starts independent exchanges in any order, and some devices may wait for ever in another than the rest."""
-    if chips.current_target().platform != "cpu":
-        return later
-    known = sum(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()).astype(jnp.float32) for x in earlier)
-    return jnp.where(known < -jnp.inf, jnp.zeros_like(later), later)  # XLA doesn't know that it is False
