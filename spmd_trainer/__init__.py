@@ -20,7 +20,7 @@ import lazy_loader
 from spmd_trainer.pax import bridge, import_table
 
 if TYPE_CHECKING:
-    from spmd_trainer.api import decode, evaluate, export, generate, inspect, load_variables, plan, train
+    from spmd_trainer.api import decode, evaluate, export, generate, inspect, load_variables, plan, sweep, train
     from spmd_trainer.errors.installation import __version__
     from spmd_trainer.step.muon import Muon
 
@@ -34,13 +34,14 @@ __all__ = [
     "inspect",
     "load_variables",
     "plan",
+    "sweep",
     "train",
 ]
 
 __getattr__, __dir__, _ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "api": ["decode", "evaluate", "export", "generate", "inspect", "load_variables", "plan", "train"],
+        "api": ["decode", "evaluate", "export", "generate", "inspect", "load_variables", "plan", "sweep", "train"],
         "errors.installation": ["__version__"],
         "step.muon": ["Muon"],
     },

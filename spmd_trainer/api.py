@@ -31,6 +31,7 @@ from spmd_trainer.training.train import TrainResult
 
 if TYPE_CHECKING:
     from spmd_trainer.planner.plan import Plan
+    from spmd_trainer.sweeps.trials import Trial
     from spmd_trainer.training.run_config import Experiment
 
 _Arguments = ParamSpec("_Arguments")
@@ -198,6 +199,26 @@ def generate(
             talk.reset()
             answers.append("".join(talk.answer(prompt)))
         return answers
+
+
+@_message_last
+def sweep(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] = (), **settings: Any) -> list[Trial]:
+    """Trains an experiment once for each trial of a sweep, each in a process of its own, and returns the trials.
+
+    Args:
+      exp: a registered name, or the class of a module that the trials' processes can import.
+      job_log_dir: where the trials' runs and `sweep.html` go. A sweep that was ended goes on from there.
+      overrides: see `train`; for all trials.
+      **settings: fields of `SweepConfig`: sweep={'LEARNING_RATE': [1e-3, 1e-2]}, what to vary; sweep_method, sweep_trials,
+        sweep_metric, sweep_goal, sweep_prune, sweep_seed; and those of `train`, without callbacks.
+
+    Raises:
+      UserError: as `train`; there is nothing to vary, or all trials are broken.
+    """
+    program = rooms.need("sweeps.run")
+    with _job("sweep", exp, job_log_dir, overrides, settings) as prepared:
+        trials: list[Trial] = program.run(prepared)
+        return trials
 
 
 @_message_last

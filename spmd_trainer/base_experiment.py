@@ -76,9 +76,11 @@ class BaseExperiment(metaclass=abc.ABCMeta):
     Attributes:
       XLA_FLAGS: compiler flags of the train step, e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}. Names that begin with
         xla_gpu_, xla_tpu_ or xla_cpu_ only apply to these devices. A flag that the installed XLA doesn't know is an error.
+      sweep: what `--mode=sweep` varies, e.g. {"LEARNING_RATE": [1e-3, 1e-2], "task.train.random_seed": [1, 2, 3]}.
     """
 
     XLA_FLAGS: Mapping[str, bool | int | float | str] = types.MappingProxyType({})
+    sweep: Mapping[str, object] = types.MappingProxyType({})
 
     @abc.abstractmethod
     def datasets(self) -> list[InputConfig]:
@@ -204,8 +206,8 @@ class BaseExperiment(metaclass=abc.ABCMeta):
         return None
 
     def search(self) -> Any:
-        """Raises NotImplementedError, as in Pax; this trainer has no tuner, see `check_overrides`."""
-        raise NotImplementedError("this experiment declares no search, and the trainer has no tuner")
+        """Returns the `automl.SearchHParams` of `--mode=sweep`, as in Pax. Raises NotImplementedError if it declares none."""
+        raise NotImplementedError("this experiment declares no search")
 
     def sub_experiments(self) -> dict[str, type[BaseExperiment]]:
         """Returns the experiment itself; others are not run, see `check_overrides`."""
@@ -220,7 +222,7 @@ def check_overrides(experiment: BaseExperiment) -> None:
 
     Raises:
       UserError: it returns programs or an executor of its own, or programs for other datasets than its own, or a class attribute
-        is a search space for a tuner.
+        is a search space.
     """
     name, cls = type(experiment).__name__, type(experiment)
     train = experiment.train_programs()
@@ -240,19 +242,12 @@ def check_overrides(experiment: BaseExperiment) -> None:
         value = getattr(cls, attribute, None)
         if attribute.isupper() and type(value).__module__.partition(".")[0] == "pyglove":
             raise UserError(
-                f"{name}.{attribute} is a search space for a tuner ({value!r:.80}), and this trainer has no tuner; set a value"
+                f"{name}.{attribute} is a search space ({value!r:.80}): --mode=sweep tries its values; set one for a single run"
             )
-    unused = [
-        method
-        for method in ("search", "sub_experiments")
-        if getattr(cls, method) is not getattr(BaseExperiment, method)
-    ]
-    if unused:
+    if cls.sub_experiments is not BaseExperiment.sub_experiments:
         logging.warning(
-            "%s overrides %s, which have no effect: this trainer has no tuner. It trains the experiment as it is; start "
-            "each trial as a run of its own",
+            "%s overrides sub_experiments(), which has no effect: a run has one experiment, and trains it as it is",
             name,
-            " and ".join(f"{method}()" for method in unused),
         )
 
 

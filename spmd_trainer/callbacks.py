@@ -6,7 +6,7 @@ experiment adds callbacks as configs in `task.train.callbacks`, a caller as obje
 
 The trainer's own callbacks serve as examples. Those of every run are in `training/`: `summaries.py`, `saving.py`,
 `early_stopping.py` and `invalid_steps.py`. A run trains without the others: `watch/run.py` lists those that watch it,
-`tracking/tracking.py` tells trackers of it (`--track`), and `lm_eval/` judges the model every N steps, where an experiment adds
+`watch/tracking/` tells trackers of it (`--track`), and `lm_eval/` judges the model every N steps, where an experiment adds
 it. `training/callback_list.py` calls a run's callbacks.
 """
 

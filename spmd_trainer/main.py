@@ -14,7 +14,7 @@ from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError, installation, terminal, user_code
 from spmd_trainer.inputs import tensorflow_bridge
 from spmd_trainer.training import garbage, rooms
-from spmd_trainer.training.run_config import PortConfig
+from spmd_trainer.training.mode_configs import PortConfig
 
 
 def main(argv: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ LAYERS = [
     ["pax", "hf", "lm_eval/settings"],
     ["callbacks", "training"],
     [
-        *("watch", "tracking", "lm_eval", "planner"),
+        *("watch", "lm_eval", "sweeps", "planner"),
         *("pax/port", "pax/port_names", "pax/port_settings", "pax/port_source", "pax/import_names", "hf/export_mode"),
     ],
     ["main", "cli", "api", "__init__"],

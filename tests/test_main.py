@@ -53,7 +53,7 @@ def refused(*args: str, **env: str) -> str:
                 (["--exp=.."], ["module.Class"]),
                 ([f"--exp={TINY}", "--fdl_config=a.B"], ["--exp", "--fdl_config", "mean the same setting"]),
                 ([f"--exp={TINY}", "--dump", "--jax_log_compile"], ["--jax_log_compile", "jax_log_compiles"]),
-                (["--study=mine"], ["--study", "there is no tuner"]),
+                (["--study=mine"], ["--study", "--mode=sweep"]),
                 (["--mode=port"], ["--module=FILE"]),
                 ([f"--exp={TINY}", "--hang_seconds=-1"], ["--hang_seconds", "-1"]),
                 (

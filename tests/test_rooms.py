@@ -150,11 +150,11 @@ def run_without(absent, program, directory):
 
 
 def test_the_command_line_says_which_room_is_missing(tmp_path):
-    said = run_without(["lm_eval", "planner", "tracking", "watch"], COMMANDS, tmp_path)
+    said = run_without(["lm_eval", "planner", "watch"], COMMANDS, tmp_path)
     for asked, room in (
         ("--hang_seconds", "watch"),
         ("--check_repeat_every", "watch"),
-        ("--track", "tracking"),
+        ("--track", "watch"),
         ("--mode=lm_eval", "lm_eval"),
         ("--mode=plan", "planner"),
         ("--mode=page", "watch"),

@@ -22,7 +22,7 @@ from spmd_trainer.storage.append import open_append
 from spmd_trainer.training import rooms
 from spmd_trainer.training.live_status import SHOWN_LIVE, live
 
-_tracking = rooms.find("tracking")
+_tracking = rooms.find("watch.tracking")
 # praxis warns about each variable without a split mapping; the sharding report gives the layout of each, and the reason.
 _SAID_BETTER_ELSEWHERE = ("tensor_split_dims_mapping missing for",)
 # Here Orbax logs the error of a save's thread with its traceback, and raises it again where the save is waited for.

@@ -63,6 +63,15 @@ MODES = {
         "training.train",
         "train",
     ),
+    "sweep": Mode(
+        "Train the experiment several times with other values (--sweep), one after the other, and compare the results in "
+        "JOB_LOG_DIR/sweep.html. The same command goes on where it ended.",
+        "sweeps.run",
+        "run",
+        has_run=False,
+        builder="prepare",
+        after_interrupt="the running trial has saved its state; the same command goes on",
+    ),
     "eval": Mode(
         "Evaluate the newest checkpoint and each later one until training ends.",
         "training.evaluate",

@@ -14,7 +14,7 @@ from absl import flags, logging
 
 from spmd_trainer.errors import UserError, did_you_mean
 
-_NO_TUNING = "there is no tuner here; start one run for each trial, with --fdl.NAME=VALUE and its own --job_log_dir"
+_NO_TUNING = "--mode=sweep runs the trials of search(): --sweep_trials=N says how many, --trial=N runs one of them"
 _OTHER_FIDDLE = (
     "give a registered experiment with --exp=NAME, and change it with --fdl.NAME=VALUE or --fdl.set=PATH=VALUE"
 )

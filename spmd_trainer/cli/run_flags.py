@@ -16,7 +16,8 @@ from absl import flags, logging
 from spmd_trainer.cli.modes import MODES
 from spmd_trainer.errors import UserError
 from spmd_trainer.settings import Setting, Settings, setting, settings_of
-from spmd_trainer.training.run_config import PageConfig, RunConfig, TrainConfig, config_class, make_run_config
+from spmd_trainer.training.mode_configs import PageConfig
+from spmd_trainer.training.run_config import RunConfig, TrainConfig, config_class, make_run_config
 
 if TYPE_CHECKING:
     from etils import epath

@@ -25,8 +25,8 @@ from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import checkpoints
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.mode_configs import ExportConfig
 from spmd_trainer.training.phases import Phase
-from spmd_trainer.training.run_config import ExportConfig
 
 
 def export(job: Job) -> int:

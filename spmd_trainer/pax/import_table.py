@@ -19,7 +19,6 @@ _READ = (
     "spmd_trainer.checkpointing.Checkpointer(directory).restore(...)"
 )
 _LOOP = "this trainer has one loop for each mode; use callbacks (task.train.callbacks)"
-_TUNER = "this trainer has no tuner; start each trial as a separate run, and set its values with --fdl.set"
 _MEANS = "metrics are weighted means over the batches; task.metrics may change the metrics of a step"
 _GRADIENT = "gradients are those of the mean loss over the batch; step.step_fns.train_step takes your own grad_fn"
 
@@ -57,6 +56,9 @@ STANDING: dict[str, dict[str, str]] = {
     "metrics": {},
     "metrics.early_stopping": {"training.early_stopping": "EarlyStopping"},
     "metrics.writers": {"training.summary_writers": "METRICS_FILE SummaryError SummaryWriters read_metrics"},
+    "tracking": {},
+    "tracking.base": {"watch.tracking.base": "Histogram RunFacts StepScalars Tracker"},
+    "tracking.tracking": {"watch.tracking.tracking": "Tracking VariableHistograms"},
     "tasks.lm.task_defaults": {
         "task_defaults": "DATA_AXIS MDL_AXIS MESH_AXIS_NAMES REPLICA_AXIS STAGE_AXIS UnsupportedError batch_split_mapping "
         "check_mesh_shape maybe_setup_moe_params set_adam_with_cosine_decay set_default_adafactor set_default_adam "
@@ -77,18 +79,6 @@ ABSENT: dict[str, dict[str, str]] = {
         "BaseInputCheckpointHandler": "the position of the input is saved with every checkpoint",
     },
     "decode_programs": {"DecodeProgramOutput": "decodes are written to decode_out/DATASET/step_N.jsonl"},
-    "automl": _each(
-        _TUNER,
-        "BaseAlgorithm BaseReward EarlyStoppingByRank EarlyStoppingByValue Metric MetricAggregator MetricType "
-        "MultiObjective RandomSearch RegularizedEvolution SearchHParams SingleObjective Sweeping "
-        "TwoObjectiveAggregator WeightedSumAggregator hyperparameter_tuning neural_architecture_search "
-        "parameter_sweep weighted_sum_reward",
-    ),
-    "automl_interfaces": _each(
-        _TUNER,
-        "BaseAlgorithm BaseEarlyStoppingPolicy BaseReward CrossStepMetricAggregator Metric MetricAggregator "
-        "MetricType SearchHParams enable_class_level_hyper_primitives",
-    ),
     "base_executor": {"BaseExecutor": _LOOP},
     "base_inference_runner": {
         "BaseInferenceRunner": "--mode=infer decodes like decode_once; override model.decode and process_decode_out"
@@ -110,7 +100,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "GhostClippingDpSgdStochasticGradient GradAuxInfo MicrobatchDpSgdStochasticGradient "
         "PerLayerDpSgdStochasticGradient PercoreClippedDpSgdGradient StandardGradient",
     ),
-    "tuning_lib": {"tune": _TUNER, "EarlyStoppingFn": "give task.early_stopping_fn"},
+    "tuning_lib": {"tune": "use --mode=sweep", "EarlyStoppingFn": "give task.early_stopping_fn"},
 }
 # Packages whose modules are read from an installed paxml; see `published.py`.
 PACKAGES = (

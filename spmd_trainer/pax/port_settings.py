@@ -36,7 +36,6 @@ METHODS = {
     "eval_programs": ("only SingleTaskEvalPrograms of eval_datasets() are accepted", False),
     "decode_programs": ("only SingleTaskDecodePrograms of decode_datasets() are accepted", False),
     "executor": ("a custom executor is refused; use task.train.callbacks", True),
-    "search": ("has no effect: there is no tuner; start each trial as a separate run", False),
     "sub_experiments": ("has no effect: the experiment itself is trained", False),
 }
 _CONFIG_MAKERS = ("Config", "PaxConfig")

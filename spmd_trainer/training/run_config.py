@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from spmd_trainer.errors import UserError
@@ -29,8 +29,6 @@ _what = functools.partial(setting, group="What to run")
 _checkpoints = functools.partial(setting, group="Checkpoints")
 _training = functools.partial(setting, group="During training")
 _planning = functools.partial(setting, group="Checking and planning")
-_export = functools.partial(setting, group="Export (--mode=export)")
-_page = functools.partial(setting, group="The page of a run (--mode=page)")
 # Settings of training that other modes ignore.
 _of_training = functools.partial(_training, carried=True, noted=True)
 _of_watch = functools.partial(_of_training, room="watch")
@@ -40,7 +38,7 @@ def _reader(module: str, function: str) -> Callable[[str, Any], Any]:
     return lambda flag, value: getattr(importlib.import_module(f"spmd_trainer.{module}"), function)(flag, value)
 
 
-_directory, _mesh = _reader("storage", "directory"), _reader("step.mesh_choice", "read_mesh")
+read_directory, _mesh = _reader("storage", "directory"), _reader("step.mesh_choice", "read_mesh")
 _xla_options = _reader("training.xla_flags", "read")
 
 
@@ -59,7 +57,7 @@ class RunConfig(Settings):
         dataclasses.MISSING,
         "Directory of the run: checkpoints, summaries, decoded outputs, config.txt.",
         value="DIR",
-        read=_directory,
+        read=read_directory,
     )
     mode: str = "eval"
     mesh: Sequence[tuple[str, int]] | None = _what(
@@ -70,7 +68,7 @@ class RunConfig(Settings):
         read=_mesh,
     )
     restore_checkpoint_dir: epath.Path | None = _checkpoints(
-        None, "Read checkpoints from DIR instead of JOB_LOG_DIR/checkpoints.", value="DIR", read=_directory
+        None, "Read checkpoints from DIR instead of JOB_LOG_DIR/checkpoints.", value="DIR", read=read_directory
     )
     restore_checkpoint_step: int | None = _checkpoints(None, "Restore step N, not the newest.", value="N", at_least=0)
     jax_profiler_port: int | None = _training(
@@ -104,6 +102,12 @@ class RunConfig(Settings):
         if self.data_cache_limit is not None and not self.data_cache_dir:
             raise UserError("--data_cache_limit goes with --data_cache_dir=DIR")
 
+    def resolved(self, exp: Experiment, overrides: Sequence[str], join: Callable[[], int] | None) -> RunConfig:
+        """Returns these settings with the experiment; see `experiment_config.resolve`."""
+        from spmd_trainer.training import experiment_config
+
+        return dataclasses.replace(self, experiment=experiment_config.resolve(exp, overrides, self.mesh, join))
+
     @property
     def checkpoint_dir(self) -> epath.Path:
         """Where checkpoints are read from."""
@@ -128,6 +132,7 @@ class TrainConfig(StepConfig):
 
     Attributes:
       callbacks: the caller's own, called after those of `task.train.callbacks`.
+      step_inputs: numbers of the learner that are inputs of the compiled step, by path; see `training.step_inputs`.
     """
 
     mode: str = "train"
@@ -183,9 +188,10 @@ class TrainConfig(StepConfig):
         value="NAME,...",
         read=names,
         compared=False,
-        room="tracking",
+        room="watch",
     )
     callbacks: Sequence[Callback] = ()
+    step_inputs: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -278,79 +284,13 @@ class ReplayConfig(StepConfig):
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class ExportConfig(RunConfig):
-    """Settings of `--mode=export`."""
-
-    mode: str = "export"
-    directory: epath.Path = _export(
-        None,
-        "The folder to write. It must be new or empty.",
-        flag="export_dir",
-        value="DIR",
-        read=_directory,
-        required="--mode=export needs --export_dir=DIR, the folder to write",
-    )
-    dtype: str | None = _export(
-        None,
-        "The dtype to write; by default, that of the variables.",
-        flag="export_dtype",
-        value="DTYPE",
-        choices=("float32", "bfloat16", "float16"),
-    )
-    use_ema: bool = _export(False, "Write the moving averages of the variables.", flag="export_use_ema")
-    adapter: bool = _export(
-        False, "Write the adapters alone, in PEFT's format, instead of a merged model.", flag="export_adapter"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.adapter and self.dtype:
-            raise UserError("--export_adapter writes float32; leave --export_dtype out")
-
-
-@dataclasses.dataclass(frozen=True)
-class PageConfig(Settings):
-    """Settings of `--mode=page`, for the runs in `directories`."""
-
-    directories: Sequence[str]
-    page_file: str | None = _page(
-        None, "Write this file instead of run.html in --job_log_dir, or compare.html for several runs.", value="FILE"
-    )
-    follow: bool = _page(False, "Serve the page on this machine, up to date while the run goes on, until Ctrl-C.")
-    port: int = _page(0, "With --follow: the port; 0 takes a free one.", value="PORT", at_least=0, at_most=65535)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.page_file and self.follow:
-            raise UserError("--follow writes no file: leave --page_file out")
-        if self.port and not self.follow:
-            raise UserError("--port goes with --follow")
-
-
-@dataclasses.dataclass(frozen=True)
-class PortConfig(Settings):
-    """Settings of `--mode=port`."""
-
-    module: str = _planning(
-        None,
-        "File, folder or module written for paxml, for --mode=port.",
-        value="FILE",
-        instead="--exp_module=MODULE adds experiments of your own",
-        required="--mode=port needs --module=FILE: a file, folder or module written for paxml",
-    )
-
-
-# The classes of modes that have settings of their own; the others' is `RunConfig`.
+# The classes of modes that have settings of their own; the others' are in `mode_configs`, or `RunConfig`.
 _CONFIGS: dict[str, type[Settings]] = {
     "train": TrainConfig,
     "inspect": InspectConfig,
     "plan": PlanConfig,
     "verify": VerifyConfig,
     "replay": ReplayConfig,
-    "export": ExportConfig,
-    "page": PageConfig,
-    "port": PortConfig,
     "tokenise": TokeniseConfig,
     "tokenizer": TokenizerConfig,
 }
@@ -359,6 +299,13 @@ _CONFIGS: dict[str, type[Settings]] = {
 @functools.cache
 def config_class(mode: str) -> type[Settings]:
     """Returns the class of a mode's settings."""
+    if mode == "sweep" and (sweeps := rooms.find("sweeps.settings")):
+        of_sweep: type[Settings] = sweeps.SweepConfig
+        return of_sweep
+    from spmd_trainer.training import mode_configs
+
+    if mode in mode_configs.CONFIGS:
+        return mode_configs.CONFIGS[mode]
     if mode not in ("lm_eval", "chat") or rooms.missing("lm_eval"):
         return _CONFIGS.get(mode, RunConfig)
     from spmd_trainer.lm_eval.settings import ChatSettings, LmEvalSettings
@@ -389,12 +336,10 @@ def make_run_config(
     Raises:
       UserError: a wrong value, or one that needs a room that is absent; see also `experiment_config.resolve`.
     """
-    from spmd_trainer.training import experiment_config
-
     overrides = texts("overrides", overrides)
     # Without an experiment first: resolving it is what takes long.
     asked = cast(type[RunConfig], config_class(mode))(
-        cast(Any, None), _directory("--job_log_dir", job_log_dir), mode, **settings
+        cast(Any, None), read_directory("--job_log_dir", job_log_dir), mode, **settings
     )
     rooms.check_settings(asked)
-    return dataclasses.replace(asked, experiment=experiment_config.resolve(exp, overrides, asked.mesh, join))
+    return asked.resolved(exp, overrides, join)

@@ -29,7 +29,8 @@ from spmd_trainer.storage import access
 from spmd_trainer.training import checkpoint_sources, checkpoints, elastic, rooms, run_directory
 from spmd_trainer.training.early_stopping import EarlyStopping
 from spmd_trainer.training.ending import TIMING
-from spmd_trainer.training.run_config import ExportConfig, TrainConfig
+from spmd_trainer.training.mode_configs import ExportConfig
+from spmd_trainer.training.run_config import TrainConfig
 
 if TYPE_CHECKING:
     from spmd_trainer.training.experiment_config import ResolvedExperiment
@@ -127,7 +128,7 @@ def check_settings(config: RunConfig) -> None:
         _require_datasets(resolved, "decode" if mode in _DECODE_MODES else mode, f"--mode={mode}")
     if isinstance(config, TrainConfig):
         if config.track:
-            rooms.need("tracking.base").check(config.track, "--track")
+            rooms.need("watch.tracking.base").check(config.track, "--track")
         if config.decode_during_train:
             _check_decode_during_train(resolved)
         _check_early_stopping(resolved, evaluates=config.eval_on_test)

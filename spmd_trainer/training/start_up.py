@@ -25,6 +25,7 @@ from spmd_trainer.errors.installation import library_versions
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.sharding.messages import bytes_text, count_text
 from spmd_trainer.step import host_states, step_fns
+from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.step.learner import has_ema
 from spmd_trainer.step.optax_bridge import reset_ema
 from spmd_trainer.step.packing import Packed, ScalarPacking
@@ -38,6 +39,7 @@ from spmd_trainer.training import (
     rooms,
     run_directory,
     same_settings,
+    step_inputs,
     xla_flags,
 )
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, FrozenBase
@@ -287,21 +289,34 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
     Raises:
       UserError: see `xla_flags.compile_with`.
     """
-    packing = ScalarPacking()
+    packing, learner_p = ScalarPacking(), job.config.experiment.task_p.train.learner
 
-    def step(*args: Any) -> tuple[TrainState, Packed]:
-        state, output = step_fns.train_step(*args)
-        return state, packing.pack(output)
+    def lower(numbers: Mapping[str, float]) -> jax.stages.Lowered:
+        def step(layout: LogicalLayout, state: TrainState, key: Any, *rest: Any) -> tuple[TrainState, Packed]:
+            if numbers:
+                key, traced = key
+                layout = step_inputs.with_numbers(layout, learner_p, traced)
+            state, output = step_fns.train_step(layout, state, key, *rest)
+            return state, packing.pack(output)
 
-    def lower() -> jax.stages.Lowered:
-        return job.partitioner.partition(step, job.inputs_shape_dtype, is_eval=False).lower(job.abstract_prng_key)
+        key: Any = job.abstract_prng_key
+        key = (key, step_inputs.abstract(numbers)) if numbers else key
+        return job.partitioner.partition(step, job.inputs_shape_dtype, is_eval=False).lower(key)
 
     with Phase("compiling the train step"):
-        lowered, attention = report_parts.traced(lower)
+        numbers = job.config.of(TrainConfig).step_inputs
+        try:
+            lowered, attention = report_parts.traced(functools.partial(lower, numbers))
+        except TypeError:  # JAX's, of a number that Python compares or converts; or one that comes again
+            if not numbers:
+                raise
+            numbers = step_inputs.traceable(numbers, lower)
+            lowered, attention = report_parts.traced(functools.partial(lower, numbers))
         flags = _flags(job)
         compiled = xla_flags.compile_with(lowered, flags, job.config.experiment.label)
         host_states.check_program(job.partitioner.layout, lowered, compiled)
-    return CompiledTrainStep(compiled, packing, attention, flags)
+    fn = (lambda state, key, batch: compiled(state, (key, numbers), batch)) if numbers else compiled
+    return CompiledTrainStep(fn, packing, attention, flags)
 
 
 def _flags(job: Job) -> dict[str, Any]:

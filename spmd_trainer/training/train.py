@@ -205,7 +205,7 @@ def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
     """Returns a run's callbacks. Those of the same turn are called in this order."""
     config = job.config.of(TrainConfig)
     own = [*(pax_fiddle.build(callback) for callback in job.task.train.callbacks), *config.callbacks]
-    watch, tracking = rooms.find("watch.run"), rooms.find("tracking.tracking")
+    watch, tracking = rooms.find("watch.run"), rooms.find("watch.tracking.tracking")
     return [
         Summaries(),
         checkpoints,

@@ -16,4 +16,5 @@ invalid_batches.py, loss_spikes.py  keep the batches of invalid steps for --mode
 profiler.py      profiles some steps
 run_times.py     keeps where the time goes in run_times.jsonl
 pages/           the run's page, run.html, written at the end, and --mode=page and --mode=data
+tracking/        trackers, such as Weights & Biases (--track)
 """

@@ -213,18 +213,15 @@ def test_programs_of_one_s_own_are_refused():
         base_experiment.check_overrides(WithExecutor())
 
 
-def test_a_search_gives_one_warning(caplog):
-    class WithSearch(Mine):
-        def search(self):
-            return None
-
+def test_sub_experiments_give_one_warning(caplog):
+    class WithOthers(Mine):
         def sub_experiments(self):
             return {}
 
     with caplog.at_level(logging.WARNING):
-        base_experiment.check_overrides(WithSearch())
-    (record,) = [r for r in caplog.records if "no tuner" in r.getMessage()]
-    assert "search() and sub_experiments()" in record.getMessage()
+        base_experiment.check_overrides(WithOthers())
+    (record,) = [r for r in caplog.records if "sub_experiments()" in r.getMessage()]
+    assert "no effect" in record.getMessage()
 
 
 def test_a_parameterized_experiment_is_made_of_configs():

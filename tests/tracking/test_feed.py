@@ -8,9 +8,9 @@ import pytest
 from facts import assert_names, missing_facts
 from tracking_helpers import TEXTS, facts, page
 
-from spmd_trainer.tracking import feed as feed_lib
-from spmd_trainer.tracking.base import Tracker
-from spmd_trainer.tracking.feed import Feed, RunIds
+from spmd_trainer.watch.tracking import feed as feed_lib
+from spmd_trainer.watch.tracking.base import Tracker
+from spmd_trainer.watch.tracking.feed import Feed, RunIds
 
 
 class Recorder(Tracker):

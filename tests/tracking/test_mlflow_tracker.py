@@ -17,9 +17,9 @@ from etils import epath
 from tracking_helpers import PICTURES, TEXTS, facts, page, record
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.tracking import mlflow as mlflow_lib
-from spmd_trainer.tracking.mlflow import MlflowTracker
-from spmd_trainer.tracking.settings import nested
+from spmd_trainer.watch.tracking import mlflow as mlflow_lib
+from spmd_trainer.watch.tracking.mlflow import MlflowTracker
+from spmd_trainer.watch.tracking.settings import nested
 
 
 def track(directory):

@@ -5,9 +5,9 @@ import pytest
 from facts import assert_names
 from tracking_helpers import PICTURES
 
-from spmd_trainer.tracking.samples import markdown, picture, pictures, table
-from spmd_trainer.tracking.settings import flat, nested
 from spmd_trainer.training import experiment_config
+from spmd_trainer.watch.tracking.samples import markdown, picture, pictures, table
+from spmd_trainer.watch.tracking.settings import flat, nested
 
 
 def test_settings_are_nested_and_typed():

@@ -8,9 +8,9 @@ from tensorboard.backend.event_processing import event_accumulator, plugin_event
 from tensorboard.plugins.hparams import api_pb2, metadata
 from tracking_helpers import PICTURES, TEXTS, facts, record
 
-from spmd_trainer.tracking.base import Histogram
-from spmd_trainer.tracking.tensorboard import TensorboardTracker
 from spmd_trainer.training.summary_writers import SummaryWriters
+from spmd_trainer.watch.tracking.base import Histogram
+from spmd_trainer.watch.tracking.tensorboard import TensorboardTracker
 
 
 def read(directory):

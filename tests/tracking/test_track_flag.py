@@ -13,8 +13,8 @@ from spmd_trainer import main  # noqa: F401  # defines the flags
 from spmd_trainer.cli import flag_parsing
 from spmd_trainer.errors import UserError
 from spmd_trainer.settings import names
-from spmd_trainer.tracking import base
-from spmd_trainer.tracking.tracking import Tracking
+from spmd_trainer.watch.tracking import base
+from spmd_trainer.watch.tracking.tracking import Tracking
 
 TINY = "lm.stdlib.StdlibBytesTiny"
 
@@ -66,7 +66,7 @@ def test_trackers_are_imported_only_when_asked_for():
     program = """
 import sys
 import spmd_trainer.main, spmd_trainer.training.train, spmd_trainer.cli.launch
-from spmd_trainer.tracking.tracking import Tracking
+from spmd_trainer.watch.tracking.tracking import Tracking
 Tracking(["wandb", "mlflow", "trackio", "tensorboard"])
 print([name for name in ("wandb", "mlflow", "trackio", "pandas", "tensorboard.plugins.hparams") if name in sys.modules])
 """

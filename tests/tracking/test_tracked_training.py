@@ -18,12 +18,12 @@ from trained_helpers import make_job, restored
 
 from spmd_trainer.callbacks import Callback, CallbackError
 from spmd_trainer.errors import UserError
-from spmd_trainer.tracking import tracking as tracking_lib
-from spmd_trainer.tracking.tracking import Tracking, VariableHistograms, of_run
 from spmd_trainer.training import train
 from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.summaries import Summaries
 from spmd_trainer.watch import run as watch_run
+from spmd_trainer.watch.tracking import tracking as tracking_lib
+from spmd_trainer.watch.tracking.tracking import Tracking, VariableHistograms, of_run
 
 # One worker: what these tests share is compiled once.
 pytestmark = pytest.mark.xdist_group("trained")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from tracking_helpers import HOME, PICTURES, TEXTS, facts, page, record
 
-from spmd_trainer.tracking.base import Histogram
-from spmd_trainer.tracking.trackio import TrackioTracker
+from spmd_trainer.watch.tracking.base import Histogram
+from spmd_trainer.watch.tracking.trackio import TrackioTracker
 
 
 def logs(name):

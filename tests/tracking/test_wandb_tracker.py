@@ -10,8 +10,8 @@ from facts import assert_names
 from tracking_helpers import PICTURES, TEXTS, facts, page, record, wandb_history, wandb_records
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.tracking.base import Histogram
-from spmd_trainer.tracking.wandb import WandbTracker
+from spmd_trainer.watch.tracking.base import Histogram
+from spmd_trainer.watch.tracking.wandb import WandbTracker
 
 
 def of(records, kind):
@@ -122,7 +122,7 @@ def test_nobody_logged_in_ends_a_run_before_it_begins(tmp_path):
     program = """
 from etils import epath
 from spmd_trainer.errors import UserError
-from spmd_trainer.tracking.wandb import WandbTracker
+from spmd_trainer.watch.tracking.wandb import WandbTracker
 try:
     WandbTracker().check(epath.Path("."))
 except UserError as error:

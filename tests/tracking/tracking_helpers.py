@@ -26,8 +26,8 @@ os.environ.update(
 for name in ("MLFLOW_TRACKING_URI", "WANDB_PROJECT", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
     os.environ.pop(name, None)
 
-from spmd_trainer.tracking.base import RunFacts, StepScalars  # noqa: E402
-from spmd_trainer.tracking.settings import nested  # noqa: E402
+from spmd_trainer.watch.tracking.base import RunFacts, StepScalars  # noqa: E402
+from spmd_trainer.watch.tracking.settings import nested  # noqa: E402
 
 LINES = [
     "task.train.num_train_steps: 200",

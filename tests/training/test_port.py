@@ -14,7 +14,7 @@ from facts import assert_names, raises_naming
 from spmd_trainer import main
 from spmd_trainer.errors import UserError
 from spmd_trainer.pax import port, port_names, port_settings, port_source, published
-from spmd_trainer.training.run_config import PortConfig
+from spmd_trainer.training.mode_configs import PortConfig
 
 PAXML = pathlib.Path(importlib.util.find_spec("praxis").origin).parents[1] / "paxml"
 PUBLISHED = sorted(path for path in PAXML.glob("tasks/*/params/*.py") if not path.stem.endswith("_test"))
@@ -174,7 +174,7 @@ def test_methods_that_mean_something_else_here_are_those_of_experiments(tmp_path
         from elsewhere import Unknown
 
         class Base(base_experiment.BaseExperiment):
-            def search(self): ...
+            def sub_experiments(self): ...
 
         class Derived(Base):
             def train_programs(self): ...
@@ -187,11 +187,11 @@ def test_methods_that_mean_something_else_here_are_those_of_experiments(tmp_path
             def executor(self): ...
 
         class NoExperiment(Unknown):
-            def search(self): ...
+            def sub_experiments(self): ...
         """,
     )
     assert found(got.methods) == [
-        (6, "Base.search()", False),
+        (6, "Base.sub_experiments()", False),
         (9, "Derived.train_programs()", True),
         (12, "Published.sub_experiments()", False),
         (16, "Registered.executor()", True),

@@ -13,12 +13,12 @@ from trained_helpers import ONE_DEVICE, make_job
 
 from spmd_trainer.callbacks import Callback, CallbackError
 from spmd_trainer.errors import UserError
-from spmd_trainer.tracking.tracking import Tracking
 from spmd_trainer.training import phases, train
-from spmd_trainer.training.run_config import PageConfig
+from spmd_trainer.training.mode_configs import PageConfig
 from spmd_trainer.watch.pages import page_mode
 from spmd_trainer.watch.pages import run_page as pages
 from spmd_trainer.watch.run_times import goodput, read_run_times
+from spmd_trainer.watch.tracking.tracking import Tracking
 
 # One worker: what these tests share is compiled once.
 pytestmark = pytest.mark.xdist_group("trained")

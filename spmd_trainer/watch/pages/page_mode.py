@@ -17,7 +17,7 @@ from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.storage import access, files
 from spmd_trainer.storage.run_files import COMPARISON, PAGE
-from spmd_trainer.training.run_config import PageConfig
+from spmd_trainer.training.mode_configs import PageConfig
 from spmd_trainer.watch.pages.run_charts import Record
 from spmd_trainer.watch.pages.run_page import PageData, page_text, write_page
 from spmd_trainer.watch.pages.run_reader import RunReader

@@ -17,8 +17,8 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.callbacks import Status
-from spmd_trainer.tracking.base import RunFacts
-from spmd_trainer.tracking.wandb import LikeWandb
+from spmd_trainer.watch.tracking.base import RunFacts
+from spmd_trainer.watch.tracking.wandb import LikeWandb
 
 if TYPE_CHECKING:
     import trackio
@@ -57,7 +57,7 @@ class TrackioTracker(LikeWandb):
         """Stores the run's status, and waits until all is written."""
         levels = self.library.AlertLevel
         self._run.alert(title=f"run {status}", level=levels.ERROR if status == "failed" else levels.INFO)
-        self._run.finish()
+        self._run.finish()  # type: ignore[no-untyped-call]
 
 
 def _free_name(trackio: ModuleType, facts: RunFacts) -> str:

@@ -16,7 +16,7 @@ from etils import epath
 from spmd_trainer.callbacks import Status
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.storage import is_remote
-from spmd_trainer.tracking.settings import Settings
+from spmd_trainer.watch.tracking.settings import Settings
 
 # {name: class}. The name is also that of its module here, of the package that it imports, and of the extra that installs the
 # package.
@@ -158,5 +158,5 @@ def check(names: Iterable[str], where: str) -> None:
 
 def make(name: str) -> Tracker:
     """Makes the tracker named in `TRACKERS`. Its package is imported later."""
-    tracker: Tracker = getattr(importlib.import_module(f"spmd_trainer.tracking.{name}"), TRACKERS[name])()
+    tracker: Tracker = getattr(importlib.import_module(f"spmd_trainer.watch.tracking.{name}"), TRACKERS[name])()
     return tracker

@@ -23,9 +23,9 @@ from etils import epath
 from spmd_trainer.callbacks import Status
 from spmd_trainer.errors import UserError
 from spmd_trainer.storage import is_remote
-from spmd_trainer.tracking import samples as samples_lib
-from spmd_trainer.tracking.base import RunFacts, StepScalars, Tracker
-from spmd_trainer.tracking.settings import flat
+from spmd_trainer.watch.tracking import samples as samples_lib
+from spmd_trainer.watch.tracking.base import RunFacts, StepScalars, Tracker
+from spmd_trainer.watch.tracking.settings import flat
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment

@@ -20,9 +20,9 @@ from etils import epath
 
 from spmd_trainer.callbacks import Status
 from spmd_trainer.errors import UserError
-from spmd_trainer.tracking import samples as samples_lib
-from spmd_trainer.tracking.base import Histogram, RunFacts, StepScalars, Tracker
-from spmd_trainer.tracking.feed import CLOSE_SECONDS
+from spmd_trainer.watch.tracking import samples as samples_lib
+from spmd_trainer.watch.tracking.base import Histogram, RunFacts, StepScalars, Tracker
+from spmd_trainer.watch.tracking.feed import CLOSE_SECONDS
 
 if TYPE_CHECKING:
     import wandb

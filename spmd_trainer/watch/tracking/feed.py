@@ -19,8 +19,8 @@ from etils import epath
 from spmd_trainer.callbacks import Status
 from spmd_trainer.storage import json_values
 from spmd_trainer.storage.files import write_atomically
-from spmd_trainer.tracking import THREADS
-from spmd_trainer.tracking.base import Histogram, RunFacts, StepScalars, Tracker
+from spmd_trainer.watch.tracking import THREADS
+from spmd_trainer.watch.tracking.base import Histogram, RunFacts, StepScalars, Tracker
 
 FILE = "tracking.json"
 

@@ -18,11 +18,11 @@ from spmd_trainer.experiment_modules import short_name
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.storage.run_files import PAGE
-from spmd_trainer.tracking import base
-from spmd_trainer.tracking.base import Histogram, RunFacts, Tracker
-from spmd_trainer.tracking.feed import CLOSE_SECONDS, Feed, RunIds
-from spmd_trainer.tracking.settings import Settings, nested
 from spmd_trainer.train_states import PyTree, TrainState
+from spmd_trainer.watch.tracking import base
+from spmd_trainer.watch.tracking.base import Histogram, RunFacts, Tracker
+from spmd_trainer.watch.tracking.feed import CLOSE_SECONDS, Feed, RunIds
+from spmd_trainer.watch.tracking.settings import Settings, nested
 
 _VERSIONS = ("spmd-trainer", "jax", "jaxlib", "praxis", "flax", "optax", "orbax-checkpoint", "numpy")
 # Of a histogram.

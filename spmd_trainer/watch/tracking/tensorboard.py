@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from etils import epath
 
 from spmd_trainer.callbacks import Status
-from spmd_trainer.tracking import samples as samples_lib
-from spmd_trainer.tracking.base import Histogram, RunFacts, StepScalars, Tracker
-from spmd_trainer.tracking.settings import flat
+from spmd_trainer.watch.tracking import samples as samples_lib
+from spmd_trainer.watch.tracking.base import Histogram, RunFacts, StepScalars, Tracker
+from spmd_trainer.watch.tracking.settings import flat
 
 if TYPE_CHECKING:
     from spmd_trainer.training.event_files import EventFile

@@ -1,0 +1,109 @@
+"""What a trial does besides training: it writes its result, stops when it is pruned, and does not outlive its sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+
+from spmd_trainer import multihost
+from spmd_trainer.callbacks import Callback, Run, Turn
+from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
+from spmd_trainer.step.packing import Scalars
+from spmd_trainer.sweeps import trials
+from spmd_trainer.sweeps.trials import Sweep, Trial
+
+# In the environment of a trial's process: the process of its sweep.
+PARENT = "SPMD_TRAINER_SWEEP_PROCESS"
+
+
+class TrialCallback(Callback):
+    """Belongs to the run of a trial."""
+
+    turn: ClassVar[Turn] = Turn.LAST
+
+    def __init__(self, sweep: Sweep, number: int):
+        """Writes nothing yet.
+
+        Args:
+          sweep: the trial's sweep.
+          number: the trial's number.
+        """
+        self._sweep = sweep
+        self._number = number
+        self._pruned = ""
+        self._began = time.monotonic()
+        self._parent = int(os.environ.get(PARENT, "0"))
+
+    def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
+        """Saves and leaves, as after SIGTERM, if the sweep's process is gone: a new one could not start the trial again."""
+        del run, step, scalars
+        if self._parent and os.getppid() != self._parent:
+            self._parent = 0
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_start(self, run: Run) -> None:
+        """Stops a trial that was pruned before it was killed."""
+        curve = self._sweep.curve(self._number)
+        if run.step in curve:
+            self._prune(run, run.step, curve[run.step])
+
+    def after_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
+        """Stops a trial that falls behind.
+
+        Raises:
+          UserError: the evaluation has no such metric.
+        """
+        name = self._sweep.metric.name
+        if "/" not in name:
+            return
+        if name not in metrics:
+            raise UserError(
+                f"--sweep_metric={name}: the evaluations give {sorted(metrics)}{did_you_mean(name, metrics)}"
+            )
+        self._prune(run, step, float(metrics[name]))
+
+    def _prune(self, run: Run, step: int, value: float) -> None:
+        """Stops the run if the sweep prunes its trial; process 0 decides."""
+        reason = "" if jax.process_index() else self._sweep.reason_to_prune(self._number, step, value)
+        self._pruned = multihost.broadcast(reason)
+        if self._pruned:
+            run.stop(f"pruned: {self._pruned}")
+
+    def on_end(self, run: Run) -> None:
+        """Writes the result of a run that is complete, and the time of one that goes on later."""
+        run.summaries.flush()
+        result = self._sweep.metric.result(run.job_log_dir)
+        if not run.is_complete:
+            self._write()
+        elif result is None:
+            self._write(status=trials.BROKEN, reason=f"it has no {self._sweep.metric.name}: it was never evaluated")
+        else:
+            (step, value), status = result, trials.PRUNED if self._pruned else trials.FINISHED
+            self._write(status=status, value=value, step=step, reason=self._pruned)
+
+    def on_failure(self, run: Run, error: BaseException) -> None:
+        """Writes that the trial is broken."""
+        del run
+        if isinstance(error, Exception):
+            text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_paragraph(error)}"
+            self._write(status=trials.BROKEN, reason=text)
+        else:
+            self._write()
+
+    def _write(self, **ended: object) -> None:
+        """Writes the trial with the seconds of this start, and what has changed."""
+        if jax.process_index():
+            return
+        before = self._sweep.begin(self._number)
+        seconds = before.seconds + time.monotonic() - self._began
+        self._sweep.write(_replaced(before, seconds=round(seconds, 1), **ended))
+
+
+def _replaced(trial: Trial, **changes: object) -> Trial:
+    return dataclasses.replace(trial, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,181 @@
+"""Which values each trial of a sweep gets.
+
+A trial's values depend on its number, the sweep's seed and the trials that have ended: a sweep that is killed and started again
+proposes what it would have proposed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.sweeps import space as space_lib
+from spmd_trainer.sweeps.space import Choices, Space, Values
+
+if TYPE_CHECKING:
+    from spmd_trainer.base_experiment import BaseExperiment
+    from spmd_trainer.sweeps.trials import Trial
+    from spmd_trainer.training.run_config import Experiment
+
+
+class Method(Protocol):
+    """How a sweep chooses its trials."""
+
+    @property
+    def num_trials(self) -> int:
+        """Number of trials."""
+
+    def values(self, number: int, ended: Sequence[Trial]) -> Values:
+        """Returns the values of a trial.
+
+        Args:
+          number: the trial's number, from 0.
+          ended: the trials that have ended, by number.
+        """
+
+    def experiment(self, exp: type[BaseExperiment], values: Values) -> tuple[Experiment, list[str]]:
+        """Returns the experiment and the overrides that give it a trial's values."""
+
+    def own_overrides(self, values: Values) -> list[str] | None:
+        """Returns the overrides that train a trial as a run of its own; None if no overrides can."""
+
+    def description(self) -> dict[str, Any]:
+        """Returns what makes this sweep another one than others, as JSON: space, method, seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OverSpace:
+    """What the methods share that choose values of a space.
+
+    Attributes:
+      space: what is varied.
+      num_trials: number of trials.
+      seed: of random choices.
+    """
+
+    space: Space
+    num_trials: int
+    seed: int
+
+    def experiment(self, exp: type[BaseExperiment], values: Values) -> tuple[Experiment, list[str]]:
+        """Returns the experiment as it is, and the values as overrides."""
+        return exp, space_lib.overrides(values)
+
+    def own_overrides(self, values: Values) -> list[str] | None:
+        """Returns the values as overrides."""
+        return space_lib.overrides(values)
+
+    def description(self) -> dict[str, Any]:
+        """Returns the space, the method and the seed."""
+        return {"space": space_lib.as_json(self.space), "method": type(self).__name__.lower(), "seed": self.seed}
+
+
+class Grid(OverSpace):
+    """All combinations of the values, in order."""
+
+    def values(self, number: int, ended: Sequence[Trial]) -> Values:
+        """Returns the values at a point of the grid."""
+        del ended
+        return space_lib.grid_point(self.space, number)
+
+
+class Random(OverSpace):
+    """Random values."""
+
+    def values(self, number: int, ended: Sequence[Trial]) -> Values:
+        """Returns random values, which depend on the number and the seed alone."""
+        del ended
+        return space_lib.random_point(self.space, self.seed, number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optuna(OverSpace):
+    """What Optuna's sampler proposes: tree-structured Parzen estimators (Bergstra et al. 2011). Needs the extra `optuna`.
+
+    Attributes:
+      maximize: whether a higher metric is better.
+    """
+
+    maximize: bool = False
+
+    def values(self, number: int, ended: Sequence[Trial]) -> Values:
+        """Returns what the sampler proposes after the trials that have ended; broken ones are left out."""
+        optuna = _optuna()
+        # Seeded anew for each trial, so that a sweep that goes on after it was killed draws the same numbers.
+        sampler = optuna.samplers.TPESampler(seed=self.seed * 1_000_003 + number)
+        study = optuna.create_study(direction="maximize" if self.maximize else "minimize", sampler=sampler)
+        for trial in ended:
+            if trial.value is None:
+                continue
+            # A loss of NaN is a bad one.
+            value = trial.value if trial.value == trial.value else float("-inf" if self.maximize else "inf")
+            study.add_trial(
+                optuna.create_trial(
+                    params=self._as_params(trial.values), distributions=self._distributions, value=value
+                )
+            )
+        asked = study.ask(self._distributions)
+        # Values of a list are known to Optuna by their places: they may be of any type.
+        return {
+            path: x.values[asked.params[path]] if isinstance(x, Choices) else asked.params[path]
+            for path, x in self.space.items()
+        }
+
+    def _as_params(self, values: Values) -> Values:
+        return {
+            path: x.values.index(values[path]) if isinstance(x, Choices) else values[path]
+            for path, x in self.space.items()
+        }
+
+    @functools.cached_property
+    def _distributions(self) -> dict[str, Any]:
+        kinds = _optuna().distributions
+        found = {}
+        for path, x in self.space.items():
+            if isinstance(x, Choices):
+                found[path] = kinds.CategoricalDistribution(range(len(x.values)))
+            elif x.integer:
+                found[path] = kinds.IntDistribution(int(x.low), int(x.high), log=x.log)
+            else:
+                found[path] = kinds.FloatDistribution(x.low, x.high, log=x.log)
+        return found
+
+
+def _optuna() -> Any:
+    """Imports Optuna.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise UserError("--sweep_method=optuna needs the package optuna: pip install 'spmd-trainer[optuna]'") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def make(name: str, space: Space, num_trials: int | None, seed: int, *, maximize: bool) -> Method:
+    """Returns the method of a name.
+
+    Args:
+      name: 'grid', 'random' or 'optuna'.
+      space: what is varied; at least one path.
+      num_trials: None for all points of a grid.
+      seed: of random choices.
+      maximize: whether a higher metric is better.
+
+    Raises:
+      UserError: the space or the number of trials don't fit the method.
+    """
+    if name == "grid":
+        size = space_lib.grid_size(space)
+        if num_trials is not None and num_trials > size:
+            raise UserError(f"--sweep_trials={num_trials}: the grid has {size} points; give at most {size}")
+        return Grid(space, num_trials or size, seed)
+    if num_trials is None:
+        raise UserError(f"--sweep_method={name} needs --sweep_trials=N, the number of trials")
+    return Random(space, num_trials, seed) if name == "random" else Optuna(space, num_trials, seed, maximize)

@@ -1,0 +1,108 @@
+"""`sweep.html`: the trials of a sweep as a table, curves and parallel coordinates, and the best one's command."""
+
+from __future__ import annotations
+
+import functools
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spmd_trainer.experiment_modules import short_name
+from spmd_trainer.settings import settings_of
+from spmd_trainer.sharding import page
+from spmd_trainer.storage.files import write_atomically
+from spmd_trainer.sweeps import trials
+from spmd_trainer.sweeps.trials import Sweep, Trial
+from spmd_trainer.training.experiment_config import without_replaced
+from spmd_trainer.training.run_config import TrainConfig
+from spmd_trainer.watch.pages import shared
+
+if TYPE_CHECKING:
+    from spmd_trainer.sweeps.settings import SweepConfig
+
+FILE = "sweep.html"
+# Points of a curve, about; a screen has no place for more.
+_MOST_POINTS = 200
+
+
+def write(config: SweepConfig, sweep: Sweep) -> None:
+    """Writes the page of the trials that have begun."""
+    own = functools.partial(page.asset, "spmd_trainer.sweeps")
+    text = page.document(
+        f"Sweep of {short_name(sweep.experiment)}",
+        own("sweep_page.html"),
+        styles=(shared("page.css"), own("sweep_page.css")),
+        data=data(config, sweep),
+        scripts=(shared("page.js"), own("sweep_page.js")),
+    )
+    write_atomically(sweep.directory / FILE, text.split("\n"))
+
+
+def data(config: SweepConfig, sweep: Sweep) -> dict[str, Any]:
+    """Returns what the page shows, as JSON."""
+    found = in_order(sweep, sweep.trials())
+    best = sweep.best(found)
+    return {
+        "experiment": short_name(sweep.experiment),
+        "directory": str(sweep.directory),
+        "metric": sweep.metric.name,
+        "goal": "max" if sweep.metric.maximize else "min",
+        "method": str(sweep.method.description()["method"]),
+        "total": sweep.method.num_trials,
+        "paths": list(dict.fromkeys(path for trial in found for path in trial.values)),
+        "trials": [_row(sweep, trial) for trial in found],
+        "best": None if best is None else best.number,
+        "command": "" if best is None else own_command(config, sweep, best),
+    }
+
+
+def in_order(sweep: Sweep, found: Sequence[Trial]) -> list[Trial]:
+    """Returns trials from the best to the worst: finished, then pruned, then those that have diverged, then the others."""
+
+    def key(trial: Trial) -> tuple[int, float]:
+        if trial.value is None or math.isnan(trial.value):
+            return (3 if trial.value is None else 2, trial.number)
+        return (int(trial.status != trials.FINISHED), -trial.value if sweep.metric.maximize else trial.value)
+
+    return sorted(found, key=key)
+
+
+def own_command(config: SweepConfig, sweep: Sweep, trial: Trial) -> str:
+    """Returns the command that trains a trial as a run of its own, in another directory; '' if no command can."""
+    values = sweep.method.own_overrides(trial.values)
+    if values is None:
+        return ""
+    about, given = settings_of(TrainConfig), config.given()
+    flags: Mapping[str, Any] = {
+        about[name].flag: value for name, value in given.items() if name in about and name != "mode"
+    }
+    arguments = [
+        f"--exp={short_name(sweep.experiment)}",
+        f"--job_log_dir={sweep.directory}-best",
+        *(f"--{name}={','.join(value) if isinstance(value, list) else value}" for name, value in flags.items()),
+        *(f"--fdl.set={one}" for one in [*without_replaced(config.experiment.overrides, values), *values]),
+    ]
+    return f"spmd-trainer {shlex.join(arguments)}"
+
+
+def _row(sweep: Sweep, trial: Trial) -> dict[str, Any]:
+    """Returns a trial for the page's script; JSON has no NaN."""
+    curve = [(step, value) for step, value in sweep.curve(trial.number).items() if math.isfinite(value)]
+    every = -(-len(curve) // _MOST_POINTS) or 1
+    points = curve[::every] + (curve[-1:] if (len(curve) - 1) % every else [])
+    has_diverged = trial.value is not None and not math.isfinite(trial.value)
+    return {
+        "number": trial.number,
+        "status": trial.status,
+        "value": None if has_diverged else trial.value,
+        "diverged": has_diverged,
+        "step": trial.step,
+        "seconds": trial.seconds,
+        "reason": trial.reason,
+        "values": {
+            path: value if isinstance(value, int | float) and not isinstance(value, bool) else repr(value)
+            for path, value in trial.values.items()
+        },
+        "curve": points,
+    }

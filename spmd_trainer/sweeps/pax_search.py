@@ -1,0 +1,312 @@
+"""Sweeps of experiments with Pax's `search()`: their values are PyGlove's `pg.oneof`, `pg.floatv` and the like.
+
+They stand in class attributes, or in `task()` and the datasets' methods, where each needs a `name`. In a trial each has one
+value; while the search space is looked at, and in the sweep's own process, the first one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from praxis import pax_fiddle
+
+from spmd_trainer.base_experiment import BaseExperiment
+from spmd_trainer.errors import UserError
+from spmd_trainer.sweeps import space
+from spmd_trainer.sweeps.space import Values, is_literal
+from spmd_trainer.sweeps.trials import PRUNED, Metric, Sweep, Trial
+from spmd_trainer.training.summary_writers import read_metrics
+
+if TYPE_CHECKING:
+    from etils import epath
+
+    from spmd_trainer.automl_interfaces import SearchHParams
+    from spmd_trainer.training.run_config import Experiment
+
+# The class attribute that holds the rows of `automl.parameter_sweep`.
+_ROW = "PARAMETER_SWEEP_COMBINATION"
+# What an experiment's values may stand in.
+_METHODS = ("task", "datasets", "train_datasets", "eval_datasets", "decode_datasets", "decoder_datasets", "partitioner")
+
+
+def has_search(cls: type[BaseExperiment]) -> bool:
+    """Returns True if an experiment has a `search()`."""
+    return cls.search is not BaseExperiment.search
+
+
+class PaxSearch:
+    """The method of an experiment's `search()`.
+
+    Attributes:
+      num_trials: number of trials.
+    """
+
+    def __init__(self, cls: type[BaseExperiment], datasets: Sequence[str], num_trials: int | None):
+        """Looks at the search space.
+
+        Args:
+          cls: the experiment.
+          datasets: names of its evaluation datasets.
+          num_trials: None for as many as `search()` says.
+
+        Raises:
+          UserError: the experiment has nothing to choose, or something that no sweep can do.
+        """
+        pg = _pyglove()
+        search: SearchHParams = cls().search()
+        if search.search_algorithm is None:
+            raise UserError(f"{cls.__name__}.search() has no search_algorithm; e.g. pax_fiddle.Config(automl.Sweeping)")
+        self._cls = cls
+        self._row: Sequence[str] = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
+        self._search = search
+        self._context = pg.hyper.DynamicEvaluationContext(require_hyper_name=True)
+        with self._context.collect(), _errors_of_search(cls):
+            experiment = with_named_choices(cls)()
+            experiment.task()
+            if search.enable_dataset_tuning:
+                for method in ("datasets", "decode_datasets"):
+                    getattr(experiment, method)()
+        self._hypers: Mapping[str, Any] = dict(self._context.hyper_dict)
+        if not self._hypers:
+            raise UserError(f"{cls.__name__} has a search(), and nothing to choose: no pg.oneof(...), pg.floatv(...)")
+        for name, hyper in self._hypers.items():
+            if isinstance(hyper, pg.hyper.Choices) and any(
+                pg.contains(c, type=pg.hyper.HyperPrimitive) for c in hyper.candidates
+            ):
+                raise UserError(
+                    f"{cls.__name__}: {name} has candidates with choices of their own, which a sweep can't try"
+                )
+        size = self._context.dna_spec.space_size
+        most = num_trials or search.max_num_trials
+        self.num_trials: int = most if size == -1 else min(most, size)
+        self._reward = None if search.search_reward is None else pax_fiddle.build(search.search_reward)
+        self._datasets = datasets
+
+    def metric(self, loss: str) -> Metric:
+        """Returns the metric by which trials are compared: the reward, or the loss without one."""
+        if self._reward is None:
+            return Metric.find("", self._datasets, loss, maximize=False)
+        aggregator = self._search.cross_step_metric_aggregator
+        return _Reward(self._reward, self._datasets, None if aggregator is None else pax_fiddle.build(aggregator))
+
+    def values(self, number: int, ended: Sequence[Trial]) -> Values:
+        """Returns what the algorithm proposes after the trials that have ended.
+
+        It proposes all trials before it again, because an algorithm keeps more of its proposals than their values.
+        """
+        with _seeded():
+            generator = pax_fiddle.build(self._search.search_algorithm)()
+            generator.setup(self._context.dna_spec)
+            by_number = {trial.number: trial for trial in ended}
+            for earlier in range(number):
+                dna = generator.propose()
+                trial = by_number.get(earlier)
+                if trial is not None and self._is_learnt_from(trial) and self._values_of(dna) == trial.values:
+                    generator.feedback(dna, trial.value)
+            return self._values_of(generator.propose())
+
+    def _is_learnt_from(self, trial: Trial) -> bool:
+        counts = trial.status != PRUNED or self._search.treats_early_stopped_trials_as_done
+        return counts and trial.value is not None and not math.isnan(trial.value)
+
+    def experiment(self, exp: type[BaseExperiment], values: Values) -> tuple[Experiment, list[str]]:
+        """Returns the experiment in which each of its choices has a trial's value."""
+        decide = functools.partial(self._decide, values)
+
+        def under(method: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(method)
+            def call(*args: Any) -> Any:
+                with _pyglove().hyper.dynamic_evaluate(decide):
+                    return method(*args)
+
+            return call
+
+        cls = with_named_choices(exp)
+        return _derived(cls, {name: under(getattr(cls, name)) for name in _METHODS}), []
+
+    def description(self) -> dict[str, Any]:
+        """Returns the search space and the algorithm."""
+        choices = {name: str(hyper) for name, hyper in self._hypers.items()}
+        return {"space": choices, "method": type(pax_fiddle.build(self._search.search_algorithm)).__name__, "seed": 0}
+
+    def reason_to_prune(self, sweep: Sweep, number: int, others: Sequence[Trial]) -> str:
+        """Returns why the policy of `search()` stops a trial; '' if it goes on."""
+        if self._search.early_stopping is None:
+            return ""
+        policy = pax_fiddle.build(self._search.early_stopping)()
+        policy.setup(self._context.dna_spec)
+        policy.recover([self._as_pyglove(sweep, trial.number, trial.values, trial.status) for trial in others])
+        own = self._as_pyglove(sweep, number, sweep.begin(number).values, "")
+        if not own.measurements or not policy.should_stop_early(own):
+            return ""
+        last = own.measurements[-1]
+        return f"the policy of search() stops it at step {last.step}, where the reward is {last.reward:.6g}"
+
+    def _as_pyglove(self, sweep: Sweep, number: int, values: Values, status: str) -> Any:
+        tuning = _pyglove().tuning
+        metrics = _metrics_by_step(sweep.trial_directory(number), self._datasets)
+        measured = [
+            tuning.Measurement(step=step, elapse_secs=0.0, reward=value, metrics=dict(metrics.get(step, {})))
+            for step, value in sweep.curve(number).items()
+        ]
+        return tuning.Trial(
+            id=number + 1,
+            dna=self._dna_of(values),
+            created_time=0,
+            status="COMPLETED" if status else "PENDING",
+            infeasible=status == PRUNED,
+            measurements=measured,
+        )
+
+    def own_overrides(self, values: Values) -> list[str] | None:
+        """Returns a trial's values as overrides of class attributes; None if one of them stands elsewhere."""
+        are_attributes = all(hasattr(self._cls, name) for name in values)
+        return space.overrides(values) if are_attributes else None
+
+    def _decide(self, values: Values, hyper: Any) -> Any:
+        """Returns the value of one choice in a trial."""
+        pg, values = _pyglove(), self._by_choice(values)
+        if hyper.name not in values:
+            raise UserError(f"{self._cls.__name__}: {hyper.name!r} is a choice that search() did not find in task()")
+        value = values[hyper.name]
+        if not isinstance(hyper, pg.hyper.Choices):
+            return value
+        if hyper.num_choices > 1:
+            return [hyper.candidates[at] for at in self._decision(hyper, value)]
+        # Another value than a candidate is asked for to see what follows from it.
+        known = value in [_shown(candidate) for candidate in hyper.candidates]
+        return hyper.candidates[self._decision(hyper, value)] if known else value
+
+    def _decision(self, hyper: Any, value: Any) -> Any:
+        """Returns PyGlove's decision for a value as it is shown: the place of a candidate, places of several, or a number."""
+        pg = _pyglove()
+        if not isinstance(hyper, pg.hyper.Choices):
+            return value
+        shown = [_shown(candidate) for candidate in hyper.candidates]
+        return shown.index(value) if hyper.num_choices == 1 else [shown.index(one) for one in value]
+
+    def _values_of(self, dna: Any) -> Values:
+        pg, decisions = _pyglove(), dna.to_dict(key_type="name_or_id", multi_choice_key="parent")
+        values: Values = {}
+        for name, hyper in self._hypers.items():
+            at = decisions[name]
+            if isinstance(hyper, pg.hyper.Choices):
+                chosen = [_shown(hyper.candidates[i]) for i in (at if isinstance(at, list) else [at])]
+                at = chosen if isinstance(at, list) else chosen[0]
+            values |= dict(zip(self._row, at, strict=True)) if name == _ROW else {name: at}
+        return values
+
+    def _by_choice(self, values: Values) -> Values:
+        """Returns the values with those of a row of `parameter_sweep` as the one choice that they are."""
+        return {_ROW: tuple(values[name] for name in self._row)} if self._row else values
+
+    def _dna_of(self, values: Values) -> Any:
+        values = self._by_choice(values)
+        decisions = {name: self._decision(hyper, values[name]) for name, hyper in self._hypers.items()}
+        return _pyglove().DNA.from_dict(decisions, self._context.dna_spec)
+
+
+class _Reward(Metric):
+    """The reward of a `search()`, of the metrics of each evaluation. Higher is better."""
+
+    def __init__(self, reward: Any, datasets: Sequence[str], aggregator: Any):
+        super().__init__("reward", True)
+        object.__setattr__(self, "_parts", (reward, datasets, aggregator))
+
+    def curve(self, directory: epath.Path) -> dict[int, float]:
+        """Returns {step: reward} of the evaluations of a run."""
+        reward, datasets, _ = self._parts  # type: ignore[attr-defined]
+        return {step: float(reward(found, step)) for step, found in _metrics_by_step(directory, datasets).items()}
+
+    def result(self, directory: epath.Path) -> tuple[int, float] | None:
+        """Returns the last step and the reward of what the aggregator makes of all steps' metrics."""
+        reward, datasets, aggregator = self._parts  # type: ignore[attr-defined]
+        found = _metrics_by_step(directory, datasets)
+        if aggregator is None or not found:
+            return super().result(directory)
+        steps = [(step, {**metrics, "reward": float(reward(metrics, step))}) for step, metrics in found.items()]
+        return max(found), float(reward(aggregator(steps), max(found)))
+
+
+def _metrics_by_step(directory: epath.Path, datasets: Sequence[str]) -> dict[int, dict[str, float]]:
+    """Returns {step: metrics under Pax's names} of the steps at which a run was evaluated, or has a summary without datasets."""
+    folders = {f"eval_{name}": f"eval_test_{name}/metrics/" for name in datasets}
+    folders |= {"eval_train": "eval_train/metrics/", "train": "train/"}
+    found: dict[int, dict[str, float]] = {}
+    for folder, prefix in folders.items():
+        for step, record in read_metrics(directory, folder).items():
+            # Training has more summaries than evaluations.
+            if folder != "train" or step in found or not datasets:
+                numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
+                found.setdefault(step, {}).update({prefix + name: float(value) for name, value in numbers.items()})
+    return dict(sorted(found.items()))
+
+
+def first_values() -> contextlib.AbstractContextManager[object]:
+    """Returns a context manager within which each choice has its first value."""
+    context: contextlib.AbstractContextManager[object] = _pyglove().hyper.DynamicEvaluationContext().collect()
+    return context
+
+
+def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
+    """Returns an experiment whose choices in class attributes have their names, and are made where they are read."""
+    primitive = _pyglove().hyper.HyperPrimitive
+    names = [name for name in dir(cls) if isinstance(inspect.getattr_static(cls, name), primitive)]
+
+    def reader(name: str, hyper: Any) -> property:
+        arguments = {**hyper.sym_init_args, "name": hyper.name or name}
+        return property(lambda self: type(hyper)(**arguments))
+
+    body = {name: reader(name, inspect.getattr_static(cls, name)) for name in names}
+    rows = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
+    body |= {name: property(functools.partial(_of_row, at)) for at, name in enumerate(rows)}
+    return _derived(cls, body)
+
+
+def _of_row(at: int, experiment: BaseExperiment) -> object:
+    """Returns a value of the row that a trial of `automl.parameter_sweep` has."""
+    return getattr(experiment, _ROW)[at]
+
+
+def _derived(cls: type[BaseExperiment], body: Mapping[str, Any]) -> type[BaseExperiment]:
+    """Returns a subclass of the same name."""
+    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**same, **body})
+
+
+def _shown(candidate: Any) -> Any:
+    """Returns a candidate if it is a literal, and its text if not."""
+    return candidate if is_literal(candidate) else repr(candidate)
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Seeds Python's random numbers, which algorithms without a seed of their own draw, so that they draw the same ones again."""
+    before = random.getstate()
+    random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+
+
+@contextlib.contextmanager
+def _errors_of_search(cls: type[BaseExperiment]) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"the search space of {cls.__name__}: {error}") from error
+
+
+def _pyglove() -> Any:
+    try:
+        import pyglove
+    except ImportError as error:
+        raise UserError("search() needs the package pyglove: pip install 'spmd-trainer[pyglove]'") from error
+    return pyglove

@@ -1,0 +1,255 @@
+"""`--mode=sweep`: runs the trials of a sweep one after the other, each in a process of its own.
+
+A trial that runs out of memory ends nothing else. After the sweep was killed, the same command goes on: trials that have ended
+are left alone, and the one that was running goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator, Sequence
+
+from absl import logging
+
+from spmd_trainer.errors import UserError, terminal
+from spmd_trainer.experiment_modules import short_name
+from spmd_trainer.settings import settings_of
+from spmd_trainer.sharding.messages import count_text, format_duration
+from spmd_trainer.storage import access
+from spmd_trainer.storage.lock import LockedError, locked
+from spmd_trainer.sweeps import page, trials
+from spmd_trainer.sweeps.callback import PARENT
+from spmd_trainer.sweeps.settings import SweepConfig
+from spmd_trainer.sweeps.trials import Sweep, Trial
+from spmd_trainer.training.run_config import RunConfig
+
+_SECONDS_BETWEEN_LOOKS = 2.0
+# Lines of a trial's output among which is why it failed.
+_LAST_LINES = 12
+# So many broken trials at the beginning, all for one reason, end the sweep.
+_SAME_FAILURES = 3
+
+
+def prepare(config: RunConfig) -> tuple[SweepConfig, Sweep]:
+    """Returns what `run` takes. Touches no device: those are the trials'.
+
+    Raises:
+      UserError: see `SweepConfig.resolved`; or the directory holds something else.
+    """
+    asked = config.of(SweepConfig)
+    if asked.callbacks:
+        raise UserError(
+            "callbacks=[...] can't reach the processes of trials; add configs of them to task.train.callbacks"
+        )
+    if asked.experiment.name.startswith("__main__."):
+        raise UserError(
+            f"{asked.experiment.label} is defined in a notebook or a script, where the processes of trials can't import it; move "
+            "it into a module"
+        )
+    sweep = asked.make_sweep()
+    access.check_writable("--job_log_dir", sweep.directory)
+    sweep.open()
+    return asked, sweep
+
+
+def run(prepared: tuple[SweepConfig, Sweep]) -> list[Trial]:
+    """Runs the trials that have not ended, writes the sweep's page after each, and prints how all ended.
+
+    Returns:
+      The trials that have ended.
+
+    Raises:
+      UserError: all trials are broken.
+      KeyboardInterrupt: after Ctrl-C, once the running trial has saved its state.
+    """
+    config, sweep = prepared
+    with locked(sweep.directory), _Signals() as signals:
+        known = {trial.number: trial for trial in sweep.trials()}
+        left = [n for n in range(sweep.method.num_trials) if n not in known or not known[n].has_ended]
+        if ended := sweep.method.num_trials - len(left):
+            logging.info(
+                "%s of %d ended before", count_text(ended, "trial has", "trials have"), sweep.method.num_trials
+            )
+        spent: list[float] = []
+        for done, number in enumerate(left, start=1):
+            began = time.monotonic()
+            trial = _run_trial(config, sweep, number, signals)
+            if signals.asked:
+                logging.info("stopped in trial %d; the same command goes on with it", number)
+                break
+            spent.append(time.monotonic() - began)
+            _report(sweep, trial, sum(spent) / len(spent) * (len(left) - done))
+            page.write(config, sweep)
+            _stop_if_all_break(sweep, left[:done])
+    _raise_if_interrupted(signals)
+    ended_trials = [trial for trial in sweep.trials() if trial.has_ended]
+    if not signals.asked:
+        _summarise(config, sweep, ended_trials)
+    return ended_trials
+
+
+def command(config: SweepConfig, sweep: Sweep, number: int | None = None) -> list[str]:
+    """Returns the arguments of `spmd-trainer` that start a sweep again, or one of its trials."""
+    about = settings_of(SweepConfig)
+    given = {name: value for name, value in config.given().items() if name != "trial"}
+    flags = [f"--exp={short_name(sweep.experiment)}", "--mode=sweep", f"--job_log_dir={sweep.directory}"]
+    for name, value in given.items():
+        flag, parts = about[name].flag, value if isinstance(value, list) else [value]
+        flags += [
+            f"--{flag}" if part is True else f"--no{flag}" if part is False else f"--{flag}={part}" for part in parts
+        ]
+    flags += [f"--fdl.set={override}" for override in config.experiment.overrides]
+    return [*flags, *([] if number is None else [f"--trial={number}"])]
+
+
+def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals) -> Trial:
+    """Runs a trial, or the rest of it, and returns how it stands."""
+    _wait_for_earlier_start(sweep, number)
+    trial = sweep.begin(number)
+    if trial.has_ended:
+        return trial  # by the process of an earlier start
+    values = ", ".join(f"{path}={value!r}" for path, value in trial.values.items())
+    logging.info("trial %d, of 0 to %d: %s", number, sweep.method.num_trials - 1, values)
+    arguments = [sys.executable, "-m", "spmd_trainer.main", *command(config, sweep, number)]
+    environment = {**os.environ, PARENT: str(os.getpid())}
+    last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
+    # In a session of its own, so that Ctrl-C reaches it once, through this process.
+    with (
+        subprocess.Popen(
+            arguments,
+            env=environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        ) as process,
+        signals.sent_to(process),
+    ):
+        assert process.stderr is not None
+        for line in process.stderr:
+            last.append(line.rstrip())
+            terminal.write(f"  {line}", sys.stderr)
+    trial = sweep.begin(number)
+    if trial.has_ended or signals.asked:
+        return trial
+    if process.returncode < 0:
+        name = signal.Signals(-process.returncode).name
+        reason = f"its process was killed by {name}" + (", as when memory runs out" if name == "SIGKILL" else "")
+    else:
+        said = " ".join(filter(None, last)).rpartition("spmd-trainer: ")[2]
+        reason = f"{said[-500:]} (exit status {process.returncode})"
+    trial = dataclasses.replace(trial, status=trials.BROKEN, reason=reason)
+    sweep.write(trial)
+    return trial
+
+
+def _wait_for_earlier_start(sweep: Sweep, number: int) -> None:
+    """Waits while the process of an earlier start, whose sweep was killed, still saves the trial's state."""
+    said = False
+    while True:
+        with contextlib.suppress(LockedError), locked(sweep.trial_directory(number)):
+            return
+        if not said:
+            logging.info("waiting for the process of trial %d of an earlier start to end", number)
+            said = True
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _report(sweep: Sweep, trial: Trial, seconds_left: float) -> None:
+    """Logs how a trial ended, and how long the others will take."""
+    best = sweep.best(sweep.trials())
+    shown = "" if best is None else f"; the best so far is trial {best.number}, {best.value:.6g}"
+    left = f"; about {format_duration(seconds_left)} left" if seconds_left else ""
+    logging.info("%s%s%s", _outcome(sweep, trial), shown, left)
+
+
+def _stop_if_all_break(sweep: Sweep, done: Sequence[int]) -> None:
+    """Raises UserError if the first trials of this start are broken for one reason, which is then no trial's own."""
+    found = [trial for number in done if (trial := sweep.trial(number)) is not None and trial.status == trials.BROKEN]
+    if len(done) == len(found) == _SAME_FAILURES and len({trial.reason for trial in found}) == 1:
+        files = ", ".join(str(sweep.trial_file(number)) for number in done)
+        raise UserError(
+            f"the first {_SAME_FAILURES} trials are broken: {found[0].reason}\n"
+            f"To run them again, delete {files} and give the same command"
+        )
+
+
+def _outcome(sweep: Sweep, trial: Trial) -> str:
+    value = "" if trial.value is None else f", {sweep.metric.name} {trial.value:.6g} at step {trial.step}"
+    reason = f": {trial.reason}" if trial.reason else ""
+    return f"trial {trial.number} is {trial.status}{value}{reason}"
+
+
+def _summarise(config: SweepConfig, sweep: Sweep, ended: Sequence[Trial]) -> None:
+    """Prints the trials from the best to the worst, those without a value last, and the best one's command.
+
+    Raises:
+      UserError: all are broken.
+    """
+    broken = [trial for trial in ended if trial.status == trials.BROKEN]
+    if ended and len(broken) == len(ended):
+        raise UserError(
+            f"all {len(ended)} trials are broken, e.g. trial {broken[0].number}: {broken[0].reason}\nTo run it again, delete "
+            f"{sweep.trial_file(broken[0].number)} and give the same command"
+        )
+    lines = [_outcome(sweep, trial) + f" ({_values_text(trial)})" for trial in page.in_order(sweep, ended)]
+    own = "" if (best := sweep.best(ended)) is None else page.own_command(config, sweep, best)
+    lines += ["the best one as a run of its own:", f"  {own}"] if own else []
+    lines += [f"the page: {sweep.directory / page.FILE}"]
+    terminal.write("".join(f"{line}\n" for line in lines))
+
+
+def _values_text(trial: Trial) -> str:
+    return ", ".join(f"{path.rpartition('.')[2]}={value!r}" for path, value in trial.values.items())
+
+
+class _Signals:
+    """Hands Ctrl-C, SIGTERM and SIGHUP to the running trial, which saves its state and leaves.
+
+    Attributes:
+      asked: the first signal that came; None before.
+    """
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self._process: subprocess.Popen[str] | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+
+    @contextlib.contextmanager
+    def sent_to(self, process: subprocess.Popen[str]) -> Iterator[None]:
+        """Sends signals to a process, also one that came just before."""
+        self._process = process
+        try:
+            if self.asked is not None:
+                process.send_signal(self.asked)
+            yield
+        finally:
+            self._process = None
+
+    def _take(self, number: int, frame: types.FrameType | None) -> None:
+        del frame
+        self.asked = self.asked or number
+        if self._process is not None:
+            self._process.send_signal(number)
+
+
+def _raise_if_interrupted(signals: _Signals) -> None:
+    if signals.asked == signal.SIGINT:
+        raise KeyboardInterrupt

@@ -1,0 +1,169 @@
+"""What `--mode=sweep` is asked for. With `--trial=N` it makes the settings of one trial, which trains as any other run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.settings import setting, settings_of, texts
+from spmd_trainer.training.run_config import RunConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from spmd_trainer.base_experiment import BaseExperiment
+    from spmd_trainer.sweeps.space import Values
+    from spmd_trainer.sweeps.trials import Sweep
+    from spmd_trainer.training.experiment_config import ResolvedExperiment
+    from spmd_trainer.training.run_config import Experiment
+
+_sweep = functools.partial(setting, group="Sweeps (--mode=sweep)")
+
+
+def _texts(flag: str, value: object) -> tuple[str, ...]:
+    """Returns the texts of `--sweep`, also of a mapping of Python's."""
+    if isinstance(value, Mapping):
+        return tuple(f"{path}={json.dumps(values)}" for path, values in value.items())
+    return texts(flag.removeprefix("--"), value)
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepConfig(TrainConfig):
+    """Settings of `--mode=sweep`; those of training are the trials'."""
+
+    mode: str = "sweep"
+    sweep: tuple[str, ...] = _sweep(
+        (),
+        'What to vary: a JSON file with {path: [values]}, or PATH=[VALUE, ...], or PATH={"low": X, "high": Y, "log": true}. '
+        "PATH as for --fdl.set. May be repeated. Default: the experiment's `sweep`, or its `search()`.",
+        value="FILE",
+        read=_texts,
+    )
+    sweep_method: str = _sweep(
+        "grid",
+        "How to choose the values: all combinations, random ones, or what Optuna proposes (extra `optuna`).",
+        value="METHOD",
+        choices=("grid", "random", "optuna"),
+    )
+    sweep_trials: int | None = _sweep(None, "Number of trials. Default: all of a grid.", value="N", at_least=1)
+    sweep_metric: str = _sweep(
+        "",
+        "DATASET/metric of an evaluation during training, or loss, the training loss. Default: the loss of the first "
+        "evaluation dataset.",
+        value="NAME",
+    )
+    sweep_goal: str = _sweep("min", "Whether a low or a high metric is good.", value="GOAL", choices=("min", "max"))
+    sweep_prune: bool = _sweep(
+        False, "Stop a trial at an evaluation at which it is worse than the median of the trials before it."
+    )
+    sweep_seed: int = _sweep(0, "Seed of random values.", value="N", at_least=0)
+    trial: int | None = _sweep(
+        None,
+        "Run trial N, from 0, in this process: for array jobs, with one task for each trial.",
+        value="N",
+        at_least=0,
+    )
+
+    def resolved(self, exp: Experiment, overrides: Sequence[str], join: Callable[[], int] | None) -> RunConfig:
+        """Returns these settings with the experiment, or with `--trial` those of the trial's training run.
+
+        Raises:
+          UserError: the sweep is not one, or the directory holds another one; the experiment contradicts itself.
+        """
+        if not self.writes_reports:
+            raise UserError("--job_log_dir=DIR is required: the directory of the sweep, with a run for each trial")
+        from spmd_trainer import experiment_registry
+        from spmd_trainer.sweeps import pax_search
+
+        cls: type[BaseExperiment] = experiment_registry.find(exp).cls
+        has_choices = not (self.sweep or cls.sweep) and pax_search.has_search(cls)
+        with pax_search.first_values() if has_choices else contextlib.nullcontext():
+            named = pax_search.with_named_choices(cls) if has_choices else exp
+            # Without devices: those are the trials'.
+            base = cast("SweepConfig", super().resolved(named, overrides, None))
+        sweep = base.make_sweep()
+        if self.trial is None:
+            return base
+        if self.trial >= sweep.method.num_trials:
+            raise UserError(f"--trial={self.trial}: the sweep has trials 0 to {sweep.method.num_trials - 1}")
+        return _of_trial(base, sweep, self.trial, join)
+
+    def make_sweep(self) -> Sweep:
+        """Returns the sweep, whose directory is this one's.
+
+        Raises:
+          UserError: see `resolved`.
+        """
+        from spmd_trainer.sweeps import methods, pax_search, space, trials
+
+        experiment = self.experiment.experiment
+        datasets = [str(input_p.name) for input_p in self.experiment.config.eval_datasets]
+        loss = self.experiment.task_p.train.learner.loss_name or "loss"
+        if self.sweep or experiment.sweep:
+            given = space.read_space(space.read_texts(self.sweep) if self.sweep else experiment.sweep)
+            maximize = self.sweep_goal == "max"
+            method: methods.Method = methods.make(
+                self.sweep_method, given, self.sweep_trials, self.sweep_seed, maximize=maximize
+            )
+            metric = trials.Metric.find(self.sweep_metric, datasets, loss, maximize=maximize)
+        elif pax_search.has_search(type(experiment)):
+            search = pax_search.PaxSearch(type(experiment), datasets, self.sweep_trials)
+            method, metric = search, search.metric(loss)
+        else:
+            raise UserError(
+                f"experiment {self.experiment.label} has no sweep: give --sweep='LEARNING_RATE=[1e-3, 1e-2]', a JSON file, or "
+                "set sweep = {'LEARNING_RATE': [1e-3, 1e-2]} in the experiment"
+            )
+        if self.sweep_prune and "/" not in metric.name:
+            raise UserError(
+                "--sweep_prune needs --sweep_metric=DATASET/metric, the metric of an evaluation during training"
+            )
+        return trials.Sweep(self.job_log_dir, self.experiment.name, method, metric, self.sweep_prune)
+
+
+def _of_trial(base: SweepConfig, sweep: Sweep, number: int, join: Callable[[], int] | None) -> TrainConfig:
+    """Returns the settings of a trial's training run."""
+    from spmd_trainer.sweeps.callback import TrialCallback
+
+    sweep.open()
+    trial = sweep.begin(number)
+    settings = {name: getattr(base, name) for name in settings_of(TrainConfig) if name != "job_log_dir"}
+    return TrainConfig(
+        _with_values(base, sweep, trial.values, join),
+        sweep.trial_directory(number),
+        callbacks=[*base.callbacks, TrialCallback(sweep, number)],
+        step_inputs=_numbers_that_vary(base, sweep, trial.values),
+        **settings,
+    )
+
+
+def _with_values(
+    base: SweepConfig, sweep: Sweep, values: Values, join: Callable[[], int] | None = None
+) -> ResolvedExperiment:
+    """Returns the experiment with a trial's values."""
+    from spmd_trainer.training import experiment_config
+
+    exp, assigned = sweep.method.experiment(type(base.experiment.experiment), values)
+    kept = experiment_config.without_replaced(base.experiment.overrides, assigned)
+    return experiment_config.resolve(exp, [*kept, *assigned], base.mesh, join)
+
+
+def _numbers_that_vary(base: SweepConfig, sweep: Sweep, values: Values) -> dict[str, float]:
+    """Returns the learner's floats that follow from the values that vary, by path in its config.
+
+    They are those that change when one of the values does.
+    """
+    from spmd_trainer.training import step_inputs
+
+    own = _with_values(base, sweep, values).task_p.train.learner
+    found: dict[str, float] = {}
+    for path, value in values.items():
+        if isinstance(value, float):
+            # Where another value is refused, this one stays a constant of the step.
+            with contextlib.suppress(UserError):
+                other = _with_values(base, sweep, {**values, path: 0.75 * value if value else 0.5})
+                found |= step_inputs.differing(own, other.task_p.train.learner)
+    return found

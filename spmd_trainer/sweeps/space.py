@@ -1,0 +1,217 @@
+"""What a sweep varies: fields of the config or class attributes, each with its values or its range."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from spmd_trainer.errors import UserError, did_you_mean
+
+# A trial's values: {path of a field, or name of a class attribute: value}.
+Values: TypeAlias = dict[str, Any]
+# Beyond this a grid's points are drawn, and may come twice.
+_MOST_SHUFFLED = 10**6
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """A list of values.
+
+    Attributes:
+      values: the values; at least one.
+    """
+
+    values: tuple[Any, ...]
+
+    def sample(self, generator: np.random.Generator) -> Any:
+        """Returns one of them, each as likely as the others."""
+        return self.values[int(generator.integers(len(self.values)))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """All numbers from `low` to `high`, both included.
+
+    Attributes:
+      low, high: the bounds.
+      log: draw the logarithm uniformly instead of the number.
+      integer: only whole numbers.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    integer: bool = False
+
+    def sample(self, generator: np.random.Generator) -> float | int:
+        """Returns one of them."""
+        # A whole number stands for the interval of length 1 around it, so that the bounds are as likely as the others.
+        low, high = (self.low - 0.5, self.high + 0.5) if self.integer else (self.low, self.high)
+        scale, back = (math.log, math.exp) if self.log else (float, float)
+        drawn = back(generator.uniform(scale(low), scale(high)))
+        drawn = min(max(drawn, self.low), self.high)
+        return round(drawn) if self.integer else drawn
+
+
+Space: TypeAlias = Mapping[str, Choices | Range]
+
+
+def read_space(given: object, where: str = "sweep") -> Space:
+    """Returns the space that a mapping describes: {path or NAME: list of values, or {'low': ..., 'high': ..., 'log': True}}.
+
+    Args:
+      given: the mapping. A range has 'low' and 'high', and may have 'log' and 'integer'.
+      where: what gave it, for messages.
+
+    Raises:
+      UserError: it is no such mapping; names the path.
+    """
+    if not isinstance(given, Mapping):
+        raise UserError(f"{where} is {given!r:.80}; give a mapping such as {{'LEARNING_RATE': [1e-3, 1e-2]}}")
+    space: dict[str, Choices | Range] = {}
+    for path, values in given.items():
+        what = f"{where}[{path!r}]"
+        if isinstance(values, Mapping):
+            space[str(path)] = _range(values, what)
+        elif isinstance(values, Sequence) and not isinstance(values, str) and values:
+            for value in values:
+                if not is_literal(value):
+                    raise UserError(
+                        f"{what} has {value!r:.80}, which is not a Python literal, such as a number, a text or a list of them; "
+                        "vary a class attribute from which the experiment makes it"
+                    )
+            space[str(path)] = Choices(tuple(values))
+        else:
+            raise UserError(f"{what} is {values!r:.80}; give a list of values, or {{'low': 1e-4, 'high': 1e-2}}")
+    return space
+
+
+def is_literal(value: object) -> bool:
+    """Returns True for a value that an override, which is text, can hold."""
+    with contextlib.suppress(ValueError, SyntaxError):
+        return bool(ast.literal_eval(repr(value)) == value)
+    return False
+
+
+def _range(given: Mapping[str, Any], what: str) -> Range:
+    known = [field.name for field in dataclasses.fields(Range)]
+    for name in given:
+        if name not in known:
+            raise UserError(f"{what} has {name!r}{did_you_mean(str(name), known)}; a range has {', '.join(known)}")
+    bounds = [given.get(name) for name in ("low", "high")]
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in bounds):
+        raise UserError(f"{what} goes from {bounds[0]!r} to {bounds[1]!r}; 'low' and 'high' must be numbers")
+    found = Range(**given)
+    if not found.low < found.high:
+        raise UserError(f"{what}: low={found.low:g} must be less than high={found.high:g}")
+    if found.log and found.low <= 0:
+        raise UserError(f"{what}: low={found.low:g} has no logarithm; give a positive one, or leave out 'log'")
+    if found.integer and (found.low % 1 or found.high % 1):
+        raise UserError(f"{what}: low={found.low:g} and high={found.high:g} of whole numbers must be whole")
+    return found
+
+
+def read_texts(texts: Sequence[str]) -> dict[str, Any]:
+    """Returns the mapping that the values of `--sweep` describe, each a JSON file or 'PATH=[...]' or 'PATH={...}'.
+
+    Raises:
+      UserError: a file can't be read, or a value is not JSON.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        if not equals:
+            found |= _of_file(text)
+            continue
+        try:
+            found[path.strip()] = json.loads(value)
+        except ValueError as error:
+            raise UserError(
+                f"--sweep={text}: {value!r} is not JSON, such as [1e-3, 1e-2] or "
+                f'{{"low": 1e-4, "high": 1e-2, "log": true}}'
+            ) from error
+    return found
+
+
+def _of_file(name: str) -> dict[str, Any]:
+    try:
+        content = json.loads(pathlib.Path(os.path.expanduser(name)).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"--sweep={name}: the file can't be read ({error.strerror}); give a JSON file, or PATH=[VALUE, ...]"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"--sweep={name}: the file is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"--sweep={name}: the file must hold an object, {{path: [values]}}")
+    return content
+
+
+def as_json(space: Space) -> dict[str, Any]:
+    """Returns the mapping that `read_space` reads, of JSON values; what JSON has no form for is its repr."""
+
+    def shown(x: Choices | Range) -> object:
+        return dataclasses.asdict(x) if isinstance(x, Range) else list(x.values)
+
+    found: dict[str, Any] = json.loads(json.dumps({path: shown(x) for path, x in space.items()}, default=repr))
+    return found
+
+
+def grid_size(space: Space) -> int:
+    """Returns the number of points of a space of lists.
+
+    Raises:
+      UserError: one is a range.
+    """
+    ranges = [path for path, x in space.items() if isinstance(x, Range)]
+    if ranges:
+        raise UserError(
+            f"{ranges[0]} is a range, and a grid needs lists of values; give a list, or --sweep_method=random --sweep_trials=N"
+        )
+    return math.prod(len(x.values) for x in space.values() if isinstance(x, Choices))
+
+
+def grid_point(space: Space, number: int) -> Values:
+    """Returns the values of a point of the grid; the last path varies fastest.
+
+    Args:
+      space: lists of values.
+      number: from 0 to `grid_size(space)` - 1.
+    """
+    values: Values = {}
+    for path, choices in reversed(list(space.items())):
+        assert isinstance(choices, Choices), path  # `grid_size` refuses others
+        number, at = divmod(number, len(choices.values))
+        values[path] = choices.values[at]
+    return dict(reversed(values.items()))
+
+
+def random_point(space: Space, seed: int, number: int) -> Values:
+    """Returns the values of a trial drawn at random. It depends on the seed and the number alone.
+
+    If all are lists, no point of the grid comes twice before each came once, unless there are more than a million.
+
+    Args:
+      space: the space.
+      seed: the sweep's seed.
+      number: the trial's number, from 0.
+    """
+    if all(isinstance(x, Choices) for x in space.values()) and (size := grid_size(space)) <= _MOST_SHUFFLED:
+        turn, at = divmod(number, size)
+        return grid_point(space, int(np.random.default_rng([seed, turn]).permutation(size)[at]))
+    generator = np.random.default_rng([seed, number])
+    return {path: x.sample(generator) for path, x in space.items()}
+
+
+def overrides(values: Values) -> list[str]:
+    """Returns a trial's values as overrides, 'path=value' each."""
+    return [f"{path}={value!r}" for path, value in values.items()]

@@ -1,0 +1,80 @@
+"""Numbers of the learner, such as its learning rate, that are inputs of the compiled train step instead of constants in it.
+
+Runs that differ in such numbers alone have the same program, so that JAX's compilation cache has it after the first of them. XLA
+computes with constants in another order here and there: numbers of such a run may differ from those of an ordinary one in their
+last bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+from absl import logging
+from fiddle import daglish
+from praxis import pax_fiddle
+
+from spmd_trainer.errors import first_paragraph
+from spmd_trainer.step.layout import LogicalLayout
+
+
+def differing(learner_p: fdl.Buildable[Any], other: fdl.Buildable[Any]) -> dict[str, float]:
+    """Returns {path: value} of the floats of a learner's config that another config of it has other values for."""
+    found = dict(_floats(other))
+    return {path: value for path, value in _floats(learner_p) if found.get(path, value) != value}
+
+
+def _floats(config: fdl.Buildable[Any]) -> Iterator[tuple[str, float]]:
+    for value, path in daglish.iterate(config, memoized=False):
+        if type(value) is float:
+            yield daglish.path_str(path), value
+
+
+def abstract(numbers: Mapping[str, float]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the numbers' shapes and dtypes, which are those of Python floats."""
+    return {path: jax.ShapeDtypeStruct((), jnp.float32, weak_type=True) for path in numbers}
+
+
+def traceable(numbers: Mapping[str, float], lower: Callable[[Mapping[str, float]], object]) -> Mapping[str, float]:
+    """Returns those of some numbers with which a step can be traced; logs which ones stay constants.
+
+    Args:
+      numbers: the numbers by path.
+      lower: traces the step with some of them as inputs.
+    """
+    constant = []
+    for path in numbers:
+        try:
+            lower({path: numbers[path]})
+        except TypeError as error:
+            constant.append(path)
+            logging.info("each value of %s compiles a step of its own: %s", path.lstrip("."), first_paragraph(error))
+    return {path: value for path, value in numbers.items() if path not in constant}
+
+
+def with_numbers(
+    layout: LogicalLayout, learner_p: fdl.Buildable[Any], numbers: Mapping[str, jax.Array]
+) -> LogicalLayout:
+    """Returns a layout whose learner computes with traced numbers.
+
+    Args:
+      layout: the layout.
+      learner_p: the learner's config.
+      numbers: {path in the config: scalar}.
+
+    Raises:
+      TypeError: the learner needs one of them as a Python number, e.g. to compare it.
+    """
+    traced = learner_p.clone().set(name="learner", loss_name=layout.task.learner.loss_name)
+    for path, number in numbers.items():
+        *parents, last = daglish.parse_path(path)
+        node = daglish.follow_path(traced, tuple(parents)) if parents else traced
+        if isinstance(last, daglish.Attr):
+            setattr(node, last.name, number)
+        else:
+            node[last.key] = number
+    return dataclasses.replace(layout, task=layout.task.with_learner(pax_fiddle.build(traced)))
