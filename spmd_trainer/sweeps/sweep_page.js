@@ -66,8 +66,13 @@ function drawParallel() {
   axes.forEach(([name], index) => {
     svg.prepend(draw("line", { class: "axis", x1: x(index), x2: x(index), y1: TOP, y2: HEIGHT - BOTTOM }));
     svg.append(draw("text", { class: "axis-name", x: x(index), y: 16, "text-anchor": "middle" }, name));
-    for (const [text, place] of scales[index].marks)
-      svg.append(draw("text", { x: x(index) + 6, y: y(index, place) + 4 }, text));
+    const rows = [];
+    for (const [text, place] of scales[index].marks) {
+      const row = y(index, place);
+      if (rows.some(other => Math.abs(other - row) < 13)) continue;
+      rows.push(row);
+      svg.append(draw("text", { x: x(index) + 6, y: row + 4 }, text));
+    }
   });
 }
 
