@@ -7,5 +7,6 @@ pax_search.py the same from an experiment's `search()` and its PyGlove values, a
 trials.py     `Sweep`, the directory of a sweep and how its trials stand
 callback.py   what a trial does besides training: writes its result, stops when it is pruned
 run.py        `--mode=sweep`: runs the trials one after the other, each in a process of its own
+scaling_law.py  what a family of sizes says of larger ones
 page.py       `sweep.html`; its parts are sweep_page.html, sweep_page.css and sweep_page.js
 """

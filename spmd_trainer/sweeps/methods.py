@@ -79,7 +79,7 @@ class Grid(OverSpace):
     def values(self, number: int, ended: Sequence[Trial]) -> Values:
         """Returns the values at a point of the grid."""
         del ended
-        return space_lib.grid_point(self.space, number)
+        return space_lib.by_name(space_lib.grid_point(self.space, number))
 
 
 class Random(OverSpace):
@@ -88,7 +88,7 @@ class Random(OverSpace):
     def values(self, number: int, ended: Sequence[Trial]) -> Values:
         """Returns random values, which depend on the number and the seed alone."""
         del ended
-        return space_lib.random_point(self.space, self.seed, number)
+        return space_lib.by_name(space_lib.random_point(self.space, self.seed, number))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,16 +119,23 @@ class Optuna(OverSpace):
             )
         asked = study.ask(self._distributions)
         # Values of a list are known to Optuna by their places: they may be of any type.
-        return {
-            path: x.values[asked.params[path]] if isinstance(x, Choices) else asked.params[path]
-            for path, x in self.space.items()
-        }
+        return space_lib.by_name(
+            {
+                path: x.values[asked.params[path]] if isinstance(x, Choices) else asked.params[path]
+                for path, x in self.space.items()
+            }
+        )
 
     def _as_params(self, values: Values) -> Values:
-        return {
-            path: x.values.index(values[path]) if isinstance(x, Choices) else values[path]
-            for path, x in self.space.items()
-        }
+        params: Values = {}
+        for path, x in self.space.items():
+            names = space_lib.names_of(path)
+            value = values[path] if len(names) == 1 else [values[name] for name in names]
+            if isinstance(x, Choices):
+                known = list(x.values) if len(names) == 1 else [list(row) for row in x.values]
+                value = known.index(value)
+            params[path] = value
+        return params
 
     @functools.cached_property
     def _distributions(self) -> dict[str, Any]:

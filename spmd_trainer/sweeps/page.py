@@ -12,7 +12,7 @@ from spmd_trainer.experiment_modules import short_name
 from spmd_trainer.settings import settings_of
 from spmd_trainer.sharding import page
 from spmd_trainer.storage.files import write_atomically
-from spmd_trainer.sweeps import trials
+from spmd_trainer.sweeps import scaling_law, trials
 from spmd_trainer.sweeps.trials import Sweep, Trial
 from spmd_trainer.training.experiment_config import without_replaced
 from spmd_trainer.training.run_config import TrainConfig
@@ -43,6 +43,7 @@ def data(config: SweepConfig, sweep: Sweep) -> dict[str, Any]:
     """Returns what the page shows, as JSON."""
     found = in_order(sweep, sweep.trials())
     best = sweep.best(found)
+    sized = [(t.number, t.flops, t.value) for t in found if t.status == trials.FINISHED and t.value is not None]
     return {
         "experiment": short_name(sweep.experiment),
         "directory": str(sweep.directory),
@@ -52,6 +53,7 @@ def data(config: SweepConfig, sweep: Sweep) -> dict[str, Any]:
         "total": sweep.method.num_trials,
         "paths": list(dict.fromkeys(path for trial in found for path in trial.values)),
         "trials": [_row(sweep, trial) for trial in found],
+        "law": None if sweep.metric.maximize else scaling_law.record(sized),
         "best": None if best is None else best.number,
         "command": "" if best is None else own_command(config, sweep, best),
     }

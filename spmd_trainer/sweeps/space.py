@@ -68,6 +68,8 @@ Space: TypeAlias = Mapping[str, Choices | Range]
 def read_space(given: object, where: str = "sweep") -> Space:
     """Returns the space that a mapping describes: {path or NAME: list of values, or {'low': ..., 'high': ..., 'log': True}}.
 
+    Several names separated by commas vary together: {'NUM_LAYERS,MODEL_DIMS': [(2, 64), (4, 128)]}.
+
     Args:
       given: the mapping. A range has 'low' and 'high', and may have 'log' and 'integer'.
       where: what gave it, for messages.
@@ -89,10 +91,28 @@ def read_space(given: object, where: str = "sweep") -> Space:
                         f"{what} has {value!r:.80}, which is not a Python literal, such as a number, a text or a list of them; "
                         "vary a class attribute from which the experiment makes it"
                     )
+                if (count := len(names_of(path))) > 1 and not (isinstance(value, list | tuple) and len(value) == count):
+                    raise UserError(
+                        f"{what} has {value!r:.80}; give a list of {count} values for each trial, one for each name"
+                    )
             space[str(path)] = Choices(tuple(values))
         else:
             raise UserError(f"{what} is {values!r:.80}; give a list of values, or {{'low': 1e-4, 'high': 1e-2}}")
     return space
+
+
+def names_of(path: str) -> list[str]:
+    """Returns the names that vary together under a key of a space; one, if the key has no comma."""
+    return [name.strip() for name in str(path).split(",")]
+
+
+def by_name(chosen: Values) -> Values:
+    """Returns a trial's values by the names of fields and attributes, given those by the keys of the space."""
+    values: Values = {}
+    for path, value in chosen.items():
+        names = names_of(path)
+        values |= {path: value} if len(names) == 1 else dict(zip(names, value, strict=True))
+    return values
 
 
 def is_literal(value: object) -> bool:

@@ -106,6 +106,39 @@ function drawCurves() {
   }
 }
 
+function drawLaw() {
+  $("law").hidden = !data.law;
+  if (!data.law) return;
+  const { points, line, exponent, floor, ahead, share } = data.law;
+  const svg = $("law-plot"), width = Math.max(svg.clientWidth, 280);
+  svg.replaceChildren();
+  svg.setAttribute("height", HEIGHT);
+  const losses = [...points.map(([, , loss]) => loss), ...line.flatMap(([, , low, high]) => [low, high])].filter(x => x > 0);
+  const ends = (values) => [Math.log(Math.min(...values)), Math.log(Math.max(...values))];
+  const [left, right] = ends(line.map(([flops]) => flops)), [low, high] = ends(losses);
+  const x = flops => 60 + (width - 90) * (Math.log(flops) - left) / (right - left || 1);
+  const y = loss => 10 + (HEIGHT - 50) * (1 - (Math.log(Math.max(loss, Math.exp(low))) - low) / (high - low || 1));
+  for (const tick of linearTicks(Math.exp(low), Math.exp(high), 5).filter(tick => tick > 0))
+    svg.append(
+      draw("line", { class: "axis", x1: 60, x2: width - 30, y1: y(tick), y2: y(tick) }),
+      draw("text", { x: 54, y: y(tick) + 4, "text-anchor": "end" }, valueText(tick)),
+    );
+  for (let power = Math.ceil(left / Math.LN10); power <= right / Math.LN10; power++)
+    svg.append(draw("text", { x: x(10 ** power), y: HEIGHT - 22, "text-anchor": "middle" }, `1e${power}`));
+  svg.append(draw("text", { x: width / 2, y: HEIGHT - 4, "text-anchor": "middle" }, "FLOPs of training"));
+  const at = (flops, loss) => `${x(flops)},${y(loss)}`;
+  svg.append(
+    draw("polygon", { class: "band", points: [...line.map(([c, , l]) => at(c, l)), ...[...line].reverse().map(([c, , , h]) => at(c, h))].join(" ") }),
+    draw("polyline", { class: "line best", points: line.map(([c, mid]) => at(c, mid)).join(" ") }),
+    ...points.map(([number, flops, loss]) =>
+      draw("circle", { class: "point", cx: x(flops), cy: y(loss), r: 4 }, draw("title", {}, `trial ${number}`))),
+  );
+  const bars = ([value, lower, upper]) => `${valueText(value)} (${valueText(lower)} to ${valueText(upper)})`;
+  $("law-text").textContent = `The loss falls to ${bars(floor)} with the compute to the power of ${bars(exponent.map(e => -e))}. ` +
+    ahead.map(([times, ...loss]) => `With ${times} times the compute of the largest trial: ${bars(loss)}.`).join(" ") +
+    ` In brackets: ${percent(share)} of the laws that the scatter of the trials allows.`;
+}
+
 function fillTable() {
   const rows = data.trials.map(trial => {
     const row = make("tr", { class: trial.number === data.best ? "best" : "" }, rowHead(String(trial.number)),
@@ -146,6 +179,7 @@ function drawAll() {
   for (const [number, elements] of tableRows) lines.set(number, [...elements]);
   drawParallel();
   drawCurves();
+  drawLaw();
 }
 drawAll();
 addEventListener("resize", drawAll);

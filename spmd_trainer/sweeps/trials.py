@@ -43,6 +43,7 @@ class Trial:
       value: the metric at its last evaluation; NaN if training has diverged; None if it has none.
       step: the training step of `value`.
       seconds: how long it ran, over all its starts.
+      flops: the model's FLOPs of its steps, 6 for each parameter and token; 0 if they are not counted in tokens.
       reason: why it was pruned or is broken.
     """
 
@@ -52,6 +53,7 @@ class Trial:
     value: float | None = None
     step: int | None = None
     seconds: float = 0.0
+    flops: float = 0.0
     reason: str = ""
 
     @property

@@ -82,6 +82,17 @@ def test_a_sweep_is_read_from_texts_and_files(tmp_path):
             space.read_texts([text])
 
 
+def test_names_with_commas_vary_together():
+    read = space.read_space({"LAYERS, DIMS": [(2, 8), (4, 16)], "SEED": [1, 2]})
+    method = methods.make("grid", read, None, 0, maximize=False)
+    assert [method.values(number, []) for number in (0, 3)] == [
+        {"LAYERS": 2, "DIMS": 8, "SEED": 1},
+        {"LAYERS": 4, "DIMS": 16, "SEED": 2},
+    ]
+    with raises_naming(UserError, "LAYERS,DIMS", "(2,)", "2 values"):
+        space.read_space({"LAYERS,DIMS": [(2,)]})
+
+
 def test_a_grid_of_a_range_and_random_values_without_a_number_are_refused():
     with raises_naming(UserError, "x is a range", "--sweep_method=random"):
         methods.make("grid", space.read_space({"x": {"low": 0, "high": 1}}), None, 0, maximize=False)
@@ -93,7 +104,9 @@ def test_a_grid_of_a_range_and_random_values_without_a_number_are_refused():
 
 def test_optuna_comes_closer_to_the_best_value_than_its_first_trials():
     pytest.importorskip("optuna")
-    read = space.read_space({"x": {"low": 1e-4, "high": 1.0, "log": True}, "kind": ["a", ("b", 1)]})
+    read = space.read_space(
+        {"x": {"low": 1e-4, "high": 1.0, "log": True}, "kind": ["a", ("b", 1)], "m,n": [[1, 2], (3, 4)]}
+    )
     method = methods.make("optuna", read, 40, 1, maximize=False)
     ended = []
     for number in range(40):

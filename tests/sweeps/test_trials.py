@@ -36,7 +36,7 @@ def test_values_come_back_as_they_were_given(tmp_path):
     sweep = make_sweep(tmp_path, x=[(1, 2), "a", None, True, 1e-3])
     assert [sweep.begin(number).values["x"] for number in range(5)] == [(1, 2), "a", None, True, 1e-3]
     assert [trial.values for trial in sweep.trials()] == [{"x": v} for v in ((1, 2), "a", None, True, 1e-3)]
-    sweep.write(Trial(0, {"x": (1, 2)}, BROKEN, math.nan, 4, 1.5, "why"))
+    sweep.write(Trial(0, {"x": (1, 2)}, BROKEN, math.nan, 4, 1.5, reason="why"))
     again = sweep.trial(0)
     assert math.isnan(again.value)
     assert (again.reason, again.seconds) == ("why", 1.5)
