@@ -204,6 +204,23 @@ def test_matrices_are_found_in_the_program():
     assert apart["experts_up"].dims is None
 
 
+class TrainsMore(nnx.Module):
+    """A layer that training alone adds."""
+
+    def __init__(self, *, rngs):
+        self.always, self.training, self.last = (nnx.Linear(8, 8, use_bias=False, rngs=rngs) for _ in range(3))
+        self.deterministic = False
+
+    def __call__(self, x):
+        x = jnp.tanh(self.always(x))
+        return self.last(x if self.deterministic else x + jnp.tanh(self.training(x)))
+
+
+def test_a_matrix_of_training_alone_is_a_matrix():
+    found, _ = choices(task(Config(models.NnxModel, module=Config(TrainsMore)), optimizer=config()))
+    assert [path for path, choice in found.items() if choice.dims] == ["always/kernel", "training/kernel"]
+
+
 def test_optax_muon_is_refused_where_it_takes_the_wrong_variables():
     with raises_naming(UserError, "Config(st.Muon", "attention/key/kernel gets Adam", "8 x 6"):
         choices(attends(optimizer=optax.contrib.muon(0.1)))
