@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import optax
+from absl import logging
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from praxis import base_layer
@@ -61,6 +62,33 @@ def memory_kind(learner: Any, variable: VariableSpec) -> str | None:
     # A copy of its own would cost more time than a small part takes memory.
     is_small = math.prod(variable.logical_shape) < opt_state_dtypes.LEAST_ELEMENTS
     return None if is_small or opt_state_dtypes.is_average(variable.path) else str(learner.opt_state_memory_kind)
+
+
+def why_at_once(learner: Any, hparams: PyTree) -> str:
+    """Returns why a step copies all states to the devices at once, which saves nothing at its peak; "" if it goes layer by layer.
+
+    Args:
+      learner: the learner.
+      hparams: WeightHParams of the variables.
+    """
+    if learner.sees_stacks:
+        return f"{type(learner.optimizer).__name__} updates all matrices of equal shape together, those of all layers"
+    if not learner.vectorize_on_repeat_prefix:
+        return "with vectorize_on_repeat_prefix=False the optimizer updates all layers of a stack together"
+    if not any(map(_in_a_loop, map(_stacking, jax.tree.leaves(hparams)))):
+        return "the model has no repeated layers, which the step could copy one after the other"
+    return ""
+
+
+def warn_if_at_once(learner: Any, hparams: PyTree) -> None:
+    """Warns of a learner whose states in host memory save nothing at the peak of a step. Arguments as for `why_at_once`."""
+    if learner.opt_state_memory_kind != DEVICE and (why := why_at_once(learner, hparams)):
+        logging.warning(
+            "task.train.learner.opt_state_memory_kind=%r saves nothing at the peak of a step: all optimizer states are on the "
+            "devices together while it updates the variables, because %s. A smaller opt_state_dtype saves memory",
+            learner.opt_state_memory_kind,
+            why,
+        )
 
 
 def check_devices(task: SingleTask, mesh: Mesh) -> None:
@@ -203,7 +231,7 @@ def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTre
     stackings = {_stacking(p) for p in jax.tree.leaves(hparams)}
     found = {}
     for stacking in sorted(stackings, key=str):
-        if len(stacking[0]) != 1 or any(entry not in (None, -1) for entry in stacking[1]):
+        if not _in_a_loop(stacking):
             continue
         others = jax.tree.map(lambda p, of=stacking: _stacking(p) != of, hparams)
         tx = opt_vec.get_transformations_with_vectorized_repeat_prefix(
@@ -223,6 +251,12 @@ def _without(tree: PyTree, others: PyTree) -> PyTree:
 def _stacking(p: base_layer.WeightHParams) -> tuple[Any, ...]:
     entries = (p.repeat_prefix, p.repeat_prefix_split_dims_mapping, p.repeat_optimizer_dims_mapping)
     return tuple(tuple(entry or ()) for entry in entries)
+
+
+def _in_a_loop(stacking: tuple[Any, ...]) -> bool:
+    """Returns True for variables that are stacked along one dimension, which is not split."""
+    prefix, mapping, _ = stacking
+    return len(prefix) == 1 and all(entry in (None, -1) for entry in mapping)
 
 
 def _whole(

@@ -88,6 +88,7 @@ def build(
     notes = _matrix_notes(task, masked_hparams, logical.opt_states, lambda: masks.mask_out(known(), excluded))
     masked_vars = masks.mask_out(logical.mdl_vars, excluded)
     opt_state_dtypes.warn_of_unused_rules(task.learner, grad_tx.init, masked_vars)
+    host_states.warn_if_at_once(task.learner, masked_hparams)
     opt_hparams = _unmask(grad_tx.init_partition_spec(masked_hparams))
     specs = TrainState(
         step=PartitionSpec(),

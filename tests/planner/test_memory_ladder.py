@@ -153,6 +153,16 @@ def test_minibatches_are_predicted_from_two_numbers(tmp_path, chips):
     assert last.predicted == pytest.approx(last.outcome.bytes, rel=0.001)
 
 
+def test_host_memory_is_not_tried_where_all_states_come_to_the_chips_at_once(tmp_path, chips):
+    chips(memory=STATE)
+    for by_layer in (True, False):
+        job = job_with(tmp_path / str(by_layer))
+        object.__setattr__(job.task.learner, "vectorize_on_repeat_prefix", by_layer)
+        search = plan_search.Search(job, ())
+        ladder = memory_ladder.MemoryLadder(job, search, plan_report.Store(job, ("memory",)))
+        assert len(list(ladder._host_memory(search.outcomes[0]))) == by_layer
+
+
 @pytest.mark.full
 def test_host_memory_makes_fewer_bits_needless(tmp_path, chips):
     chips(memory=STATE // 3 + 1_500_000, activations=dict.fromkeys(ACTIVATIONS, 1_000_000), has_host=True)
