@@ -391,8 +391,7 @@ def test_gradients_are_added_up_over_devices_in_float32(mode, gather, dtype, add
     built = model_helpers.task(model_p, optimizer=optax.sgd(16.0), strategy=None)
     built.train.gradient_accumulation_dtype = added_up_in
     kwargs = {} if mode == "dp" else {"min_weight_size": 1, "gather": gather}
-    mesh = sharding.create_device_mesh([("data", 4), ("mdl", 2)])
-    partitioner = ShardMapPartitioner(mode, mesh=mesh, num_minibatches=2, **kwargs)
+    partitioner = ShardMapPartitioner(mode, devices=jax.devices()[:8], num_minibatches=2, **kwargs)
     partitioner.setup(built, model_helpers.shapes_of(inputs))
     step = partitioner.partition(step_fns.train_step, model_helpers.shapes_of(inputs), is_eval=False)
     state, _ = step(partitioner.initialize_train_state(KEY), KEY, partitioner.layout.put(inputs))
