@@ -42,9 +42,8 @@ OUTPUT = "the output matrix"
 # Routers by name, besides those that the program shows (`product_results`): a sigmoid alone doesn't show one. The published
 # recipes leave routers to Adam.
 _ROUTER = re.compile(r"(^|/)(router|gating)(/|$)|/ff_layer/gate$")
-# Variables whose first dimension is a stack, besides those whose program shows it: praxis' queries, keys and values in one, and
-# experts of which each computes every token.
-_STACKED = re.compile(r"/combined_qkv/w$|^(?!.*(attention|attn)).*(expert|moe)", re.IGNORECASE)
+# Variables whose first dimension is a stack, besides those whose program shows it: experts of which each computes every token.
+_STACKED = re.compile(r"^(?!.*(attention|attn)).*(expert|moe)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +105,7 @@ def _known(path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses
         return [_REASON + reason]
     dims, first = use.products[0], len(hparams.repeat_prefix or ())
     stack = {dim for dim, columns in use.aligned.items() if any(_is_expert(column, uses) for column in columns)}
+    stack |= use.one_by_one & set(dims.outputs[:1])
     stack |= {first} if _STACKED.search(path) else set()
     for dim in sorted(stack):
         if any(dim in side and len(side) > 1 for side in (dims.inputs, dims.outputs)):

@@ -61,6 +61,7 @@ class Uses:
       may_route: True if a sigmoid of the products' results weighs whole vectors.
       aligned: for each dimension, the dimensions of variables that the program pairs it with.
       heads: dimensions of which products of activations compute each index, or a part of them, for itself.
+      one_by_one: dimensions of which the program reads single indices of the products' results.
       elsewhere: dimensions of the products' results that kernels, loops or unknown operations read.
     """
 
@@ -73,6 +74,7 @@ class Uses:
     may_route: bool = False
     aligned: dict[int, set[product_results.Column]] = dataclasses.field(default_factory=dict)
     heads: set[int] = dataclasses.field(default_factory=set)
+    one_by_one: set[int] = dataclasses.field(default_factory=set)
     elsewhere: set[int] = dataclasses.field(default_factory=set)
 
     @property

@@ -6,6 +6,7 @@ dimension of an array keeps the dimensions of variables that it counts, its colu
 - A matrix routes if a softmax, a top_k, a sort or an argmax reads its results.
 - Two dimensions are aligned where an operation or a product pairs them element by element. A dimension of a weight that is
   aligned with the columns of a router counts experts.
+- Of columns that are read one by one, such as queries, keys and values that one product makes, each is a result for itself.
 - A sigmoid is also the gate of a feed-forward layer. A matrix may route if a sigmoid of its results weighs whole vectors.
 """
 
@@ -24,9 +25,10 @@ Columns: TypeAlias = tuple[frozenset[Column], ...]
 
 _NONE: frozenset[Column] = frozenset()
 _CHOICES = frozenset({"top_k", "approx_top_k", "sort", "argmax", "argmin"})
-_MOVES = frozenset({"transpose", "squeeze", "slice", "dynamic_slice", "reshape", "split"})
+_CUTS = frozenset({"slice", "dynamic_slice", "split"})
+_MOVES = _CUTS | {"transpose", "squeeze", "reshape"}
 # Of exponentials and sigmoids, these return exponentials and sigmoids.
-_KEEP_FUNCTION = frozenset({"convert_element_type", "select_n", "stop_gradient", "sharding_constraint", "copy", "div"})
+_KEEP_FUNCTION = dims_lib.SAME_DIMENSIONS | {"convert_element_type", "select_n", "stop_gradient", "div"}
 _BY_ELEMENT = _KEEP_FUNCTION | {
     *(
         "add",
@@ -72,6 +74,7 @@ class Noted(Protocol):
     aligned: dict[int, set[Column]]
     heads: set[int]
     elsewhere: set[int]
+    one_by_one: set[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +126,7 @@ def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted
     name, of = eqn.primitive.name, frozenset().union(*(value.of for value in values))
     chosen = frozenset().union(*(value.chosen for value in values))
     if name == "dot_general":
-        for value in values:
-            _weigh(value, notes)
-        found = of_product(eqn, values, notes)
-        _, (batch, _) = eqn.params["dimension_numbers"]
-        for path, dim in frozenset().union(*found.columns[: len(batch)]):
-            notes[path].heads.add(dim)
-        return [found]
+        return [_of_two_activations(eqn, values, notes)]
     if name in _CHOICES or (name == "reduce_sum" and values[0].function == "exp"):
         for path in of:
             notes[path].routes = True
@@ -148,11 +145,30 @@ def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted
             _align(columns, notes)
         for value in _weighing(eqn, values, moved):
             _weigh(value, notes)
+        if name in _CUTS:
+            _cut(moved, eqn.invars[0].aval.shape, var.aval.shape, notes)
         function = name if name in ("exp", "logistic") else ""
         if name in _KEEP_FUNCTION | _MOVES | {"broadcast_in_dim"}:
             function = next((value.function for value in values if value != NOTHING), "")
         results.append(Result(_completed(moved, var.aval.shape, chosen), of, function, chosen))
     return results
+
+
+def _of_two_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted]) -> Result:
+    for value in values:
+        _weigh(value, notes)
+    found = of_product(eqn, values, notes)
+    contract, batch = eqn.params["dimension_numbers"]
+    # Each index of these columns has products for itself: of batch dimensions, and heads whose own columns are contracted.
+    apart = frozenset().union(*found.columns[: len(batch[0])])
+    for value, var, dims in zip(values, eqn.invars, contract, strict=True):
+        groups = _columns(value, var)
+        contracted = frozenset().union(*(groups[dim] for dim in dims))
+        whose = {path for path, _ in contracted}
+        apart |= {column for column in frozenset().union(*groups) - contracted if column[0] in whose}
+    for path, dim in apart:
+        notes[path].heads.add(dim)
+    return found
 
 
 def _columns(value: Result, var: Any) -> Columns:
@@ -184,8 +200,8 @@ def _moved(eqn: Any, number: int, values: Sequence[Result]) -> Columns | None:
     if name.startswith("reduce_") or name in ("argmax", "argmin"):
         return tuple(columns for i, columns in enumerate(first) if i not in params["axes"])
     if name in ("concatenate", "pad"):
-        same = [i for i, n in enumerate(shape) if n == eqn.invars[0].aval.shape[i]]
-        return tuple(columns if i in same else _NONE for i, columns in enumerate(first))
+        joined = [value.columns for value in values if value.columns]
+        return tuple(frozenset().union(*group) for group in zip(*joined, strict=True)) or first
     return None
 
 
@@ -216,6 +232,12 @@ def _align(columns: frozenset[Column], notes: Mapping[str, Noted]) -> None:
     if len(columns) > 1:
         for path, dim in columns:
             notes[path].aligned.setdefault(dim, set()).update(columns)
+
+
+def _cut(columns: Columns, given: Sequence[int], made: Sequence[int], notes: Mapping[str, Noted]) -> None:
+    for group, before, after in zip(columns, given, made, strict=True):
+        for path, dim in group if after == 1 < before else ():
+            notes[path].one_by_one.add(dim)
 
 
 def leave(value: Result, notes: Mapping[str, Noted]) -> None:

@@ -5,6 +5,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from praxis import base_layer
 
 from spmd_trainer.step import matrix_dims
@@ -143,10 +144,43 @@ def of_fused_heads(q, k, v, o, d):
     return jnp.sum(jnp.square(x @ d))
 
 
+@pytest.mark.parametrize(
+    ("equation", "shape", "expected"),
+    [
+        ("btd,kdnh->kbtnh", (3, D, N, H), ((0,), (1,), (2, 3))),
+        ("btd,dknh->kbtnh", (D, 3, N, H), ((1,), (0,), (2, 3))),
+    ],
+)
+def test_queries_keys_and_values_of_one_product_are_a_stack(caplog, equation, shape, expected):
+    def forward(w, o, d):
+        q, k, v = checkpoint_name(jnp.einsum(equation, X, w), "qkv")
+        x = X + jnp.einsum("btnh,nhd->btd", attention(q, k, v), o)
+        return jnp.sum(jnp.square(x @ d))
+
+    assert dims(chosen(forward, {"w": shape, "o": (N, H, D), "d": (D, D)})["w"]) == expected
+    assert not warnings(caplog)
+
+
 def test_heads_are_known_where_they_have_a_dimension(caplog):
     shapes = {**dict.fromkeys("qkv", (D, N, H)), "o": (N, H, D), "d": (D, D)}
     assert dims(chosen(of_heads, shapes)["q"]) == ((), (0,), (1, 2))
     assert dims(chosen(of_heads, shapes, "apart")["o"]) == ((0,), (1,), (2,))
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize("kv", [1, 2])
+def test_heads_of_grouped_queries_are_known(caplog, kv):
+    def forward(q, k, v, o, d):
+        first, second = jnp.split(jnp.einsum("btd,dnh->btnh", X, q), 2, axis=-1)  # as rotary positions do
+        queries = jnp.concatenate([first - second, first + second], axis=-1).reshape(2, 4, kv, 4 // kv, H)
+        keys, values = (jnp.einsum("btd,dnh->btnh", X, w) for w in (k, v))
+        logits = jnp.einsum("btngh,bsnh->bngts", queries, keys)
+        context = jnp.einsum("bngts,bsnh->btngh", jax.nn.softmax(logits), values).reshape(2, 4, 4, H)
+        x = X + jnp.einsum("btnh,nhd->btd", context, o)
+        return jnp.sum(jnp.square(x @ d))
+
+    shapes = {"q": (D, 4, H), "k": (D, kv, H), "v": (D, kv, H), "o": (4, H, D), "d": (D, D)}
+    assert dims(chosen(forward, shapes)["o"]) == ((), (0, 1), (2,))
     assert not warnings(caplog)
 
 
