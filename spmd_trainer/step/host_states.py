@@ -67,7 +67,7 @@ def memory_kind(learner: Any, variable: VariableSpec) -> str | None:
 
 
 def why_at_once(learner: Any, hparams: PyTree) -> str:
-    """Returns why a step copies all states to the devices at once, which saves nothing at its peak; "" if it goes layer by layer.
+    """Returns why a step copies all states to the devices at once; '' if it copies those of repeated layers one by one.
 
     Args:
       learner: the learner.
@@ -78,17 +78,20 @@ def why_at_once(learner: Any, hparams: PyTree) -> str:
     if not learner.vectorize_on_repeat_prefix:
         return "with vectorize_on_repeat_prefix=False the optimizer updates all layers of a stack together"
     if not any(map(_in_a_loop, map(_stacking, jax.tree.leaves(hparams)))):
-        return "the model has no repeated layers, which the step could copy one after the other"
+        return "the model has no repeated layers, which the step could copy one by one"
     return ""
 
 
 def warn_if_at_once(learner: Any, hparams: PyTree) -> None:
-    """Warns of a learner whose states in host memory save nothing at the peak of a step. Arguments as for `why_at_once`."""
+    """Warns of states in host memory that come to the devices all at once. Arguments as for `why_at_once`."""
     if learner.opt_state_memory_kind != DEVICE and (why := why_at_once(learner, hparams)):
         logging.warning(
-            "task.train.learner.opt_state_memory_kind=%r saves nothing at the peak of a step: all optimizer states are on the "
-            "devices together while it updates the variables, because %s. A smaller opt_state_dtype saves memory",
+            "task.train.learner.opt_state_memory_kind=%r saves %s: all optimizer states are on the devices together while a step "
+            "updates the variables, because %s. --mode=plan gives the bytes; a smaller opt_state_dtype saves memory too",
             learner.opt_state_memory_kind,
+            "nothing at the peak of a step"
+            if learner.sees_stacks
+            else "less at the peak of a step than it does layer by layer",
             why,
         )
 
