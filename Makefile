@@ -44,9 +44,9 @@ nightly: setup
 test-planted: setup
 	$(RUN) python tests/planted/run.py
 
-# Plans for NVIDIA topologies, with the compiler alone: a tenth of the extra cuda12, half a minute.
+# Plans for NVIDIA topologies, and Muon's exchanges there, with the compiler alone: a tenth of the extra cuda12, half a minute.
 GPU_COMPILER := .gpu-compiler
-GPU_COMPILER_TESTS := tests/planner/test_plan.py tests/planner/test_nvidia.py
+GPU_COMPILER_TESTS := tests/planner/test_plan.py tests/planner/test_nvidia.py tests/step/test_whole_matrices.py
 test-gpu-compiler: setup $(GPU_COMPILER)/.synced
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) python -c "import jax_plugins.xla_cuda12"
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) pytest $(GPU_COMPILER_TESTS)

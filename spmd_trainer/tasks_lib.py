@@ -122,7 +122,8 @@ class SingleTask(BaseTask):
             again; otherwise the model's own policies decide.
           offloaded_activations: names of activations that they move to host memory until the backward pass.
           gradient_accumulation_dtype: dtype in which the gradients of several minibatches are added up: 'float32', or
-            'bfloat16', which needs half the memory and loses small gradients beside large sums.
+            'bfloat16', which needs half the memory and loses small gradients beside large sums. `ShardMapPartitioner` adds
+            these sums up over devices in float32.
           eval_interval_steps: steps between evaluations, which also take place when training is complete; 0: never.
           eval_skip_train: do not evaluate a training batch.
           eval_use_ema_states: evaluate the moving averages, which the learner must keep.

@@ -205,8 +205,14 @@ class MemoryLadder:
         yield from self._first_that_fits(tries)
 
     def _host_memory(self, at: Outcome) -> Iterator[_Try]:
-        """The optimizer state in the host's memory."""
-        if self._job.task.train.learner.opt_state_memory_kind == host_states.DEVICE:
+        """The optimizer state in the host's memory, unless the optimizer needs all of it at once."""
+        learner = self._job.task.learner
+        if learner.opt_state_memory_kind != host_states.DEVICE:
+            return
+        if learner.sees_stacks:
+            why = host_states.why_at_once(learner, self._job.partitioner.layout.var_weight_hparams)
+            logging.info("host memory for the optimizer state is not tried, because %s", why)
+        else:
             yield _Try("optimizer state in host memory", _setting(_OPT_STATE_MEMORY, host_states.PINNED_HOST))
 
     def _accumulation(self, at: Outcome) -> Iterator[_Try]:

@@ -9,13 +9,16 @@ The optimizer sees the same arrays as for states on the devices, so the results 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from absl import logging
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from praxis import base_layer
@@ -61,6 +64,36 @@ def memory_kind(learner: Any, variable: VariableSpec) -> str | None:
     # A copy of its own would cost more time than a small part takes memory.
     is_small = math.prod(variable.logical_shape) < opt_state_dtypes.LEAST_ELEMENTS
     return None if is_small or opt_state_dtypes.is_average(variable.path) else str(learner.opt_state_memory_kind)
+
+
+def why_at_once(learner: Any, hparams: PyTree) -> str:
+    """Returns why a step copies all states to the devices at once; '' if it copies those of repeated layers one by one.
+
+    Args:
+      learner: the learner.
+      hparams: WeightHParams of the variables.
+    """
+    if learner.sees_stacks:
+        return f"{type(learner.optimizer).__name__} updates all matrices of equal shape together, those of all layers"
+    if not learner.vectorize_on_repeat_prefix:
+        return "with vectorize_on_repeat_prefix=False the optimizer updates all layers of a stack together"
+    if not any(map(_in_a_loop, map(_stacking, jax.tree.leaves(hparams)))):
+        return "the model has no repeated layers, which the step could copy one by one"
+    return ""
+
+
+def warn_if_at_once(learner: Any, hparams: PyTree) -> None:
+    """Warns of states in host memory that come to the devices all at once. Arguments as for `why_at_once`."""
+    if learner.opt_state_memory_kind != DEVICE and (why := why_at_once(learner, hparams)):
+        logging.warning(
+            "task.train.learner.opt_state_memory_kind=%r saves %s: all optimizer states are on the devices together while a step "
+            "updates the variables, because %s. --mode=plan gives the bytes; a smaller opt_state_dtype saves memory too",
+            learner.opt_state_memory_kind,
+            "nothing at the peak of a step"
+            if learner.sees_stacks
+            else "less at the peak of a step than it does layer by layer",
+            why,
+        )
 
 
 def check_devices(task: SingleTask, mesh: Mesh) -> None:
@@ -139,45 +172,59 @@ def update_stored(
       stored: the stored state; parts in host memory are `HostPart`s.
       step: uint32 scalar, the number of the training step.
     """
-    if not any(map(is_host_part, jax.tree.leaves(stored, is_leaf=is_host_part))):
-        loaded = opt_state_dtypes.loaded(learner, stored)
-        updates, new_states = learner.update_states(grads, loaded, old_vars, var_weight_hparams)
-        return updates, opt_state_dtypes.stored(learner, new_states, stored, step)
 
     def run(grads: PyTree, mdl_vars: PyTree, hparams: PyTree, valid: jax.Array) -> tuple[PyTree, PyTree]:
-        return _update(learner, grads, stored, mdl_vars, hparams, step, valid)
+        dtypes = opt_state_dtypes.kept_dtypes(learner, learner.get_grad_tx(hparams).init, mdl_vars)
+        return _update(_Kept(learner, dtypes, step, valid), grads, stored, mdl_vars, hparams)
 
     return learner.update_by(run, grads, old_vars, var_weight_hparams)
 
 
-def _update(
-    learner: Learner,
-    grads: PyTree,
-    states: PyTree,
-    mdl_vars: PyTree,
-    hparams: PyTree,
-    step: jax.Array,
-    valid: jax.Array,
-) -> tuple[PyTree, PyTree]:
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """How states are kept between steps.
+
+    Attributes:
+      learner: the learner.
+      dtypes: `opt_state_dtypes.kept_dtypes` of the whole state.
+      step: uint32, the number of the training step.
+      valid: bool scalar; False keeps the state.
+    """
+
+    learner: Learner
+    dtypes: Mapping[str, str]
+    step: jax.Array
+    valid: jax.Array
+
+    def update(
+        self, tx: Any, grads: PyTree, states: PyTree, mdl_vars: PyTree, row: opt_state_dtypes.Row | None = None
+    ) -> tuple[PyTree, PyTree]:
+        """Runs an optimizer on stored states on the devices, all of them or one row. Returns the updates and the new states."""
+        loaded = opt_state_dtypes.loaded(self.dtypes, states, row)
+        updates, new = tx.update(grads, loaded, mdl_vars)
+        updates, new = self.learner.if_valid(self.valid, updates, new, loaded)
+        return updates, opt_state_dtypes.stored(self.dtypes, new, self.step, row)
+
+
+def _update(kept: _Kept, grads: PyTree, states: PyTree, mdl_vars: PyTree, hparams: PyTree) -> tuple[PyTree, PyTree]:
     """Runs the optimizer on stored states, part by part.
 
     Args:
-      learner: the learner.
+      kept: how they are kept.
       grads: clipped gradients.
       states: the stored optimizer state, with `HostPart`s.
       mdl_vars, hparams: the variables and their WeightHParams, in the structure of `grads`.
-      step: uint32, the number of the training step.
-      valid: bool scalar; False keeps the state.
 
     Returns:
       The updates, in the structure of `grads`, and the new stored state.
     """
+    learner = kept.learner
     repeated = _repeated(learner, states, mdl_vars, hparams)
     updates, new_states = grads, dict(states) if repeated else states
     left = grads, mdl_vars, hparams
     for key, others in repeated.items():
         mine_grads, mine_vars = (_without(tree, others) for tree in (grads, mdl_vars))
-        found, new_states[key] = _by_row(learner, key, states[key], mine_grads, mine_vars, hparams, step, valid)
+        found, new_states[key] = _by_row(kept, key, states[key], mine_grads, mine_vars, hparams)
         updates = jax.tree.map(lambda other, old, new: old if other else new, others, updates, found)
         mine = jax.tree.map(lambda other: not other, others)
         left = tuple(_without(tree, mine) for tree in left)
@@ -188,7 +235,7 @@ def _update(
         )
     else:
         rest, tx = states, learner.get_grad_tx(hparams)
-    found, new_rest = _whole(learner, tx, rest, left[0], left[1], step, valid)
+    found, new_rest = _whole(kept, tx, rest, left[0], left[1])
     if not repeated:
         return found, new_rest
     is_left = jax.tree.map(lambda *others: all(others), *repeated.values())
@@ -200,10 +247,12 @@ def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTre
     """Returns {key in the state: tree of bools, True for variables of other keys} of the layers that are updated in a loop."""
     if not learner.vectorize_on_repeat_prefix or not isinstance(states, dict) or opt_vec.NO_PREFIX_KEY not in states:
         return {}
+    if not any(map(is_host_part, jax.tree.leaves(states, is_leaf=is_host_part))):
+        return {}
     stackings = {_stacking(p) for p in jax.tree.leaves(hparams)}
     found = {}
     for stacking in sorted(stackings, key=str):
-        if len(stacking[0]) != 1 or any(entry not in (None, -1) for entry in stacking[1]):
+        if not _in_a_loop(stacking):
             continue
         others = jax.tree.map(lambda p, of=stacking: _stacking(p) != of, hparams)
         tx = opt_vec.get_transformations_with_vectorized_repeat_prefix(
@@ -225,16 +274,17 @@ def _stacking(p: base_layer.WeightHParams) -> tuple[Any, ...]:
     return tuple(tuple(entry or ()) for entry in entries)
 
 
-def _whole(
-    learner: Learner, tx: Any, states: PyTree, grads: PyTree, mdl_vars: PyTree, step: jax.Array, valid: jax.Array
-) -> tuple[PyTree, PyTree]:
+def _in_a_loop(stacking: tuple[Any, ...]) -> bool:
+    """Returns True for variables that are stacked along one dimension, which is not split."""
+    prefix, mapping, _ = stacking
+    return len(prefix) == 1 and all(entry in (None, -1) for entry in mapping)
+
+
+def _whole(kept: _Kept, tx: Any, states: PyTree, grads: PyTree, mdl_vars: PyTree) -> tuple[PyTree, PyTree]:
     """Copies all of a state to the devices, and updates it."""
     given = jax.tree.map(lambda x: x.on_device() if is_host_part(x) else x, states, is_leaf=is_host_part)
-    loaded = opt_state_dtypes.loaded(learner, given)
-    updates, new = tx.update(grads, loaded, mdl_vars)
-    updates, new = learner.if_valid(valid, updates, new, loaded)
-    kept = opt_state_dtypes.stored(learner, new, given, step)
-    return updates, _back(states, kept, None)
+    updates, new = kept.update(tx, grads, given, mdl_vars)
+    return updates, _back(states, new, None)
 
 
 def _back(states: PyTree, new: PyTree, row: jax.Array | None) -> PyTree:
@@ -249,17 +299,10 @@ def _back(states: PyTree, new: PyTree, row: jax.Array | None) -> PyTree:
 
 
 def _by_row(
-    learner: Learner,
-    key: str,
-    states: PyTree,
-    grads: PyTree,
-    mdl_vars: PyTree,
-    hparams: PyTree,
-    step: jax.Array,
-    valid: jax.Array,
+    kept: _Kept, key: str, states: PyTree, grads: PyTree, mdl_vars: PyTree, hparams: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Updates the layers of repeated variables one after the other; as the vectorised optimizer does, but in a loop."""
-    tx = learner.raw_grad_tx(hparams)
+    tx = kept.learner.raw_grad_tx(hparams)
     count = jax.tree.leaves(grads)[0].shape[0]
 
     def at(tree: PyTree, row: jax.Array) -> PyTree:
@@ -273,19 +316,16 @@ def _by_row(
 
     def updated(grads: PyTree, states: PyTree, row: jax.Array) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         place = opt_state_dtypes.Row(key, row, count)
-        before = at(states, row)
-        loaded = opt_state_dtypes.loaded(learner, before, place)
         with base_layer.JaxContext.new_context():
-            updates, new = tx.update(at(grads, row), loaded, at(mdl_vars, row))
+            updates, new = kept.update(tx, at(grads, row), at(states, row), at(mdl_vars, row), place)
             summaries = dict(base_layer.all_global_summaries())
-        updates, new = learner.if_valid(valid, updates, new, loaded)
-        return updates, opt_state_dtypes.stored(learner, new, before, step, place), summaries
+        return updates, new, summaries
 
     def body(carry: tuple[PyTree, PyTree], row: jax.Array) -> tuple[tuple[PyTree, PyTree], dict[str, jax.Array]]:
         room, states = carry
         left = jax.tree.map(lambda old, new: new if old.dtype == new.dtype else old, grads, room)
-        updates, kept, summaries = updated(left, states, row)
-        return (_back(room, updates, row), _back(states, kept, row)), summaries
+        updates, new, summaries = updated(left, states, row)
+        return (_back(room, updates, row), _back(states, new, row)), summaries
 
     # Updates take the place of their gradients, if they have the same dtype.
     made, _, _ = jax.eval_shape(updated, grads, states, jnp.zeros((), jnp.int32))

@@ -1,8 +1,9 @@
 """Which variables are matrices, for optimizers of whole matrices: rows, columns and stacks of each, or why it is none.
 
 What a model's products sum over are the rows of a variable, and what they return its columns (`matrix_uses`). All other
-dimensions are stacks: repeated layers, experts. Embeddings, the output matrix, routers, and whatever no product reads (norms,
-biases) are none. Rules of the user come first.
+dimensions are stacks: repeated layers, and experts that a product computes one by one, or that a router's weights are paired with
+(`product_results`). Embeddings, the output matrix, routers, and whatever no product reads (norms, biases) are none. A few names
+of praxis' layers and of experts decide besides the program. Rules of the user come first.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -24,6 +25,7 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.step import masks, matrix_uses, optax_bridge
 from spmd_trainer.step.matrix_uses import MatrixDims, Uses
+from spmd_trainer.step.product_results import Column
 from spmd_trainer.train_states import NestedWeightHParams, PyTree
 
 # (regex, form): see `Muon.rules`.
@@ -34,13 +36,14 @@ _ROLES = ("rows", "cols", "stack")
 HEADS = ("joined", "apart")
 # Beginnings of the collections with what is known of a variable's use: stacks/rows/columns, or why it is no matrix.
 _DIMS, _REASON = "_matrix_dims:", "_no_matrix:"
+# Of more collections: what the program leaves open, and that several heads are in one dimension.
+_DOUBT, _FUSED = "_matrix_doubt:", "_fused_heads:"
 OUTPUT = "the output matrix"
-# A router chooses by its products' results, and the published recipes leave it to Adam. Its use is like that of any matrix.
+# Routers by name, besides those that the program shows (`product_results`): a sigmoid alone doesn't show one. The published
+# recipes leave routers to Adam.
 _ROUTER = re.compile(r"(^|/)(router|gating)(/|$)|/ff_layer/gate$")
-
-# Variables whose first dimension is a stack, which products that compute all of them at once don't show: praxis' queries, keys
-# and values in one, and experts of which each computes every token.
-_STACKED = re.compile(r"/combined_qkv/w$|^(?!.*(attention|attn)).*(expert|moe)", re.IGNORECASE)
+# Variables whose first dimension is a stack, besides those whose program shows it: experts of which each computes every token.
+_STACKED = re.compile(r"^(?!.*(attention|attn)).*(expert|moe)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,22 +91,74 @@ def with_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) ->
     }
     uses = matrix_uses.find_uses(jaxpr, learning, matrix_uses.EVERY)
     known = [
-        p if path not in uses else dataclasses.replace(p, collections=[*p.collections, _known(path, p, uses[path])])
+        p if path not in uses else dataclasses.replace(p, collections=[*p.collections, *_known(path, p, uses)])
         for path, p in masks.with_paths(hparams)
     ]
     return jax.tree.unflatten(jax.tree.structure(hparams), known)
 
 
-def _known(path: str, hparams: base_layer.WeightHParams, use: Uses) -> str:
-    """Returns the collection for a variable's use."""
+def _known(path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses]) -> list[str]:
+    """Returns the collections for a variable's use."""
+    use = uses[path]
     reason = _why_none(path, hparams, use)
     if reason is not None:
-        return _REASON + reason
+        return [_REASON + reason]
     dims, first = use.products[0], len(hparams.repeat_prefix or ())
-    if _STACKED.search(path) and any(first in side and len(side) > 1 for side in (dims.inputs, dims.outputs)):
-        sides = (tuple(dim for dim in side if dim != first) for side in (dims.inputs, dims.outputs))
-        dims = MatrixDims((*dims.stack, first), *sides)
-    return _DIMS + "/".join(",".join(map(str, side)) for side in (dims.stack, dims.inputs, dims.outputs))
+    stack = {dim for dim, columns in use.aligned.items() if any(_is_expert(column, uses) for column in columns)}
+    stack |= use.one_by_one & set(dims.outputs[:1])
+    stack |= {first} if _STACKED.search(path) else set()
+    for dim in sorted(stack):
+        if any(dim in side and len(side) > 1 for side in (dims.inputs, dims.outputs)):
+            sides = (tuple(other for other in side if other != dim) for side in (dims.inputs, dims.outputs))
+            dims = MatrixDims((*dims.stack, dim), *sides)
+    found = _DIMS + "/".join(",".join(map(str, side)) for side in (dims.stack, dims.inputs, dims.outputs))
+    return [found, *(note + text for note, text in _notes(path, hparams, uses, dims))]
+
+
+def _notes(
+    path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses], dims: MatrixDims
+) -> Iterator[tuple[str, str]]:
+    """Yields the collections' beginnings and texts for what the program doesn't show of a matrix."""
+    use, first = uses[path], len(hparams.repeat_prefix or ())
+    if use.may_route:
+        yield _DOUBT, f"{path}: a sigmoid of its products weighs whole vectors; if it is a router, ({path!r}, 'adam')"
+    before = [column for dim in dims.inputs[:1] for column in use.aligned.get(dim, ()) if column[0] != path]
+    if len(dims.outputs) > 1 and _is_unexplained((path, dims.outputs[0]), uses):
+        side = dims.outputs
+    elif len(dims.inputs) > 1 and any(_is_unexplained(column, uses) for column in before):
+        side = dims.inputs
+    else:
+        side = ()
+    if side:
+        roles = {**dict.fromkeys(dims.inputs, "rows"), **dict.fromkeys(dims.outputs, "cols"), side[0]: "stack"}
+        form = ",".join(roles.get(dim, "stack") for dim in range(first, len(hparams.full_shape)))
+        yield (
+            _DOUBT,
+            f"{path}: dims {'+'.join(map(str, side))} are joined, and the program shows neither heads of attention nor experts "
+            f"of a router; if dim {side[0]} counts matrices, ({path!r}, {form!r})",
+        )
+    has_heads = len(dims.outputs) == 1 and dims.outputs[0] in use.heads
+    if has_heads or (len(dims.inputs) == 1 and any(dim in uses[other].heads for other, dim in before)):
+        yield _FUSED, path
+
+
+def _is_unexplained(column: Column, uses: Mapping[str, Uses]) -> bool:
+    """Returns True for the first of a product's several columns if nothing shows what it counts."""
+    path, dim = column
+    use = uses[path]
+    if len(use.products) != 1 or len(use.products[0].outputs) < 2 or use.products[0].outputs[0] != dim:
+        return False
+    paired = use.aligned.get(dim, set())
+    if any(_is_expert(other, uses) for other in paired):
+        return False
+    return dim not in use.heads | use.elsewhere or any(uses[other].may_route for other, _ in paired)
+
+
+def _is_expert(column: Column, uses: Mapping[str, Uses]) -> bool:
+    """Returns True if a column is one of a router: it counts experts."""
+    path, dim = column
+    use = uses[path]
+    return (use.routes or bool(_ROUTER.search(path))) and any(dim in kind.outputs for kind in use.products)
 
 
 def _why_none(path: str, hparams: base_layer.WeightHParams, use: Uses) -> str | None:
@@ -120,8 +175,10 @@ def _why_none(path: str, hparams: base_layer.WeightHParams, use: Uses) -> str | 
         return OUTPUT
     if use.others:
         return f"read by products, and by {others}"
+    if use.routes:
+        return "a router: a softmax or top_k reads its products"
     if _ROUTER.search(path):
-        return "a router"
+        return "a router by its name"
     dims, shape = use.products[0], hparams.full_shape
     if any(math.prod(shape[dim] for dim in side) == 1 for side in (dims.inputs, dims.outputs)):
         return "a vector"
@@ -239,10 +296,27 @@ def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:
     for number, (regex, _) in enumerate(optimizer.rules, start=1):
         if not any(re.search(regex, path) for path in choices):
             logging.warning("%s.rules: rule %d (%r) matches no variable that learns", name, number, regex)
+    _warn_of_doubts(name, choices, hparams, optimizer.heads)
     return {
         f"/m/{path}": f"{name}: {choice}" if choice.dims else f"Adam: {choice.reason}"
         for path, choice in choices.items()
     }
+
+
+def _warn_of_doubts(name: str, choices: Mapping[str, Choice], hparams: NestedWeightHParams, heads: str) -> None:
+    by_program = [p for path, p in masks.with_paths(hparams) if not choices[path].reason.startswith("rule ")]
+    notes = [note for p in by_program for note in p.collections]
+    if doubts := [note.removeprefix(_DOUBT) for note in notes if note.startswith(_DOUBT)]:
+        logging.warning(
+            "%s: the program doesn't show what these are; say it with rules=[...]:\n  %s", name, "\n  ".join(doubts)
+        )
+    fused = [note.removeprefix(_FUSED) for note in notes if note.startswith(_FUSED)]
+    if heads == "apart" and fused:
+        logging.warning(
+            "%s.heads='apart' leaves these variables whole, because one dimension holds all heads and their columns: %s",
+            name,
+            ", ".join(fused),
+        )
 
 
 def has_optax_muon(opt_states: PyTree) -> bool:

@@ -1,7 +1,7 @@
 """How a model's program uses its variables: the matrix products that read each of them, and in which roles of its dimensions.
 
-The model is traced, and its program is followed from the variables on (`tracked_dims`). So it needs no names or annotations, and
-knows stacked layers, experts and heads of any library.
+The model is traced, and its program is followed from the variables on (`tracked_dims`), and from their products' results to the
+next product (`product_results`). It reads no names and no annotations, so it serves models of any library.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.extend
 import jax.interpreters.partial_eval
 
+from spmd_trainer.step import product_results
 from spmd_trainer.step import tracked_dims as dims_lib
 from spmd_trainer.train_states import PyTree
 
@@ -56,6 +57,12 @@ class Uses:
       others: names of the other operations that read it.
       is_lookup: True if a product is with one-hot vectors: a lookup of rows.
       is_read_on: True if another product, or one of a later layer, reads the products' results.
+      routes: True if a softmax, a top_k or the like reads the products' results.
+      may_route: True if a sigmoid of the products' results weighs whole vectors.
+      aligned: for each dimension, the dimensions of variables that the program pairs it with.
+      heads: dimensions of which products of activations compute each index, or a part of them, for itself.
+      one_by_one: dimensions of which the program reads single indices of the products' results.
+      elsewhere: dimensions of the products' results that kernels, loops or unknown operations read.
     """
 
     rank: int
@@ -63,6 +70,12 @@ class Uses:
     others: list[str] = dataclasses.field(default_factory=list)
     is_lookup: bool = False
     is_read_on: bool = False
+    routes: bool = False
+    may_route: bool = False
+    aligned: dict[int, set[product_results.Column]] = dataclasses.field(default_factory=dict)
+    heads: set[int] = dataclasses.field(default_factory=set)
+    one_by_one: set[int] = dataclasses.field(default_factory=set)
+    elsewhere: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def fits(self) -> bool:
@@ -74,13 +87,14 @@ class Uses:
 class _Value:
     """Facts about a value: the variable that it is, if any, and the variables whose products it depends on.
 
-    `is_mask` is True for zeros and ones, such as one-hot vectors.
+    `is_mask` is True for zeros and ones, such as one-hot vectors. `result` says what the value has of products' results.
     """
 
     path: str | None = None
     dims: dims_lib.Dims = ()
     is_mask: bool = False
     after: frozenset[str] = frozenset()
+    result: product_results.Result = product_results.NOTHING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,18 +136,15 @@ def _walk(jaxpr: Any, values: Sequence[_Value], found: _Found) -> list[_Value]:
 
 def _one(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
     name, params = eqn.primitive.name, eqn.params
-    after = frozenset().union(*(value.after for value in values))
-    plain = [_Value(after=after, is_mask=_is_mask(eqn, values))] * len(eqn.outvars)
     if not any(value.path for value in values):
-        return plain
+        return _of_activations(eqn, values, found)
     if name == "dot_general" and not all(value.path for value in values):
-        return [_product(params["dimension_numbers"], values, found)]
+        product = _product(params["dimension_numbers"], values, found)
+        return [dataclasses.replace(product, result=_result(eqn, values, found))]
     if name == GROUPED and not values[0].path:
         return [_product(GROUPED_NUMBERS, values[:2], found)]
-    if name in CALLS or name in found.also & _OWN_DERIVATIVES:
-        return _walk((params.get("jaxpr") or params["call_jaxpr"]).jaxpr, values, found)
-    if name in REMATERIALISED:
-        return _walk(params["jaxpr"], values, found)
+    if name in CALLS | REMATERIALISED or name in found.also & _OWN_DERIVATIVES:
+        return _walk(_body(eqn), values, found)
     if name in ("scan", "while"):
         return _loop(eqn, values, found)
     if name == "cond":
@@ -151,7 +162,37 @@ def _one(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
         if moves is not None:
             return [dataclasses.replace(weight, dims=move.dims) for move in moves]
     _as_arrays(values, name, found)
-    return plain
+    return _plain(eqn, values, found)
+
+
+def _of_activations(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
+    """The results of an operation that reads no variable. Calls are followed if they read results of products."""
+    name = eqn.primitive.name
+    if all(value.result == product_results.NOTHING for value in values):
+        return _plain(eqn, values, found)
+    if name in ("scan", "while"):
+        return _loop(eqn, values, found)
+    if name in CALLS | REMATERIALISED | _OWN_DERIVATIVES:
+        return [dataclasses.replace(v, is_mask=_is_mask(eqn, values)) for v in _walk(_body(eqn), values, found)]
+    return _plain(eqn, values, found)
+
+
+def _body(eqn: Any) -> Any:
+    body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+    return getattr(body, "jaxpr", body)
+
+
+def _plain(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
+    after = frozenset().union(*(value.after for value in values))
+    results = product_results.of_activations(eqn, [value.result for value in values], found.uses)
+    return [_Value(after=after, is_mask=_is_mask(eqn, values), result=result) for result in results]
+
+
+def _result(eqn: Any, values: list[_Value], found: _Found) -> product_results.Result:
+    """What is known of the result of a product with a variable: its columns."""
+    known = [product_results.of_weight(v.path, v.dims) if v.path else v.result for v in values]
+    columns = product_results.of_product(eqn, known, found.uses).columns
+    return product_results.Result(columns, frozenset(value.path for value in values if value.path))
 
 
 def _is_mask(eqn: Any, values: Sequence[_Value]) -> bool:
@@ -213,8 +254,10 @@ def _loop(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
         values[num_consts + num_carry :],
     )
     _as_arrays(carry, f"{eqn.primitive.name} carry", found)
+    for value in (*carry, *xs):
+        product_results.leave(value.result, found.uses)
     carry = [_Value(after=value.after) for value in carry]
-    slices = [dataclasses.replace(x, dims=x.dims[1:]) if x.path else x for x in xs]
+    slices = [dataclasses.replace(x, dims=x.dims[1:], result=product_results.NOTHING) for x in xs]
     results: list[_Value] = []
     for _ in range(2):
         results = _walk(body, [*consts, *carry, *slices], found)

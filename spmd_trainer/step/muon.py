@@ -5,7 +5,8 @@
 Published by Jordan et al. (https://kellerjordan.github.io/posts/muon/); the rule that gives updates the size of Adam's by Liu et
 al. 2025 (arXiv:2502.16982). The mean of gradients, its bias correction and Nesterov's form are those of `optax.contrib.muon`.
 
-What is a matrix is found in the model's program (`matrix_dims`), so stacked layers, experts and heads of any library are known.
+What is a matrix is read from the model's program (`matrix_dims`), for models of any library. A warning says what the program
+leaves open, and rules decide it.
 The iterations run on whole matrices, divided over all devices (`whole_matrices`); moments live where their variables do.
 """
 
@@ -71,7 +72,8 @@ class Muon(optimizers.BaseOptimizer):  # type: ignore[misc]  # untyped
         the last serves all further ones.
       scale: size of an update. 'match_rms': that of Adam's, 0.2 * sqrt(max(rows, columns)) times the orthogonal matrix, so a rate
         and a decay of Adam serve both. 'original': sqrt(max(1, columns / rows)), where columns are outputs.
-      heads: 'joined': attention's kernels are matrices of all heads; 'apart': of each head.
+      heads: 'joined': attention's kernels are matrices of all heads; 'apart': of each head, where heads have a dimension of their
+        own. Kernels with one dimension for heads and their columns stay whole, with a warning that names them.
       rules: (regex, form) pairs, which decide before what is found in the model's program. The first whose regex is found in a
         variable's path wins. The form is 'adam', or for each dimension of the variable, without those of repeated layers,
         'rows' (inputs), 'cols' (outputs) or 'stack', such as 'stack,rows,cols'.

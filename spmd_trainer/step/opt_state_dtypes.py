@@ -19,7 +19,7 @@ import functools
 import math
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -119,56 +119,55 @@ def initial(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -
       init: the optimizer's, variables -> state.
       variables: what the optimizer sees of the variables.
     """
-    state = init(variables)
-    if not changes(learner):
-        return state
-    dtypes = _dtypes(learner, init, variables)
+    state, dtypes = init(variables), kept_dtypes(learner, init, variables)
 
     def one(keys: tuple[Any, ...], x: jax.Array) -> jax.Array | Bytes:
         path = path_str(keys)
         return encode(path, x, dtypes.get(path, FLOAT32), 0)
 
-    return jax.tree_util.tree_map_with_path(one, state)
+    return jax.tree_util.tree_map_with_path(one, state) if dtypes else state
 
 
-def stored(learner: Any, state: PyTree, before: PyTree, step: jax.Array | int, row: Row | None = None) -> PyTree:
+def kept_dtypes(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> dict[str, str]:
+    """Returns {path: dtype} of the parts of a state that the learner keeps in fewer bits. Arguments as for `initial`.
+
+    Only parts that the optimizer itself begins in float32 are among them.
+    """
+    if not changes(learner):
+        return {}
+    found = {path: _asked(learner, path, shape) for path, shape in _parts(init, variables)[1].items()}
+    return {path: dtype for path, dtype in found.items() if dtype != FLOAT32}
+
+
+def stored(dtypes: Mapping[str, str], state: PyTree, step: jax.Array | int, row: Row | None = None) -> PyTree:
     """Returns an optimizer state as it is kept until the next step. Under jit.
 
     Args:
-      learner: the learner.
+      dtypes: `kept_dtypes` of the whole state.
       state: the state that the optimizer returned.
-      before: the state that was kept until this step; each part is kept in the same dtype again.
       step: uint32, the number of the training step, for the rounding.
       row: if the arrays are one row of the stored ones, which one. The result is that row of the whole result.
     """
-    if not changes(learner):
-        return state
     index = None if row is None else row.index
 
-    def one(keys: tuple[Any, ...], x: jax.Array, old: Any) -> Any:
-        if x.dtype != jnp.float32:
-            return x
-        dtype = EIGHT_BITS if isinstance(old, Bytes) else BFLOAT16 if old.dtype == jnp.bfloat16 else FLOAT32
-        path, _ = _whole(path_str(keys), x.shape, row)
-        return encode(path, x, dtype, step, index)
+    def one(keys: tuple[Any, ...], x: jax.Array) -> jax.Array | Bytes:
+        path = _whole_path(keys, row)
+        return encode(path, x, dtypes.get(path, FLOAT32), step, index)
 
-    return jax.tree_util.tree_map_with_path(one, state, before)
+    return jax.tree_util.tree_map_with_path(one, state) if dtypes else state
 
 
-def loaded(learner: Any, state: PyTree, row: Row | None = None) -> PyTree:
+def loaded(dtypes: Mapping[str, str], state: PyTree, row: Row | None = None) -> PyTree:
     """Returns a stored optimizer state as its optimizer reads it. Under jit. What it keeps in bfloat16 by itself stays so.
 
     Args:
-      learner, state, row: as in `stored`.
+      dtypes, state, row: as in `stored`.
     """
-    if not changes(learner):
-        return state
 
     def one(keys: tuple[Any, ...], x: Any) -> Any:
-        by_learner = isinstance(x, Bytes) or _asked(learner, *_whole(path_str(keys), x.shape, row)) == BFLOAT16
-        return decode(x) if by_learner else x
+        return decode(x) if _whole_path(keys, row) in dtypes else x
 
-    return jax.tree_util.tree_map_with_path(one, state, is_leaf=lambda x: isinstance(x, Bytes))
+    return jax.tree_util.tree_map_with_path(one, state, is_leaf=lambda x: isinstance(x, Bytes)) if dtypes else state
 
 
 def warn_of_unused_rules(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> None:
@@ -299,15 +298,9 @@ def _part_name(path: str) -> str:
     return before.rpartition("/")[2] if collection else ""
 
 
-def _whole(path: str, shape: tuple[int, ...], row: Row | None) -> tuple[str, tuple[int, ...]]:
-    """Returns the path and the shape of the array that a part of a state is, or is a row of."""
-    return (path, shape) if row is None else (row.path(path), (row.count, *shape))
-
-
-def _dtypes(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> dict[str, str]:
-    """Returns {path: dtype} of the parts of a state that are kept in fewer bits."""
-    found = {path: _asked(learner, path, shape) for path, shape in _parts(init, variables)[1].items()}
-    return {path: dtype for path, dtype in found.items() if dtype != FLOAT32}
+def _whole_path(keys: tuple[Any, ...], row: Row | None) -> str:
+    """Returns the path of the array that a part of a state is, or is a row of."""
+    return path_str(keys) if row is None else row.path(path_str(keys))
 
 
 def _parts(init: Callable[[PyTree], PyTree], variables: PyTree) -> tuple[PyTree, dict[str, tuple[int, ...]]]:

@@ -99,6 +99,8 @@ def gradients(
         grads, new, sums, by_row = minibatches.accumulate_gradients(
             minibatch_loss, params, old, inputs, key, count, layout.task.train.gradient_accumulation_dtype
         )
+        # Whatever dtype minibatches are added up in, devices are added up in float32.
+        grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         grads = reduce_scatter(grads)
         grads, sums = collectives.sync_gradients((grads, sums), (trainable, None), settings.axes)
         inverse = minibatches.weighted_mean(jnp.ones(()), sums["loss"][1])
@@ -185,8 +187,14 @@ def _gathered(
     shards = masks.mask_out(mdl_vars, excluded)
     if settings.gather_on_use:
         return shards, lambda grads: grads, _gather_on_use(settings)
-    params, pullback = jax.vjp(lambda shards: collectives.gather_params(shards, trainable), shards)
-    return params, lambda grads: pullback(grads)[0], lambda mdl_vars: mdl_vars
+
+    def reduce_scatter(grads: NestedJTensor) -> NestedJTensor:
+        # The backward pass of gathering pieces that have the gradients' dtype, which may not be the variables'.
+        pieces = jax.tree.map(lambda shard, g: jnp.zeros(shard.shape, g.dtype), shards, grads)
+        _, pullback = jax.vjp(lambda pieces: collectives.gather_params(pieces, trainable), pieces)
+        return pullback(grads)[0]
+
+    return collectives.gather_params(shards, trainable), reduce_scatter, lambda mdl_vars: mdl_vars
 
 
 def _gather_on_use(settings: PassSettings) -> VarsFn:

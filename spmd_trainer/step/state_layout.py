@@ -88,6 +88,7 @@ def build(
     notes = _matrix_notes(task, masked_hparams, logical.opt_states, lambda: masks.mask_out(known(), excluded))
     masked_vars = masks.mask_out(logical.mdl_vars, excluded)
     opt_state_dtypes.warn_of_unused_rules(task.learner, grad_tx.init, masked_vars)
+    host_states.warn_if_at_once(task.learner, masked_hparams)
     opt_hparams = _unmask(grad_tx.init_partition_spec(masked_hparams))
     specs = TrainState(
         step=PartitionSpec(),
@@ -242,12 +243,12 @@ def _with_adapters(
 def _with_uses(
     task: SingleTask, hparams: NestedWeightHParams, inputs_shape_dtype: NestedShapeDtypeStruct, mesh: Mesh
 ) -> NestedWeightHParams:
-    """Returns the WeightHParams with how the model uses each variable (`matrix_dims.with_uses`). Traces the model."""
+    """Returns the WeightHParams with how the model uses each variable in training (`matrix_dims.with_uses`). Traces it."""
 
     def forward(mdl_vars: NestedJTensor) -> Any:
         inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_shape_dtype)
         layout = LogicalLayout(task, hparams)
-        return step_fns.forward(layout, mdl_vars, jax.random.key(0), inputs, do_eval=True)
+        return step_fns.forward(layout, mdl_vars, jax.random.key(0), inputs, do_eval=False)
 
     # Modules of other libraries may name the mesh's axes; praxis asks for its mesh itself.
     is_module = isinstance(task.model, ModuleModel)

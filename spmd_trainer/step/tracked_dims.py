@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 Name: TypeAlias = Hashable
 # Operations that keep the shape and the position of each element.
-_SAME_DIMENSIONS = frozenset({"copy", "copy_p", "sharding_constraint", "name", "pvary", "reshard", "mesh_cast"})
+SAME_DIMENSIONS = frozenset({"copy", "copy_p", "sharding_constraint", "name", "pvary", "reshard", "mesh_cast"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def moves(eqn: Any, dims: Dims) -> list[Move] | None:
 
 def _move(eqn: Any, dims: Dims) -> Move | None:
     name, params, shape = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape
-    if name in _SAME_DIMENSIONS:
+    if name in SAME_DIMENSIONS:
         return Move(dims)
     if name == "convert_element_type":
         return Move(dims) if jnp.issubdtype(params["new_dtype"], jnp.floating) else None

@@ -15,8 +15,9 @@ from praxis.pax_fiddle import build
 
 import spmd_trainer as st
 from spmd_trainer import models, sharding, tasks_lib
+from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.errors import UserError
-from spmd_trainer.step import muon, optax_bridge
+from spmd_trainer.step import muon, optax_bridge, step_fns
 from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.step.shard_map import ShardMapPartitioner
 from spmd_trainer.training import experiment_config, verify
@@ -204,6 +205,23 @@ def test_matrices_are_found_in_the_program():
     assert apart["experts_up"].dims is None
 
 
+class TrainsMore(nnx.Module):
+    """A layer that training alone adds."""
+
+    def __init__(self, *, rngs):
+        self.always, self.training, self.last = (nnx.Linear(8, 8, use_bias=False, rngs=rngs) for _ in range(3))
+        self.deterministic = False
+
+    def __call__(self, x):
+        x = jnp.tanh(self.always(x))
+        return self.last(x if self.deterministic else x + jnp.tanh(self.training(x)))
+
+
+def test_a_matrix_of_training_alone_is_a_matrix():
+    found, _ = choices(task(Config(models.NnxModel, module=Config(TrainsMore)), optimizer=config()))
+    assert [path for path, choice in found.items() if choice.dims] == ["always/kernel", "training/kernel"]
+
+
 def test_optax_muon_is_refused_where_it_takes_the_wrong_variables():
     with raises_naming(UserError, "Config(st.Muon", "attention/key/kernel gets Adam", "8 x 6"):
         choices(attends(optimizer=optax.contrib.muon(0.1)))
@@ -307,6 +325,56 @@ def test_with_collectives_written_out(mode):
     built = attends(optimizer=config(), strategy=None)
     make = functools.partial(ShardMapPartitioner, mode, **({} if mode == "dp" else {"min_weight_size": 16}))
     assert not failing_steps(built, (4, 2), make=lambda mesh: make(mesh=mesh))
+
+
+class Wide(nnx.Module):
+    """Two stacked matrices whose moment has 8,192 elements, and one of 4,608; no axis of 3 or 5 devices divides them."""
+
+    def __init__(self, *, rngs):
+        self.stacked = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (2, 64, 64)))
+        self.first, self.between, self.last = (
+            nnx.Linear(*sizes, use_bias=False, rngs=rngs) for sizes in [(8, 64), (64, 72), (72, 8)]
+        )
+
+    def __call__(self, x):
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), self.first(x), self.stacked[...])
+        return self.last(jnp.tanh(self.between(x)))
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "8bit"])
+def test_a_run_continues_on_another_mesh_with_the_losses_of_one_device(tmp_path, dtype):
+    built = task(Config(models.NnxModel, module=Config(Wide)), optimizer=config(), opt_state_dtype=dtype)
+    batches = [batch(number) for number in range(4)]
+
+    def on(sizes):
+        devices = jax.devices()[: int(np.prod(sizes))]
+        partitioner = PjitPartitioner(
+            sharding.create_device_mesh(list(zip(("data", "mdl"), sizes, strict=True)), devices=devices)
+        )
+        partitioner.setup(built, shapes_of(batches[0]))
+        return partitioner
+
+    def losses(partitioner, state, batches):
+        step = partitioner.partition(step_fns.train_step, shapes_of(batches[0]), is_eval=False)
+        found = []
+        for rows in batches:
+            state, output = step(state, KEY, partitioner.layout.put(rows))
+            found.append(float(output.loss))
+        return state, found
+
+    one, first, second = on((1, 1)), on((4, 2)), on((2, 3))
+    kept = [v for v in first.layout.records() if v.path.startswith("opt_states/") and v.dtype == np.uint8]
+    assert [v.logical_shape for v in kept] == ([] if dtype == "float32" else [(64, 72), (2, 64, 64)])
+    _, expected = losses(one, one.initialize_train_state(KEY), batches)
+    state, before = losses(first, first.initialize_train_state(KEY), batches[:2])
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, state, first.layout.variables, input_state=None, metadata={})
+    restored = Checkpointer(tmp_path, read_only=True).restore(second.layout.variables, second.layout.mesh)
+    given, read = (jax.jit(p.metadata.slice)(x) for p, x in [(first, state), (second, restored.state)])
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), read, given)
+    _, after = losses(second, restored.state, batches[2:])
+    # A moment that differs in its last bit may be rounded to another level of the 8 bits.
+    np.testing.assert_allclose([*before, *after], expected, rtol=1e-5 if dtype == "float32" else 1e-3)
 
 
 @pytest.mark.full

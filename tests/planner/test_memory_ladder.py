@@ -8,12 +8,16 @@ import plan_helpers
 import pytest
 from facts import assert_names, raises_naming
 from plan_helpers import fake_plan, make_job
+from praxis import schedules
 from praxis.layers import AutodiffCheckpointType
+from praxis.pax_fiddle import Config
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels.chips import chip
 from spmd_trainer.planner import memory_ladder, plan, plan_mode, plan_prediction, plan_report, plan_search
 from spmd_trainer.sharding.messages import count_text
+from spmd_trainer.step import optax_bridge
+from spmd_trainer.step.muon import Muon
 from spmd_trainer.training.job import Job
 
 as_h100 = pytest.fixture(plan_helpers.as_h100)
@@ -151,6 +155,18 @@ def test_minibatches_are_predicted_from_two_numbers(tmp_path, chips):
     assert sorted({*numbers}) == [1, 2, 4, wanted]  # none in between
     last = next(step for step in ladder.steps if step.outcome is ladder.fitting)
     assert last.predicted == pytest.approx(last.outcome.bytes, rel=0.001)
+
+
+@pytest.mark.parametrize("by_muon", [False, True])
+def test_host_memory_is_not_tried_for_muon_which_needs_all_states_at_once(tmp_path, chips, by_muon):
+    chips(memory=STATE)
+    job = job_with(tmp_path)
+    if by_muon:
+        optimizer = optax_bridge.as_optimizer(Config(Muon, learning_rate=0.1, lr_schedule=Config(schedules.Constant)))
+        object.__setattr__(job.task.learner, "optimizer", optimizer)
+    search = plan_search.Search(job, ())
+    ladder = memory_ladder.MemoryLadder(job, search, plan_report.Store(job, ("memory",)))
+    assert len(list(ladder._host_memory(search.outcomes[0]))) == (not by_muon)
 
 
 @pytest.mark.full

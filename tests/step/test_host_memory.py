@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from praxis import base_layer, pax_fiddle
+from praxis import base_layer, pax_fiddle, schedules
 
 from spmd_trainer import models, sharding, tasks_lib
 from spmd_trainer.checkpointing import Checkpointer, opt_state_conversion
@@ -25,8 +25,9 @@ from spmd_trainer.sharding.even_program import evenly
 from spmd_trainer.sharding.variables import make_variable_spec, named_shardings, path_str
 from spmd_trainer.step import activation_memory, host_states, opt_state_dtypes, step_fns
 from spmd_trainer.step.layout import HostPart
+from spmd_trainer.step.muon import Muon
 from spmd_trainer.step.pjit import PjitPartitioner
-from tests.facts import raises_naming
+from tests.facts import assert_names, raises_naming
 from tests.models import model_helpers
 from tests.models.model_helpers import Config
 from tests.step.test_partitioning import KEY, LENGTH, ROWS, make_batch, make_partitioner
@@ -275,6 +276,32 @@ def test_the_peak_of_a_tpu_program_falls_by_most_of_the_states():
         peaks.append(memory.peak_memory_in_bytes - states[-1])
     assert states[0] == 0
     assert peaks[0] - peaks[1] > 0.6 * states[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("learner", "facts"),
+    [
+        ({}, None),
+        ({"vectorize_on_repeat_prefix": False}, ["less", "vectorize_on_repeat_prefix=False"]),
+        (
+            {"optimizer": Config(Muon, learning_rate=0.1, lr_schedule=Config(schedules.Constant, value=1.0))},
+            ["nothing", "Muon"],
+        ),
+    ],
+    ids=["by layer", "whole", "muon"],
+)
+def test_states_that_come_to_the_devices_all_at_once_are_a_warning(caplog, learner, facts):
+    make_partitioner((1, 1, 1), make_task(learner={**learner, "opt_state_memory_kind": "pinned_host"}))
+    found = [text for record in caplog.records if "at the peak" in (text := record.getMessage())]
+    assert len(found) == (facts is not None)
+    for text in found:
+        assert_names(text, "opt_state_memory_kind", *facts)
+
+
+def test_states_of_a_model_without_repeated_layers_are_a_warning(caplog):
+    built = model_helpers.task(Config(models.NnxModel, module=Config(Written)), opt_state_memory_kind="pinned_host")
+    PjitPartitioner().setup(built, model_helpers.shapes_of(model_helpers.batch()))
+    assert "no repeated layers" in caplog.text
 
 
 class Written(nnx.Module):

@@ -7,13 +7,13 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from praxis import pax_fiddle
+from praxis import base_layer, pax_fiddle
 
 from spmd_trainer import tasks_lib
 from spmd_trainer.checkpointing import LOAD_ALL, Checkpointer, CheckpointLoadingRules, loading_rules
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.sharding.variables import path_str
-from spmd_trainer.step import opt_state_dtypes
+from spmd_trainer.step import host_states, opt_state_dtypes, state_layout
 from spmd_trainer.step.opt_state_dtypes import Bytes
 from tests.facts import raises_naming
 from tests.step.test_partitioning import KEY, make_batch, make_partitioner, run_steps
@@ -46,6 +46,14 @@ def make_task(**learner_fields):
 
 def in_dtype(dtype, sizes=(1, 4, 2)):
     return make_partitioner(sizes, make_task(opt_state_dtype_rules=[(MOMENTS, dtype)]))
+
+
+def kept_dtypes(partitioner):
+    grad_tx, _ = state_layout.grad_transformation(partitioner.layout)
+    shapes = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype), partitioner.layout.var_weight_hparams
+    )
+    return opt_state_dtypes.kept_dtypes(partitioner.task.learner, grad_tx.init, shapes)
 
 
 @settings(deadline=None, max_examples=30)
@@ -146,12 +154,11 @@ def test_a_run_may_change_the_dtype_when_it_is_started_again(tmp_path, before, n
             signs = jnp.where(index % 3, 1, -1) if opt_state_dtypes.is_signed(path_str(keys)) else 1
             return (jnp.where(index % 7, 0.01, 0.3) * signs).astype(x.dtype)
 
-        learner = old.task.learner
-        before = old.layout.slice(state).opt_states[0]
-        loaded = opt_state_dtypes.loaded(learner, before)
+        dtypes = kept_dtypes(old)
+        loaded = opt_state_dtypes.loaded(dtypes, old.layout.slice(state).opt_states[0])
         opt = jax.tree_util.tree_map_with_path(lambda keys, x: moments(keys, x) if x.ndim else x, loaded)
-        opt = opt_state_dtypes.stored(learner, opt, before, 0)
-        return old.layout.pad(old.layout.slice(state).replace(opt_states=[opt])), opt_state_dtypes.loaded(learner, opt)
+        opt = opt_state_dtypes.stored(dtypes, opt, 0)
+        return old.layout.pad(old.layout.slice(state).replace(opt_states=[opt])), opt_state_dtypes.loaded(dtypes, opt)
 
     state, logical = filled(old.initialize_train_state(KEY))
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
@@ -159,8 +166,8 @@ def test_a_run_may_change_the_dtype_when_it_is_started_again(tmp_path, before, n
     restored = Checkpointer(tmp_path / "checkpoints", read_only=True).restore(new.layout.variables, new.layout.mesh)
     for variable, array in zip(new.layout.records(), jax.tree.leaves(restored.state), strict=True):
         assert (array.shape, array.dtype) == (variable.padded_shape, variable.dtype)
-    learner = new.task.learner
-    opt = jax.jit(lambda s: opt_state_dtypes.loaded(learner, new.layout.slice(s).opt_states[0]))(restored.state)
+    dtypes = kept_dtypes(new)
+    opt = jax.jit(lambda s: opt_state_dtypes.loaded(dtypes, new.layout.slice(s).opt_states[0]))(restored.state)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0.0 if now == "float32" else ONE_LEVEL * 1.01), opt, logical
     )
@@ -194,15 +201,31 @@ def test_rules_choose_parts_of_any_optax_chain_and_small_states_and_averages_sta
         assert "/ema/" not in variable.path
 
 
-def test_what_the_optimizer_itself_keeps_in_bfloat16_stays_so():
-    state = {"mu": {"w": jnp.ones((64, 64), jnp.bfloat16)}, "nu": {"w": jnp.ones((64, 64), jnp.float32)}}
-    for dtype in ("float32", "8bit"):
-        learner = make_task(opt_state_dtype=dtype).learner
-        kept = opt_state_dtypes.initial(learner, lambda _: state, {})
-        assert kept["mu"]["w"].dtype == jnp.bfloat16
-        assert isinstance(kept["nu"]["w"], Bytes) == (dtype == "8bit")
-        found = opt_state_dtypes.loaded(learner, kept)
-        assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, state)
+@pytest.mark.parametrize("dtype", opt_state_dtypes.DTYPES)
+def test_what_the_optimizer_itself_keeps_in_bfloat16_stays_so(dtype):
+    """It reads its own bfloat16, and float32 where the learner keeps fewer bits; both are stored again as they were."""
+    seen = []
+
+    def init(variables):
+        shape = variables["params"]["w"].shape
+        return {"mu": {"params": jnp.ones(shape, jnp.bfloat16)}, "nu": {"params": jnp.ones(shape)}}
+
+    def update(grads, state, variables=None):
+        seen.append(jax.tree.map(lambda x: x.dtype.name, state))
+        return grads, state
+
+    learner = make_task(opt_state_dtype=dtype, optimizer=optax.GradientTransformation(init, update)).learner
+    variables = {"params": {"w": jnp.ones((64, 64))}}
+    hparams = {"params": {"w": base_layer.WeightHParams((64, 64), dtype=jnp.float32)}}
+    before = opt_state_dtypes.initial(learner, learner.get_grad_tx(hparams).init, variables)
+    assert dtype == "float32" or jax.tree.leaves(before)[1].dtype == {"bfloat16": "bfloat16", "8bit": "uint8"}[dtype]
+    step = jax.jit(
+        lambda state: host_states.update_stored(learner, variables, state, variables, hparams, jnp.uint32(0))
+    )
+    _, after = step(before)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, before)
+    (state,) = jax.tree.leaves(seen, is_leaf=lambda x: isinstance(x, dict) and "mu" in x)
+    assert state == {"mu": {"params": "bfloat16"}, "nu": {"params": "float32"}}
 
 
 def test_parts_that_begin_as_variables_stay_float32_whatever_a_rule_says():

@@ -7,16 +7,19 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from praxis import base_layer, layers
 
-from spmd_trainer import sharding, tasks_lib
+from spmd_trainer import models, sharding, tasks_lib
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.experiments.synthetic.shard_map import ShardMapFsdpUnrolledTiny
 from spmd_trainer.inputs import batches
 from spmd_trainer.step import pjit, step_fns
 from spmd_trainer.step.gathered_on_use import without_keeping_gathered
 from spmd_trainer.step.shard_map import ShardMapPartitioner
+from tests.models import model_helpers
+from tests.models.model_helpers import Config
 from tests.step.test_partitioning import KEY, LENGTH, make_batch, make_task
 
 # One pytest worker, so that the shared fixtures are compiled once.
@@ -366,3 +369,32 @@ def test_minibatches_that_do_not_divide_the_rows_are_refused():
     partitioner = shard_map("dp", num_minibatches=3)
     with pytest.raises(ValueError, match=r"num_minibatches=3 doesn't divide the 2 rows"):
         train(partitioner, steps=1)
+
+
+@pytest.mark.parametrize("added_up_in", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("mode", "gather", "dtype"),
+    [
+        *((*how, dtype) for how in [("dp", None), ("fsdp", "step")] for dtype in (jnp.float32, jnp.bfloat16)),
+        ("fsdp", "layer", jnp.float32),
+    ],
+)
+def test_gradients_are_added_up_over_devices_in_float32(mode, gather, dtype, added_up_in):
+    """The devices' sums, 256 and 7 ones, are bfloat16 numbers. Added up in it they are 256, not 263."""
+    inputs = {"x": np.repeat(np.float32([128.0, *[0.5] * 7]), 16).reshape(16, 8)}
+    model_p = Config(
+        models.FunctionModel,
+        init=lambda key: {"w": jnp.zeros(8, dtype)},
+        apply=lambda params, x: x * params["w"],
+        loss=lambda outputs, batch: {"loss": (jnp.mean(jnp.sum(outputs, -1)), jnp.asarray(len(outputs), jnp.float32))},
+    )
+    built = model_helpers.task(model_p, optimizer=optax.sgd(16.0), strategy=None)
+    built.train.gradient_accumulation_dtype = added_up_in
+    kwargs = {} if mode == "dp" else {"min_weight_size": 1, "gather": gather}
+    partitioner = ShardMapPartitioner(mode, devices=jax.devices()[:8], num_minibatches=2, **kwargs)
+    partitioner.setup(built, model_helpers.shapes_of(inputs))
+    step = partitioner.partition(step_fns.train_step, model_helpers.shapes_of(inputs), is_eval=False)
+    state, _ = step(partitioner.initialize_train_state(KEY), KEY, partitioner.layout.put(inputs))
+    # With 'layer', devices come first: 131.5 for each minibatch, which bfloat16 rounds to 132.
+    total = 264.0 if (gather, added_up_in) == ("layer", "bfloat16") else jnp.asarray(263.0, dtype)
+    np.testing.assert_array_equal(np.asarray(state.mdl_vars["params"]["w"], np.float32), -np.float32(total))

@@ -1,6 +1,7 @@
 """Whole matrices of split variables: the numbers of one device on any mesh and split, and two moves for each group of shapes."""
 
 import collections
+import importlib.util
 import re
 
 import jax
@@ -11,12 +12,16 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.planner import topologies
 from spmd_trainer.sharding.even_program import evenly
-from spmd_trainer.step import whole_matrices
+from spmd_trainer.step import muon, whole_matrices
 from spmd_trainer.step.matrix_uses import MatrixDims
 from spmd_trainer.step.whole_matrices import Matrices
 from tests.facts import raises_naming
 
+HAS_CUDA = importlib.util.find_spec("jax_plugins") is not None and any(
+    importlib.util.find_spec(f"jax_plugins.xla_{extra}") for extra in ("cuda12", "cuda13")
+)
 P = PartitionSpec
 STACKED = MatrixDims((0,), (1,), (2,))
 # Shape, roles, split. Some dimensions don't divide, some matrices are fewer than the devices.
@@ -38,8 +43,8 @@ EVEN = [
 ]
 
 
-def mesh_of(sizes):
-    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+def mesh_of(sizes, devices=None):
+    devices = np.array((devices or jax.devices())[: np.prod(sizes)]).reshape(sizes)
     return Mesh(devices, ("replica", "data", "mdl"), axis_types=(AxisType.Auto,) * 3)
 
 
@@ -96,19 +101,48 @@ def test_without_a_mesh():
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("sizes", "gathers"), [((1, 4, 2), 0), ((2, 2, 2), 2)], ids=str)
-def test_two_moves_for_each_group_of_shapes(sizes, gathers):
-    """There are two groups, and with replicas one more exchange in each, which gives them all the results."""
-    mesh = mesh_of(sizes)
+def moves(devices, sizes, num_iterations=5):
+    """The exchanges of a compiled program that makes the matrices orthogonal, by kind."""
+    mesh = mesh_of(sizes, devices)
+
+    def step(*values):
+        given = [Matrices(x, dims, spec) for x, (_, dims, spec) in zip(values, EVEN, strict=True)]
+        return whole_matrices.apply(lambda x: muon.orthogonalized(x, "keller", num_iterations), given, jnp.float32)
+
     with jax.set_mesh(mesh):
         shardings = [jax.NamedSharding(mesh, spec) for *_, spec in EVEN]
         shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(arrays(EVEN), shardings, strict=True)
         ]
-        jitted = jax.jit(evenly(lambda *values: applied(EVEN, values), mesh), out_shardings=shardings)
+        jitted = jax.jit(evenly(step, mesh), out_shardings=shardings)
         text = jitted.lower(*shapes).compile().as_text()
     kinds = "all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
-    found = collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text))
+    return collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", text))
+
+
+@pytest.mark.parametrize(("sizes", "gathers"), [((1, 4, 2), 0), ((2, 2, 2), 2)], ids=str)
+def test_two_moves_for_each_group_of_shapes_and_none_in_an_iteration(sizes, gathers):
+    """There are two groups, and with replicas one more exchange in each, which gives them all the results."""
+    for num_iterations in (1, 5):
+        found = moves(jax.devices(), sizes, num_iterations)
+        assert found == collections.Counter({"all-to-all": 4, **({"all-gather": gathers} if gathers else {})})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed: uv sync --extra tpu"
+)
+@pytest.mark.parametrize(("sizes", "gathers"), [((1, 4, 2), 0), ((2, 2, 2), 2)], ids=str)
+def test_the_moves_on_tpus(sizes, gathers):
+    found = moves(topologies.topology_devices("v5p:2x2x2"), sizes)
+    assert found == collections.Counter({"all-to-all": 4, **({"all-gather": gathers} if gathers else {})})
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="the extra cuda12 (or cuda13), with the compiler for GPUs, is not installed")
+@pytest.mark.parametrize(("sizes", "gathers"), [((1, 4, 2), 0), ((2, 2, 2), 1)], ids=str)
+def test_the_moves_on_gpus(sizes, gathers):
+    """The compiler joins the all-gathers of both groups."""
+    found = moves(topologies.topology_devices("h100:1x8"), sizes)
     assert found == collections.Counter({"all-to-all": 4, **({"all-gather": gathers} if gathers else {})})
 
 

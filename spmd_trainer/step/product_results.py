@@ -1,0 +1,252 @@
+"""What a program does with the results of matrix products: which matrices route, and which dimensions count experts.
+
+`matrix_uses` follows weights to their products; this module follows a product's result until the next product reads it. Each
+dimension of an array keeps the dimensions of variables that it counts, its columns:
+
+- A matrix routes if a softmax, a top_k, a sort or an argmax reads its results.
+- Two dimensions are aligned where an operation or a product pairs them element by element. A dimension of a weight that is
+  aligned with the columns of a router counts experts.
+- Of columns that are read one by one, such as queries, keys and values that one product makes, each is a result for itself.
+- A sigmoid is also the gate of a feed-forward layer. A matrix may route if a sigmoid of its results weighs whole vectors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from spmd_trainer.step import tracked_dims as dims_lib
+
+# (path of a variable, one of its dimensions)
+Column: TypeAlias = tuple[str, int]
+# For each dimension of an array, the columns that it counts.
+Columns: TypeAlias = tuple[frozenset[Column], ...]
+
+_NONE: frozenset[Column] = frozenset()
+_CHOICES = frozenset({"top_k", "approx_top_k", "sort", "argmax", "argmin"})
+_CUTS = frozenset({"slice", "dynamic_slice", "split"})
+_MOVES = _CUTS | {"transpose", "squeeze", "reshape"}
+# Of exponentials and sigmoids, these return exponentials and sigmoids.
+_KEEP_FUNCTION = dims_lib.SAME_DIMENSIONS | {"convert_element_type", "select_n", "stop_gradient", "div"}
+_BY_ELEMENT = _KEEP_FUNCTION | {
+    *(
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "max",
+        "min",
+        "neg",
+        "abs",
+        "sign",
+        "square",
+        "sqrt",
+        "rsqrt",
+        "pow",
+        "integer_pow",
+    ),
+    *(
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "logistic",
+        "tanh",
+        "erf",
+        "sin",
+        "cos",
+        "floor",
+        "ceil",
+        "round",
+        "clamp",
+    ),
+    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "is_finite", "sort", "cumsum", "reduce_precision"),
+}
+
+
+class Noted(Protocol):
+    """What is noted for each variable; `matrix_uses.Uses` has it."""
+
+    routes: bool
+    may_route: bool
+    aligned: dict[int, set[Column]]
+    heads: set[int]
+    elsewhere: set[int]
+    one_by_one: set[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What is known of an array.
+
+    Attributes:
+      columns: for each dimension, the columns of variables that it counts; () if none are known.
+      of: paths; the array is made of their products' results, element by element.
+      function: 'exp' or 'logistic' if the array is one of these functions of such results.
+      chosen: columns that a top_k or an argmax has chosen from, with their number. One-hot vectors of the choice have them.
+    """
+
+    columns: Columns = ()
+    of: frozenset[str] = frozenset()
+    function: str = ""
+    chosen: frozenset[tuple[Column, int]] = frozenset()
+
+
+NOTHING = Result()
+
+
+def of_weight(path: str, dims: dims_lib.Dims) -> Result:
+    """Returns what is known of a weight: each dimension counts those of the variable that it is made of."""
+    return Result(tuple(frozenset((path, i) for i in dim.origins) for dim in dims))
+
+
+def of_product(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted]) -> Result:
+    """Returns what is known of the result of a `dot_general`, and notes which columns it aligns."""
+    contract, batch = eqn.params["dimension_numbers"]
+    left, right = (_columns(value, var) for value, var in zip(values, eqn.invars, strict=True))
+    pairs = [(left[i], right[j]) for i, j in zip(*contract, strict=True)]
+    shared = [left[i] | right[j] for i, j in zip(*batch, strict=True)]
+    for columns in (*(one | other for one, other in pairs), *shared):
+        _align(columns, notes)
+    free = [
+        columns
+        for side, of_side in enumerate((left, right))
+        for i, columns in enumerate(of_side)
+        if i not in contract[side] and i not in batch[side]
+    ]
+    return Result((*shared, *free))
+
+
+def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted]) -> list[Result]:
+    """Returns what is known of the results of an operation that no weight is an operand of; notes what it shows."""
+    if all(value == NOTHING for value in values):
+        return [NOTHING] * len(eqn.outvars)
+    name, of = eqn.primitive.name, frozenset().union(*(value.of for value in values))
+    chosen = frozenset().union(*(value.chosen for value in values))
+    if name == "dot_general":
+        return [_of_two_activations(eqn, values, notes)]
+    if name in _CHOICES or (name == "reduce_sum" and values[0].function == "exp"):
+        for path in of:
+            notes[path].routes = True
+    if name in _CHOICES:
+        sizes = zip(_columns(values[0], eqn.invars[0]), eqn.invars[0].aval.shape, strict=True)
+        chosen |= {(column, size) for group, size in sizes for column in group}
+    results = []
+    for number, var in enumerate(eqn.outvars):
+        moved = _moved(eqn, number, values)
+        if moved is None:  # an operation of which nothing is known, such as a kernel
+            for value in values:
+                leave(value, notes)
+            results.append(Result(_completed((_NONE,) * len(var.aval.shape), var.aval.shape, chosen), chosen=chosen))
+            continue
+        for columns in moved:
+            _align(columns, notes)
+        for value in _weighing(eqn, values, moved):
+            _weigh(value, notes)
+        if name in _CUTS:
+            _cut(moved, eqn.invars[0].aval.shape, var.aval.shape, notes)
+        function = name if name in ("exp", "logistic") else ""
+        if name in _KEEP_FUNCTION | _MOVES | {"broadcast_in_dim"}:
+            function = next((value.function for value in values if value != NOTHING), "")
+        results.append(Result(_completed(moved, var.aval.shape, chosen), of, function, chosen))
+    return results
+
+
+def _of_two_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted]) -> Result:
+    for value in values:
+        _weigh(value, notes)
+    found = of_product(eqn, values, notes)
+    contract, batch = eqn.params["dimension_numbers"]
+    # Each index of these columns has products for itself: of batch dimensions, and heads whose own columns are contracted.
+    apart = frozenset().union(*found.columns[: len(batch[0])])
+    for value, var, dims in zip(values, eqn.invars, contract, strict=True):
+        groups = _columns(value, var)
+        contracted = frozenset().union(*(groups[dim] for dim in dims))
+        whose = {path for path, _ in contracted}
+        apart |= {column for column in frozenset().union(*groups) - contracted if column[0] in whose}
+    for path, dim in apart:
+        notes[path].heads.add(dim)
+    return found
+
+
+def _columns(value: Result, var: Any) -> Columns:
+    return value.columns or (_NONE,) * len(var.aval.shape)
+
+
+def _moved(eqn: Any, number: int, values: Sequence[Result]) -> Columns | None:
+    """Returns the columns of result `number`; None if the operation is not one of those that are known."""
+    name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[number].aval.shape
+    first = _columns(values[0], eqn.invars[0])
+    if name in _BY_ELEMENT:
+        # Operands have the rank of the result, or are scalars.
+        given = [(_columns(value, var), var.aval.shape) for value, var in zip(values, eqn.invars, strict=True)]
+        return tuple(
+            frozenset().union(*(columns[i] for columns, of in given if of and of[i] == n)) for i, n in enumerate(shape)
+        )
+    if name in _MOVES:
+        dims = tuple(dims_lib.Dim(i, frozenset({i})) for i in range(len(first)))
+        moves = dims_lib.moves(eqn, dims)
+        if moves is None:
+            return None
+        return tuple(frozenset().union(*(first[i] for i in dim.origins)) for dim in moves[number].dims)
+    if name == "broadcast_in_dim":
+        place = dict(zip(params["broadcast_dimensions"], range(len(first)), strict=True))
+        kept = {i: j for i, j in place.items() if shape[i] == eqn.invars[0].aval.shape[j]}
+        return tuple(first[kept[i]] if i in kept else _NONE for i in range(len(shape)))
+    if name in ("top_k", "approx_top_k"):
+        return tuple(first[i] if shape[i] == eqn.invars[0].aval.shape[i] else _NONE for i in range(len(shape)))
+    if name.startswith("reduce_") or name in ("argmax", "argmin"):
+        return tuple(columns for i, columns in enumerate(first) if i not in params["axes"])
+    if name in ("concatenate", "pad"):
+        joined = [value.columns for value in values if value.columns]
+        return tuple(frozenset().union(*group) for group in zip(*joined, strict=True)) or first
+    return None
+
+
+def _weighing(eqn: Any, values: Sequence[Result], columns: Columns) -> Iterator[Result]:
+    """Yields the operands that give each of their columns a whole vector: a dimension behind them grows from 1."""
+    made = eqn.outvars[0].aval.shape
+    last = max((i for i, group in enumerate(columns) if group), default=len(columns))
+    for value, var in zip(values, eqn.invars, strict=True):
+        given, own = var.aval.shape, last
+        if eqn.primitive.name == "broadcast_in_dim":
+            place = dict(zip(eqn.params["broadcast_dimensions"], given, strict=True))
+            given = [place.get(i, 1) for i in range(len(made))]
+        elif eqn.primitive.name in _BY_ELEMENT:
+            own = max((i for i, group in enumerate(value.columns) if group), default=len(made))
+        if len(given) == len(made) and any(given[i] == 1 < made[i] for i in range(own + 1, len(made))):
+            yield value
+
+
+def _completed(columns: Columns, shape: Sequence[int], chosen: Iterable[tuple[Column, int]]) -> Columns:
+    """Gives each dimension without columns those that were chosen from, if there are as many of them."""
+    return tuple(
+        group or frozenset(column for column, count in chosen if count == size)
+        for group, size in zip(columns, shape, strict=True)
+    )
+
+
+def _align(columns: frozenset[Column], notes: Mapping[str, Noted]) -> None:
+    if len(columns) > 1:
+        for path, dim in columns:
+            notes[path].aligned.setdefault(dim, set()).update(columns)
+
+
+def _cut(columns: Columns, given: Sequence[int], made: Sequence[int], notes: Mapping[str, Noted]) -> None:
+    for group, before, after in zip(columns, given, made, strict=True):
+        for path, dim in group if after == 1 < before else ():
+            notes[path].one_by_one.add(dim)
+
+
+def leave(value: Result, notes: Mapping[str, Noted]) -> None:
+    """Notes that nothing is known of what becomes of the columns from here on."""
+    for path, dim in frozenset().union(*value.columns):
+        notes[path].elsewhere.add(dim)
+
+
+def _weigh(value: Result, notes: Mapping[str, Noted]) -> None:
+    if value.function == "logistic":
+        for path in value.of:
+            notes[path].may_route = True
