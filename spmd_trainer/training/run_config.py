@@ -41,7 +41,7 @@ def _reader(module: str, function: str) -> Callable[[str, Any], Any]:
 
 
 _directory, _mesh = _reader("storage", "directory"), _reader("step.mesh_choice", "read_mesh")
-_xla_options = _reader("training.xla_flags", "read")
+_xla_options, _averages = _reader("training.xla_flags", "read"), _reader("training.averages", "read")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,12 @@ class RunConfig(Settings):
         None, "Read checkpoints from DIR instead of JOB_LOG_DIR/checkpoints.", value="DIR", read=_directory
     )
     restore_checkpoint_step: int | None = _checkpoints(None, "Restore step N, not the newest.", value="N", at_least=0)
+    eval_averages: str | None = _checkpoints(
+        None,
+        "Evaluate, decode and export ema, schedule_free (such an optimizer's default), last:K (mean of K checkpoints), or none.",
+        value="AVERAGES",
+        read=_averages,
+    )
     jax_profiler_port: int | None = _training(
         None, "Serve JAX's profiler on this port.", value="PORT", at_least=1, compared=False
     )
@@ -208,9 +214,7 @@ class ChipsConfig(StepConfig):
         "compiles the train step for them and prints the plan: memory, time, collectives, FLOPs. --mode=plan searches for them.",
         value="CHIP:SHAPE",
     )
-    num_slices: int = _planning(
-        1, "Number of slices of --topology; for GPUs it multiplies the hosts.", value="N", at_least=1
-    )
+    num_slices: int = _planning(1, "Slices of --topology; for GPUs, times as many hosts.", value="N", at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -252,9 +256,7 @@ class VerifyConfig(StepConfig):
     """Settings of `--mode=verify`."""
 
     mode: str = "verify"
-    verify_steps: int = _planning(
-        5, "Number of training steps that --mode=verify compares.", value="N", at_least=1, carried=True
-    )
+    verify_steps: int = _planning(5, "Training steps that --mode=verify compares.", value="N", at_least=1, carried=True)
     verify_against: Options | None = _planning(
         None,
         "XLA options, e.g. 'xla_cpu_enable_fast_math=true': --mode=verify compares with and without them, not with one device.",
@@ -298,13 +300,13 @@ class ExportConfig(RunConfig):
         value="DTYPE",
         choices=("float32", "bfloat16", "float16"),
     )
-    use_ema: bool = _export(False, "Write the moving averages of the variables.", flag="export_use_ema")
-    adapter: bool = _export(
-        False, "Write the adapters alone, in PEFT's format, instead of a merged model.", flag="export_adapter"
-    )
+    adapter: bool = _export(False, "Write the adapters alone, in PEFT's format.", flag="export_adapter")
+    checkpoint: bool = _export(False, "Write a checkpoint, for warm starts of any model.", flag="export_checkpoint")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.checkpoint and (self.adapter or self.dtype):
+            raise UserError("--export_checkpoint writes all variables; leave --export_adapter and --export_dtype out")
         if self.adapter and self.dtype:
             raise UserError("--export_adapter writes float32; leave --export_dtype out")
 
@@ -314,9 +316,7 @@ class PageConfig(Settings):
     """Settings of `--mode=page`, for the runs in `directories`."""
 
     directories: Sequence[str]
-    page_file: str | None = _page(
-        None, "Write this file instead of run.html in --job_log_dir, or compare.html for several runs.", value="FILE"
-    )
+    page_file: str | None = _page(None, "Write this file; default: run.html, or compare.html of runs.", value="FILE")
     follow: bool = _page(False, "Serve the page on this machine, up to date while the run goes on, until Ctrl-C.")
     port: int = _page(0, "With --follow: the port; 0 takes a free one.", value="PORT", at_least=0, at_most=65535)
 

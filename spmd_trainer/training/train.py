@@ -18,7 +18,7 @@ from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.storage.lock import locked
 from spmd_trainer.train_states import TrainState
-from spmd_trainer.training import elastic, ending, garbage, rooms, run_directory, start_up
+from spmd_trainer.training import averages, elastic, ending, garbage, rooms, run_directory, start_up
 from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.early_stopping import EarlyStop
 from spmd_trainer.training.invalid_steps import InvalidSteps
@@ -142,6 +142,7 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
         config_lines=config.experiment.lines(),
         saves=config.enable_checkpoint_saving,
         eval_names=[str(input_p.name) for input_p in config.experiment.config.eval_datasets],
+        eval_averages=averages.of(job),
     )
     # One trainer at a time: a second one would delete this one's unfinished checkpoints and mix their metrics.
     lock = locked(config.job_log_dir) if jax.process_index() == 0 else contextlib.nullcontext()
