@@ -252,8 +252,9 @@ def _x_of_schedule_free(y: jax.Array, z: jax.Array, b1: jax.Array) -> jax.Array:
     for _ in range(b1.ndim):
         evaluated = jax.vmap(evaluated)
     # z may be in host memory.
-    x: jax.Array = jax.jit(evaluated)(b1, y, jax.device_put(z, y.sharding))
-    return jax.device_put(x, y.sharding)
+    x = jax.jit(evaluated)(b1, y, jax.device_put(z, y.sharding))
+    split: jax.Array = jax.device_put(x, y.sharding)
+    return split
 
 
 def _is_schedule_free(node: Any) -> bool:

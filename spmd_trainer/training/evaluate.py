@@ -39,6 +39,10 @@ class Evaluations:
         self._datasets: list[EvalDataset] | None = None
         self._train_step: EvalStep | None = None
 
+    def use_batch(self, job: Job) -> None:
+        """Evaluates training batches of another shape from now on: those of `job`."""
+        self._job, self._train_step = job, None
+
     def run(
         self,
         state: TrainState,

@@ -158,6 +158,11 @@ class PeriodicWork:
         self._evaluations = evaluate.Evaluations(job, self._run.summaries)
         self._decodes = decode.Decodes(job, self._run.summaries)
 
+    def use_batch(self, job: Job) -> None:
+        """Continues with training batches of another shape."""
+        self._job = job
+        self._evaluations.use_batch(job)
+
     def do(
         self,
         due: Due,
