@@ -227,7 +227,7 @@ class Job:
             *self.config.experiment.lines(),
             f"mesh: ({mesh_text(self.partitioner.mesh_shape())})",
             f"processes: {jax.process_count()}",
-            f"global batch rows: {'; '.join(map(str, self.stages)) or self.num_rows}",
+            f"global batch rows: {self.num_rows}",
             f"minibatches: {self.partitioner.num_minibatches}",
             *self.config.noted_lines(),
         ]

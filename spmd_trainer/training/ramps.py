@@ -51,7 +51,7 @@ def stages_of(train_p: Any) -> tuple[Stage, ...]:
     Raises:
       UserError: a ramp is not {0: value, step: value, ...}.
     """
-    rows, lengths = (_read(name, getattr(train_p, name)) for name in ("batch_ramp", "sequence_ramp"))
+    rows, lengths = _read("batch_ramp", train_p.batch_ramp), _read("sequence_ramp", train_p.sequence_ramp)
     firsts = sorted({*rows, *lengths})
     return tuple(Stage(first, _value_at(rows, first), _value_at(lengths, first)) for first in firsts)
 
