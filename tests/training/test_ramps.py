@@ -13,6 +13,7 @@ from etils import epath
 from facts import assert_names, raises_naming
 from praxis import pax_fiddle
 from praxis.py_utils import NestedMap
+from process_helpers import run_processes
 from trained_helpers import make_job
 
 from spmd_trainer.errors import UserError
@@ -104,6 +105,33 @@ def test_every_row_is_trained_on_once_in_the_shapes_of_the_stages(whole):
         tokens = ROWS[record["step"] - 1] * 32
         if "tokens_per_sec" in record:
             assert record["tokens_per_sec"] == pytest.approx(record["steps_per_sec"] * tokens)
+
+
+_IN_PROCESSES = """
+from trained_helpers import make_job
+from spmd_trainer.training import train
+directory, steps = arguments
+fields = ("task.train.save_interval_steps=1", "task.train.summary_interval_steps=1", f"task.train.num_train_steps={steps}",
+          "task.train.batch_ramp={0: 2, 2: 6}", "task.train.sequence_ramp={0: 16, 3: 32}", "task.train.save_max_to_keep=9")
+train.train(make_job(directory, mesh=(1, 4, 1), fields=fields))
+"""
+
+
+@pytest.mark.full
+def test_two_processes_train_a_ramp_and_one_goes_on(tmp_path):
+    """Two rows on four devices in two processes, then six: rows are added on each process in both stages."""
+    for done in run_processes(_IN_PROCESSES, tmp_path / "two", 4, devices=2, timeout=300):
+        assert done.returncode == 0, done.stderr
+    fields = ("task.train.batch_ramp={0: 2, 2: 6}", "task.train.sequence_ramp={0: 16, 3: 32}")
+    train.train(ramp_job(tmp_path / "one", *fields, "task.train.num_train_steps=4", mesh=(1, 4, 1)))
+    two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert list(two) == list(one) == [1, 2, 3, 4]
+    assert two == pytest.approx(one, rel=1e-5)
+    for later in (3, 4):
+        shutil.rmtree(tmp_path / "two" / "checkpoints" / str(later))
+    shutil.copytree(tmp_path / "two" / "checkpoints", tmp_path / "on" / "checkpoints")
+    train.train(ramp_job(tmp_path / "on", *fields, "task.train.num_train_steps=4", mesh=(1, 4, 1)))
+    assert losses(tmp_path / "on") == pytest.approx({step: one[step] for step in (3, 4)}, rel=1e-5)
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
