@@ -96,47 +96,41 @@ def mean(job: Job, steps: Sequence[int], restore: Callable[[int], Restored]) -> 
     Args:
       job: the job.
       steps: the steps, oldest first.
-      restore: restores a step, without optimizer states.
+      restore: restores a step, without optimizer states. What it returns is used up.
     """
     hparams = job.partitioner.layout.var_weight_hparams
-    stays = masks.get_excluded_var_mask_for_grad(hparams, job.task.learner)
-    overwritten = jax.tree.map(base_layer.var_overwrite_with_gradient, hparams)
-    learns = [not any(pair) for pair in zip(jax.tree.leaves(stays), jax.tree.leaves(overwritten), strict=True)]
+    learns = jax.tree.map(
+        lambda p, has_no_gradient: not (has_no_gradient or base_layer.var_overwrite_with_gradient(p)),
+        hparams,
+        masks.get_excluded_var_mask_for_grad(hparams, job.task.learner),
+    )
     newest = restore(steps[-1])
-    leaves, structure = jax.tree.flatten(newest.state.mdl_vars)
+    dtypes = jax.tree.map(lambda x: x.dtype, newest.state.mdl_vars)
+    sums = jax.tree.map(
+        lambda does, x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if does else x, learns, newest.state.mdl_vars
+    )
     newest = dataclasses.replace(newest, state=dataclasses.replace(newest.state, mdl_vars=()))
-    dtypes = [x.dtype for x in leaves]
-
-    def learning(variables: Sequence[jax.Array]) -> list[jax.Array]:
-        return [x for x, does in zip(variables, learns, strict=True) if does]
-
-    sums = _as_sums(learning(leaves))
-    leaves = [None if does else x for x, does in zip(leaves, learns, strict=True)]
     for step in reversed(steps[:-1]):
-        sums = _added(sums, learning(jax.tree.leaves(restore(step).state.mdl_vars)))
-    # Traced: the compiler would multiply by a constant's reciprocal.
-    means = iter(_divided(sums, jnp.float32(len(steps))))
-    averaged = [next(means).astype(dtype) if does else x for x, does, dtype in zip(leaves, learns, dtypes, strict=True)]
+        # No name for what is restored: it must be gone before the next one comes.
+        sums = jax.tree.map(
+            lambda does, total, x: _added(total, x) if does else total, learns, sums, restore(step).state.mdl_vars
+        )
+
+    def divided(total: jax.Array) -> jax.Array:
+        # By an array: XLA multiplies by the reciprocal of a scalar, which rounds twice.
+        return jax.lax.div(total, jnp.full_like(total, len(steps), device=total.sharding))
+
+    means = jax.tree.map(
+        lambda does, total, dtype: divided(total).astype(dtype) if does else total, learns, sums, dtypes
+    )
+    stay = sum(not does for does in jax.tree.leaves(learns))
     logging.info(
         "the variables are the mean of %s; %d that don't learn are those of step %d",
-        named_text(steps, "step", "steps"),
-        len(learns) - sum(learns),
-        steps[-1],
+        *(named_text(steps, "step", "steps"), stay, steps[-1]),
     )
-    state = dataclasses.replace(newest.state, mdl_vars=jax.tree.unflatten(structure, averaged))
-    return dataclasses.replace(newest, state=state)
-
-
-@jax.jit
-def _as_sums(variables: list[jax.Array]) -> list[jax.Array]:
-    return [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in variables]
+    return dataclasses.replace(newest, state=dataclasses.replace(newest.state, mdl_vars=means))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _added(sums: list[jax.Array], variables: list[jax.Array]) -> list[jax.Array]:
-    return [total + x.astype(total.dtype) for total, x in zip(sums, variables, strict=True)]
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _divided(sums: list[jax.Array], count: jax.Array) -> list[jax.Array]:
-    return [total / count.astype(total.dtype) for total in sums]
+def _added(total: jax.Array, x: jax.Array) -> jax.Array:
+    return total + x.astype(total.dtype)

@@ -67,20 +67,13 @@ def restore_for_inference(
         averages = NONE
     if adapter_checkpoints.begins_with(job, directory):
         return _of_folder(job, directory, averages, step=step)
-    layout = job.partitioner.layout.without_opt_states()
-    restored = (
-        _mean_of_last(job, last_count(averages), step, base or FrozenBase(job))
-        if last_count(averages)
+    if count := last_count(averages):
+        restored = _mean_of_last(job, count, step, base or FrozenBase(job))
+    else:
         # Averages live in the optimizer's state: only then is it read.
-        else restore_from(
-            job,
-            layout if averages == NONE else job.partitioner.metadata,
-            step=step,
-            partial=averages == NONE,
-            with_input=False,
-            base=base,
-        )
-    )
+        plain = averages == NONE
+        layout = job.partitioner.layout.without_opt_states() if plain else job.partitioner.metadata
+        restored = restore_from(job, layout, step=step, partial=plain, with_input=False, base=base)
     owner = restored.metadata["metadata"].get("experiment")
     if owner not in (None, job.config.experiment.name):
         logging.warning(

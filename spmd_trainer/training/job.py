@@ -27,6 +27,7 @@ from spmd_trainer.sharding.report_data import InputLayout
 from spmd_trainer.step import pjit
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.mesh_choice import choose_mesh
+from spmd_trainer.step.minibatches import check_count
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree
@@ -98,7 +99,9 @@ class Job:
                 ramps.check(task, partitioner, stages, job.inputs_shape_dtype)
                 job = job._in_stage(stages[-1], shapes)
             partitioner.setup(task, job.inputs_shape_dtype)
-            ramps.check_minibatches(partitioner, [job._in_stage(stage, shapes).num_rows for stage in stages])
+            for stage in stages:
+                rows = job._in_stage(stage, shapes).num_rows
+                check_count(partitioner.num_minibatches, partitioner.rows_to_split(rows, partitioner.mesh.size))
         logging.info("%s", _parameters_text(partitioner.metadata))
         return job
 
@@ -133,7 +136,7 @@ class Job:
         """Returns the job in the stage of the step that is taken after `step` steps; without a ramp, the job."""
         if self.stage is None:
             return self
-        stage = self.stages[ramps.index_at(self.stages, step)]
+        stage = ramps.stage_at(self.stages, step)
         return (
             self if stage == self.stage else self._in_stage(stage, _declared_inputs(self.config.experiment.experiment))
         )

@@ -7,7 +7,6 @@ goes on with the batches that it would have had.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from praxis import pax_fiddle
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.batches import lm_input_specs
 from spmd_trainer.inputs.indexed import IndexedInput
-from spmd_trainer.step.minibatches import check_count
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.step.schedules import PiecewiseByTokens
 from spmd_trainer.tasks_lib import SingleTask
@@ -72,9 +70,9 @@ def _value_at(ramp: Mapping[int, int], step: int) -> int | None:
     return ramp[max(first for first in ramp if first <= step)] if ramp else None
 
 
-def index_at(stages: Sequence[Stage], step: int) -> int:
-    """Returns the index of the stage of the step that is taken after `step` steps."""
-    return bisect.bisect_right([stage.first for stage in stages], step) - 1
+def stage_at(stages: Sequence[Stage], step: int) -> Stage:
+    """Returns the stage of the step that is taken after `step` steps."""
+    return [stage for stage in stages if stage.first <= step][-1]
 
 
 def shapes_in(stage: Stage, declared: PyTree, num_processes: int) -> PyTree:
@@ -168,21 +166,11 @@ def check(task: SingleTask, partitioner: Partitioner, stages: Sequence[Stage], s
         )
 
 
-def check_minibatches(partitioner: Partitioner, rows: Sequence[int]) -> None:
-    """Checks that the partitioner's minibatches divide the rows of each stage's global batch.
-
-    Raises:
-      ValueError: they don't.
-    """
-    for number in rows:
-        check_count(partitioner.num_minibatches, partitioner.rows_to_split(number, partitioner.mesh.size))
-
-
 def steps_left(stages: Sequence[Stage], step: int, num_steps: int) -> float:
     """Returns how many steps like the next one are as much work as those from `step` to `num_steps`."""
     if step >= num_steps or len({stage.rows for stage in stages}) < 2:
         return num_steps - step
     ends = [*(stage.first for stage in stages[1:]), num_steps]
     spans = [max(0, min(end, num_steps) - max(one.first, step)) for one, end in zip(stages, ends, strict=True)]
-    now = stages[index_at(stages, step)].rows or 1
+    now = stage_at(stages, step).rows or 1
     return sum(span * (one.rows or 1) for span, one in zip(spans, stages, strict=True)) / now

@@ -9,7 +9,7 @@ from absl import logging
 
 from spmd_trainer.callbacks import Run
 from spmd_trainer.inputs.prefetch import Prefetcher
-from spmd_trainer.training import ramps, same_settings
+from spmd_trainer.training import same_settings
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.start_up import CompiledTrainStep, compile_train_step, train_batches
 
@@ -49,7 +49,7 @@ class Stages:
         """
         assert self._next is not None  # it is due
         run, (self.job, compiling) = self._run, self._next
-        run.times.begin("compile")
+        run.begin(f"the change to {self.job.stage}", "compile")
         step = compiling.result()
         # Each process waits for the others' compilers here, as at the start.
         same_settings.check_same_code()
@@ -63,11 +63,12 @@ class Stages:
 
     def _compile_next(self) -> None:
         self._next: tuple[Job, concurrent.futures.Future[CompiledTrainStep]] | None = None
-        stages, now = self.job.stages, ramps.index_at(self.job.stages, self._run.step)
-        if now + 1 >= len(stages) or stages[now + 1].first >= self._run.num_steps:
+        run = self._run
+        later = [stage for stage in self.job.stages if run.step < stage.first < run.num_steps]
+        if not later or run.is_complete:
             return
-        self._first = stages[now + 1].first
-        logging.info("compiling ahead for %s", stages[now + 1])
+        self._first = later[0].first
+        logging.info("compiling ahead for %s", later[0])
         pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
         following = self.job.at_step(self._first)
         self._next = following, pool.submit(compile_train_step, following)

@@ -173,8 +173,7 @@ def test_an_input_goes_on_with_the_next_row_at_any_batch_size(name, tmp_path):
     stream = np.concatenate([numbers_of(data.get_next()) for _ in range(16)])
     first, state = 0, None
     for step in range(8):
-        rows = ramps.stages_of(train_p(batch_ramp={0: 1, 2: 3, 5: 4}))
-        stage = rows[ramps.index_at(rows, step)]
+        stage = ramps.stage_at(ramps.stages_of(train_p(batch_ramp={0: 1, 2: 3, 5: 4})), step)
         # A process that is killed after each step, and two processes that share the rows.
         data = pax_fiddle.build(ramps.with_rows(config.clone(), stage, 1))
         if state is not None:
