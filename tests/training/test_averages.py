@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -15,6 +16,7 @@ from spmd_trainer.checkpointing import LOAD_ALL, CheckpointLoadingRules, Checkpo
 from spmd_trainer.errors import UserError
 from spmd_trainer.hf import export_mode
 from spmd_trainer.sharding.variables import named_leaves
+from spmd_trainer.step import optax_bridge
 from spmd_trainer.training import averages, checkpoints, evaluate, start_checks, start_up, train
 from spmd_trainer.training.run_config import ExportConfig
 from spmd_trainer.training.summary_writers import read_metrics
@@ -69,7 +71,7 @@ def test_what_does_not_learn_is_the_newest_and_small_dtypes_are_summed_in_float3
     made = {}
     for step in (1, 2, 3):
         variables = jax.tree.map(
-            lambda x: jax.device_put(jax.numpy.asarray(rng.normal(size=x.shape), jax.numpy.bfloat16), x.sharding),
+            lambda x: jax.device_put(jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16), x.sharding),
             template.state.mdl_vars,
         )
         made[step] = dict(named_leaves(variables))
@@ -86,8 +88,8 @@ def test_what_does_not_learn_is_the_newest_and_small_dtypes_are_summed_in_float3
     assert live == [3, 2, 1]
     for path, x in found.items():
         total = copies[3][path] if path == frozen else np.mean([copies[step][path] for step in (3, 2, 1)], axis=0)
-        assert x.dtype == jax.numpy.bfloat16
-        np.testing.assert_array_equal(np.asarray(x), total.astype(jax.numpy.bfloat16))
+        assert x.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(x), total.astype(jnp.bfloat16))
 
 
 def test_too_few_checkpoints_are_refused_with_those_that_are(tmp_path):
@@ -145,9 +147,29 @@ REPEATED = "synthetic.structures.TinyRepeated"
 FREE = ("task.train.num_train_steps=3", "task.train.eval_interval_steps=3", "task.train.save_interval_steps=3")
 
 
-@pytest.mark.parametrize(
-    ("exp", "mesh"), [(TINY, (1, 1, 1)), pytest.param(REPEATED, (1, 2, 3), marks=pytest.mark.full)]
-)
+def test_x_of_schedule_free_is_the_mean_of_z_with_and_without_repeated_layers():
+    """By hand: a constant learning rate gives z of each step the same weight (Defazio et al. 2024, equation 5)."""
+    free = optax.contrib.schedule_free_sgd(learning_rate=0.3, b1=0.75)
+    y = {"w": jnp.array([[1.0, -2.0], [3.0, 0.5]])}
+    alone, stacked, zs = free.init(y), jax.vmap(free.init)(y), []
+    y_alone = y_stacked = y
+    for step in range(1, 5):
+        gradient = {"w": jnp.array([[1.0, 2.0], [-1.0, 0.5]]) * step}
+        updates, alone = free.update(gradient, alone, y_alone)
+        y_alone = optax.apply_updates(y_alone, updates)
+        updates, stacked = jax.vmap(free.update)(gradient, stacked, y_stacked)
+        y_stacked = optax.apply_updates(y_stacked, updates)
+        zs.append(np.asarray(alone.z["w"]))
+    for state, moved in ((alone, y_alone), (stacked, y_stacked)):
+        assert optax_bridge.keeps_schedule_free([{"no_prefix": state}])
+        x = optax_bridge.extract_schedule_free([{"no_prefix": state}], {**moved, "excluded": jnp.ones(3)})
+        np.testing.assert_allclose(x["w"], np.mean(zs, axis=0), rtol=1e-5, atol=1e-6)
+        assert x["excluded"].tolist() == [1, 1, 1]
+    assert not optax_bridge.keeps_schedule_free([optax.adam(1e-3).init(y)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("exp", "mesh"), [(TINY, (1, 1, 1)), (REPEATED, (1, 2, 3))])
 def test_schedule_free_is_evaluated_at_x(exp, mesh, tmp_path):
     """x is the weighted mean of z (Defazio et al. 2024, equation 5), of which the checkpoints hold every one."""
     fields = (*FREE, "task.train.save_interval_steps=1")

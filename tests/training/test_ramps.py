@@ -30,13 +30,13 @@ from spmd_trainer.training import ramps, train
 from spmd_trainer.training.ramps import Stage
 
 Config = pax_fiddle.Config
-RAMP = "task.train.batch_ramp={0: 2, 2: 3, 4: 5}"
+RAMP = "task.train.batch_ramp={0: 2, 2: 5}"
 LENGTHS = "task.train.sequence_ramp={0: 8, 3: 32}"
-STEPS = 6
-ROWS = {0: 2, 1: 2, 2: 3, 3: 3, 4: 5, 5: 5}
+STEPS = 5
+ROWS = {0: 2, 1: 2, 2: 5, 3: 5, 4: 5}
 
 
-def ramp_job(directory, *fields, mesh=(1, 2, 2), **arguments):
+def ramp_job(directory, *fields, mesh=(1, 3, 1), **arguments):
     """The tiny language model, whose rows have 32 tokens; meshes on which most stages leave rows over."""
     fields = (
         f"task.train.num_train_steps={STEPS}",
@@ -63,7 +63,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Through three stages of rows and two of lengths."""
+    """Through two stages of rows and two of lengths: three stages."""
     directory, seen, lines, put = epath.Path(tmp_path_factory.mktemp("whole")), [], [], Layout.put
 
     def noting(self, batch):
@@ -79,7 +79,7 @@ def whole(tmp_path_factory):
     return Trained(directory, seen, "\n".join(lines))
 
 
-@pytest.mark.parametrize("step", [2, *(pytest.param(step, marks=pytest.mark.full) for step in (1, 3, 4, 5))])
+@pytest.mark.parametrize("step", [2, *(pytest.param(step, marks=pytest.mark.full) for step in (1, 3, 4))])
 def test_a_run_that_goes_on_from_any_step_has_the_losses_of_one_that_was_not_killed(step, whole, tmp_path):
     shutil.copytree(whole.directory / "checkpoints" / str(step), tmp_path / "checkpoints" / str(step))
     train.train(ramp_job(tmp_path, RAMP, LENGTHS))
@@ -98,8 +98,8 @@ def test_every_row_is_trained_on_once_in_the_shapes_of_the_stages(whole):
         # Batches that were ready when a stage ended were dropped.
         assert any(batch.shape == expected.shape and (batch == expected).all() for batch in whole.seen), step
         first += rows
-    assert_names(whole.log, "training from step 0 to 6, with 2 rows, rows of 8 tokens from step 0", "compiling ahead")
-    assert_names(whole.log, "goes on with 3 rows, rows of 32 tokens from step 3")
+    assert_names(whole.log, "training from step 0 to 5, with 2 rows, rows of 8 tokens from step 0", "compiling ahead")
+    assert_names(whole.log, "goes on with 5 rows, rows of 32 tokens from step 3")
     for line in (whole.directory / "summaries/train/metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         tokens = ROWS[record["step"] - 1] * 32
@@ -259,7 +259,7 @@ def test_a_schedule_by_tokens_counts_those_of_each_stage(tmp_path):
             PiecewiseByTokens, tokens=[0, 1000], values=[0.0, 1.0], tokens_per_step=64
         )
 
-    with raises_naming(UserError, "tokens_per_step", "64", "{0: 64, 2: 96, 4: 160}"):
+    with raises_naming(UserError, "tokens_per_step", "64", "{0: 64, 2: 160}"):
         ramp_job(tmp_path, RAMP, customize=customize)
 
 
