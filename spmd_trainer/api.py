@@ -115,17 +115,17 @@ def evaluate(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str
     Args:
       exp, job_log_dir, overrides: see `train`.
       **settings: fields of `RunConfig`: mesh; restore_checkpoint_dir, the checkpoints to read instead of those in `job_log_dir`;
-        restore_checkpoint_step, the step instead of the newest; ...
+        restore_checkpoint_step, the step instead of the newest; eval_averages='ema', 'schedule_free' or 'last:5'; ...
 
     Raises:
       UserError: as `train`; there is no checkpoint, or nothing to evaluate.
     """
-    from spmd_trainer.training import checkpoints
+    from spmd_trainer.training import averages, checkpoints
     from spmd_trainer.training.evaluate import Evaluations
     from spmd_trainer.training.summary_writers import SummaryWriters
 
     with _job("eval", exp, job_log_dir, overrides, settings) as job:
-        restored = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
+        restored = checkpoints.restore_for_inference(job, averages.of(job))
         with contextlib.closing(SummaryWriters(job.config.job_log_dir)) as writers:
             return EvalResult(restored.step, Evaluations(job, writers).run(restored.state, restored.step))
 
@@ -167,8 +167,9 @@ def export(
     Args:
       exp, job_log_dir, overrides: see `train`.
       export_dir: the folder; new or empty.
-      **settings: fields of `ExportConfig`: dtype='float32', 'bfloat16' or 'float16'; use_ema=True writes the moving averages;
-        adapter=True writes the adapters of `task.lora` alone, in PEFT's format and float32; and those of `evaluate`.
+      **settings: fields of `ExportConfig`: dtype='float32', 'bfloat16' or 'float16';
+        adapter=True writes the adapters of `task.lora` alone, in PEFT's format and float32; checkpoint=True
+        writes a checkpoint for warm starts; and those of `evaluate`.
 
     Raises:
       UserError: as `train`; there is no checkpoint, the folder is not empty, or transformers has no architecture for the model.

@@ -54,6 +54,7 @@ class Run:
       batch: ShapeDtypeStructs of the global training batch, without padding.
       num_steps: training is complete at this step.
       eval_names: names of the evaluation datasets.
+      eval_averages: what evaluation takes instead of the variables; see `training.averages`.
       saves: True if the run saves checkpoints.
       summaries: writes scalars; see `SummaryWriters.write`. Process 0 writes, the others drop what they are given.
       origin: what the run's checkpoints note of where its first variables came from.
@@ -83,6 +84,7 @@ class Run:
         config_lines: Sequence[str],
         saves: bool,
         eval_names: Sequence[str] = (),
+        eval_averages: str = "none",
     ):
         self.experiment = experiment
         self.job_log_dir = job_log_dir
@@ -93,6 +95,7 @@ class Run:
         self.config_lines = config_lines
         self.saves = saves
         self.eval_names = tuple(eval_names)
+        self.eval_averages = eval_averages
         self.origin: Mapping[str, object] = {}
         self.input: Prefetcher | None = None
         self.num_steps = int(task.train.num_train_steps)

@@ -140,6 +140,10 @@ class SingleTask(BaseTask):
           profiler_capture_step: first step to profile; None: never.
           profiler_num_steps: number of steps to profile.
           profiler_min_duration_sec: least duration of the profile in seconds.
+          batch_ramp: {step: rows of the global batch}: {0: 64, 1000: 128} trains with 64 rows, and with 128 after 1,000 steps.
+            They take the place of the training dataset's `batch_size`. See `training/ramps.py`.
+          sequence_ramp: {step: tokens of a row}: rows of the training dataset are cut into rows of as many tokens, so that a step
+            keeps its tokens.
           random_seed: seed of initialisation and of all randomness in training.
           enable_input_checkpointing: save the input's position with each checkpoint.
           enforce_input_specs: raise an error if the first batch differs from the declared names, shapes and dtypes.
@@ -174,6 +178,8 @@ class SingleTask(BaseTask):
         profiler_capture_step: int | None = None
         profiler_num_steps: int = 2
         profiler_min_duration_sec: float = 1.0
+        batch_ramp: Mapping[int, int] | None = None
+        sequence_ramp: Mapping[int, int] | None = None
         random_seed: int = 1234
         # Pax's default is False; a resumed run then sees other batches than an uninterrupted run.
         enable_input_checkpointing: bool | None = True

@@ -58,7 +58,7 @@ def test_python_sets_whatever_the_command_line_sets(config_of, tmp_path):
     config = config_of(st.train, tmp_path, **given)
     assert {name: getattr(config, name) for name in given} == given
     assert config_of(st.plan, topology="v5e:2x2").topology == "v5e:2x2"
-    assert config_of(st.export, tmp_path, tmp_path / "out", use_ema=True).directory.name == "out"
+    assert config_of(st.export, tmp_path, tmp_path / "out", checkpoint=True).directory.name == "out"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_arguments_of_other_functions_are_refused(tmp_path):
         st.plan(EXPERIMENT, topology=5)
     with raises_naming(UserError, "'job_log_dir'", tmp_path, "mesh"):
         st.plan(EXPERIMENT, job_log_dir=str(tmp_path))
-    with raises_naming(UserError, "'directory'", "'out'", "use_ema"):
+    with raises_naming(UserError, "'directory'", "'out'", "checkpoint"):
         st.export(EXPERIMENT, tmp_path, tmp_path / "out", directory="out")
     with raises_naming(UserError, "dtype=int8", "float32"):
         st.export(EXPERIMENT, tmp_path, tmp_path / "out", dtype="int8")

@@ -55,7 +55,7 @@ def trained():
 def restored(mesh=(1, 4, 2), step=None):
     """A job on the trained run's checkpoints, and the state that it restores."""
     job = make_job(trained(), mesh=mesh)
-    return job, checkpoints.restore_for_inference(job, use_ema=False, step=step).state
+    return job, checkpoints.restore_for_inference(job, "none", step=step).state
 
 
 def read_lines(path):

@@ -278,7 +278,8 @@ def _training_columns(training: TrainingStatus) -> dict[str, Text]:
     if training.mfu is not None:
         columns["mfu"] = _labelled("MFU", f"{training.mfu:.1%}")
     if seconds:
-        columns["eta"] = _labelled("ETA", format_seconds((training.num_steps - training.step) * seconds), "cyan")
+        left = training.num_steps - training.step if training.steps_left is None else training.steps_left
+        columns["eta"] = _labelled("ETA", format_seconds(left * seconds), "cyan")
     if training.memory is not None:
         limit = "" if training.memory.limit is None else f" of {bytes_text(training.memory.limit)}"
         columns["memory"] = _labelled("memory", f"{bytes_text(training.memory.in_use)}{limit}")

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a Hugging Face folder, or its adapters as a folder of PEFT."""
+"""Writes a checkpoint as a Hugging Face folder, its adapters as a folder of PEFT, or its variables as a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer import hf, storage
-from spmd_trainer.checkpointing import records
+from spmd_trainer.checkpointing import Checkpointer, Restored, records
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.decoder import lora
 from spmd_trainer.errors import UserError
@@ -22,7 +22,7 @@ from spmd_trainer.hf.experiment import spec_of_task
 from spmd_trainer.hf.folder import read_model
 from spmd_trainer.inputs import tokenizer_field
 from spmd_trainer.train_states import TrainState
-from spmd_trainer.training import checkpoints
+from spmd_trainer.training import averages, checkpoints
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.mode_configs import ExportConfig
@@ -30,11 +30,13 @@ from spmd_trainer.training.phases import Phase
 
 
 def export(job: Job) -> int:
-    """Writes the variables of one checkpoint to `--export_dir`. Called by every process.
+    """Writes the variables of one checkpoint, or averages (`--eval_averages`), to `--export_dir`. Called by every process.
 
-    The adapters of a run with `task.lora` are merged into the base or, with `--export_adapter`, written alone. The configs and
-    the tokenizer are those of the folder that the model came from, if it came from one. If the run has checkpoints of its own
-    and `--restore_checkpoint_dir` is a Hugging Face folder, as in the command that trained it, the run's checkpoint is exported.
+    With `--export_checkpoint` it is a directory of checkpoints with one step, without optimizer states, of any model: for
+    evaluation, and for `init_from_checkpoint_rules`. Otherwise it is a Hugging Face folder. The adapters of a run with
+    `task.lora` are merged into the base or, with `--export_adapter`, written alone. The configs and the tokenizer are those of
+    the folder that the model came from, if it came from one. If the run has checkpoints of its own and
+    `--restore_checkpoint_dir` is a Hugging Face folder, as in the command that trained it, the run's checkpoint is exported.
 
     Args:
       job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` say which checkpoint.
@@ -48,15 +50,23 @@ def export(job: Job) -> int:
     settings = job.config.of(ExportConfig)
     if settings.adapter and job.task.lora is None:
         raise UserError("--export_adapter: the experiment has no adapters (task.lora is None); leave the flag out")
+    if settings.checkpoint and job.task.lora is not None:
+        raise UserError(
+            "--export_checkpoint: the experiment has adapters (task.lora); write them with --export_adapter"
+        )
     # The processes do what the first one sees.
     own = decided_by_process_0(lambda: checkpoints.prefers_own(job.config))
     config = dataclasses.replace(job.config, restore_checkpoint_dir=None) if own else job.config
     source = dataclasses.replace(job, config=config)
-    restored = checkpoints.restore_for_inference(source, use_ema=settings.use_ema)
+    taken = averages.of(source)
+    restored = checkpoints.restore_for_inference(source, taken)
     imported_from = _imported_from(job, restored.metadata["metadata"])
-    logging.info("exporting step %d of %s", restored.step, source.config.checkpoint_dir)
+    what = "" if taken == averages.NONE else f" ({taken})"
+    logging.info("exporting step %d of %s%s", restored.step, source.config.checkpoint_dir, what)
     with Phase(f"writing step {restored.step} to {settings.directory}"):
-        if settings.adapter:
+        if settings.checkpoint:
+            _save(restored, job, settings.directory, taken)
+        elif settings.adapter:
             peft.export(restored.state, job, settings.directory, base=imported_from)
         else:
             state = restored.state if job.task.lora is None else _merged(restored.state, job)
@@ -70,11 +80,23 @@ def export(job: Job) -> int:
                 tokenizer=tokenizer,
                 eos_id=eos_id,
             )
-    if not storage.is_remote(settings.directory):
+    if settings.checkpoint:
+        logging.info(
+            "--restore_checkpoint_dir=%s evaluates it; rules of a warm start name this directory", settings.directory
+        )
+    elif not storage.is_remote(settings.directory):
         opener = "AutoPeftModelForCausalLM" if settings.adapter else "AutoModelForCausalLM"
         library = "peft" if settings.adapter else "transformers"
         logging.info("%s opens it: %s.from_pretrained(%r)", library, opener, os.fspath(settings.directory))
     return restored.step
+
+
+def _save(restored: Restored, job: Job, directory: epath.Path, taken: str) -> None:
+    """Saves a state without optimizer states as a checkpoint of its step."""
+    variables = job.partitioner.layout.without_opt_states().variables
+    noted = {**restored.metadata["metadata"], "averages": taken}
+    with Checkpointer(directory, label="the variables of step") as written:
+        written.save(restored.step, restored.state, variables, input_state=None, metadata=noted, force=True)
 
 
 def _merged(state: TrainState, job: Job) -> TrainState:

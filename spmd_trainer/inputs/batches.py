@@ -91,6 +91,24 @@ def _pad_rows(name: str, leaf: np.ndarray, rows: int) -> np.ndarray:
     return np.concatenate([leaf, np.broadcast_to(leaf[:1], shape)])
 
 
+def cut_rows(batch: NestedMap, length: int) -> NestedMap:
+    """Cuts each row of a language-model batch [B, T] into T / length rows, which follow each other. No token is lost.
+
+    Attention does not cross a cut. A segment that a cut divides begins there at position 0. Rows without a token get
+    `eval_sample_weights` 0.
+
+    Args:
+      batch: numpy arrays as in `lm_input_specs`.
+      length: tokens of the new rows, a divisor of T.
+    """
+    parts = batch.ids.shape[1] // length
+    cut = NestedMap({name: x.reshape(-1, length) if x.ndim == 2 else np.repeat(x, parts) for name, x in batch.items()})
+    begun = cut.segment_ids == cut.segment_ids[:, :1]
+    cut.segment_pos = cut.segment_pos - np.where(begun, cut.segment_pos[:, :1], 0)
+    cut.eval_sample_weights = cut.eval_sample_weights * (cut.paddings.min(axis=1) < 1)
+    return cut
+
+
 def lm_input_specs(batch_size: int, seq_len: int) -> NestedMap:
     """Returns the shapes and dtypes of a batch for praxis' `LanguageModel`, as jax.ShapeDtypeStruct.
 

@@ -178,6 +178,11 @@ class IndexedInput(CheckpointedInput):
         raise NotImplementedError
 
     @property
+    def takes_any_batch_size(self) -> bool:
+        """True if an input with another batch size, restored here, goes on with the next row of the same order."""
+        return True
+
+    @property
     def seed(self) -> int:
         """`input_random_seed`, or 0 if it is not set."""
         return self.input_random_seed or 0

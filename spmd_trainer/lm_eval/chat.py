@@ -24,7 +24,7 @@ from spmd_trainer.lm_eval.requests import Prompt, Requests, Source, no_progress
 from spmd_trainer.lm_eval.settings import ChatSettings
 from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.models.base import vocabulary_size
-from spmd_trainer.training import checkpoints
+from spmd_trainer.training import averages, checkpoints
 from spmd_trainer.training.job import Job
 
 # Tokens of a piece.
@@ -153,7 +153,7 @@ class Talk:
             max_length=task.model.lm_tpl.spec.max_positions or length,
             tokenizer=tokenizer,
         )
-        restored = checkpoints.restore_for_inference(job, use_ema=task.train.decode_use_ema_states)
+        restored = checkpoints.restore_for_inference(job, averages.of(job, decodes=True))
         source = Source(restored.state, f"step {restored.step}", None, no_progress)
         return cls(requests, texts, settings, source, system=config.system or "")
 

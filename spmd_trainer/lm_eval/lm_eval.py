@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +12,7 @@ from spmd_trainer.inputs.tokenizer_field import default_start, make_tokenizer, s
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.harness_runner import HarnessRunner, Tasks
 from spmd_trainer.lm_eval.settings import LmEvalSettings
-from spmd_trainer.step.learner import has_ema
-from spmd_trainer.step.optax_bridge import extract_ema
+from spmd_trainer.training.averages import evaluated
 
 
 class LmEval(Callback):
@@ -102,9 +100,7 @@ class LmEval(Callback):
         if self._runner is None or self._partitioner is not run.partitioner:
             self._runner = self._make(run)
         run.begin(f"lm_eval at step {step}", "evaluation")
-        state = run.state.to_eval_state()
-        if run.task.train.eval_use_ema_states and has_ema(run.task.learner):
-            state = dataclasses.replace(state, mdl_vars=extract_ema(run.state.opt_states, run.state.mdl_vars))
+        state = evaluated(run.state, run.eval_averages)
         self.metrics = self._runner.run(state, step, run.job_log_dir, run.summaries)
 
     def _make(self, run: Run) -> HarnessRunner:

@@ -14,7 +14,7 @@ from spmd_trainer.inputs.tokenizer_field import default_start, make_tokenizer, s
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.harness_runner import HarnessRunner, Tasks
 from spmd_trainer.lm_eval.settings import LmEvalSettings
-from spmd_trainer.training import checkpoints
+from spmd_trainer.training import averages, checkpoints
 from spmd_trainer.training.ending import say_results
 from spmd_trainer.training.experiment_config import ResolvedExperiment
 from spmd_trainer.training.job import Job
@@ -38,7 +38,7 @@ def evaluate(job: Job) -> dict[str, float]:
     with Phase("finding the tasks of lm-eval", announce_after=2.0):
         tasks = Tasks(settings)
     harness = make_runner(job, settings, tasks)
-    restored = checkpoints.restore_for_inference(job, use_ema=job.task.train.eval_use_ema_states)
+    restored = checkpoints.restore_for_inference(job, averages.of(job))
     directory = job.config.job_log_dir
     with contextlib.closing(SummaryWriters(directory, enabled=jax.process_index() == 0)) as writers:
         results = harness.run(restored.state, restored.step, directory, writers)

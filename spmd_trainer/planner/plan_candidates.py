@@ -87,13 +87,13 @@ def batch_field(experiment: ResolvedExperiment) -> tuple[str, int]:
     """Returns the path and the value of the training input's global batch size.
 
     Raises:
-      UserError: the input's `batch_size` is not a number in the config.
+      UserError: the input's `batch_size` is not a number in the config, or a ramp decides instead.
     """
     found = _BATCH_FIELD.search("\n".join(experiment.lines()))
-    if not found:
+    if not found or experiment.task_p.train.batch_ramp:
         raise UserError(
-            f"--search=batch: experiment {experiment.label} has no train_datasets[0].batch_size that is a number; leave "
-            "'batch' out of --search"
+            f"--search=batch: experiment {experiment.label} has no train_datasets[0].batch_size that is a number, or a "
+            "batch_ramp instead of it; leave 'batch' out of --search"
         )
     return found[1], int(found[2])
 

@@ -61,6 +61,11 @@ def replay(job: Job) -> None:
     step = job.config.of(ReplayConfig).replay_step
     _check_step(job, step)
     restored = _restore(job, step)
+    job, last = job.at_step(restored.step), job.at_step(step - 1)
+    if job.stage != last.stage:
+        raise UserError(
+            f"--step={step} is of another stage than the checkpoint of step {restored.step}: {job.stage}; {last.stage}"
+        )
     with _Batches(job, restored, step) as batches:
         compiled, key, state = start_up.compile_train_step(job), job.prng_key, restored.state
         written = _written_losses(job)

@@ -203,6 +203,26 @@ def extract_ema(opt_states: Any, mdl_vars: Any) -> Any:
     return jax.tree.unflatten(treedef, [averages.get(path, leaf) for path, leaf in leaves])
 
 
+def keeps_schedule_free(opt_states: Any) -> bool:
+    """Returns True if an optimizer state, or what has its structure, is of optax' `schedule_free`."""
+    return any(map(_is_schedule_free, jax.tree.leaves(opt_states, is_leaf=_is_schedule_free)))
+
+
+def extract_schedule_free(opt_states: Any, mdl_vars: Any) -> Any:
+    """Returns x of optax' `schedule_free`, the average to evaluate at: training computes gradients at the variables, y.
+
+    Args:
+      opt_states: a train state's `opt_states`, logical or padded, with or without repeated layers.
+      mdl_vars: the current variables. Variables that the optimizer doesn't move keep their value.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(mdl_vars)
+    found = dict(leaves)
+    for state in filter(_is_schedule_free, jax.tree.leaves(opt_states, is_leaf=_is_schedule_free)):
+        for path, z in jax.tree_util.tree_leaves_with_path(state.z):
+            found[path] = _x_of_schedule_free(found[path], z, state.b1)
+    return jax.tree.unflatten(treedef, [found[path] for path, _ in leaves])
+
+
 def reset_ema(opt_states: Any, mdl_vars: Any) -> Any:
     """Returns `opt_states` with every moving average reset to its variable's value; everything else is unchanged.
 
@@ -219,6 +239,26 @@ def reset_ema(opt_states: Any, mdl_vars: Any) -> Any:
         return type(node)(count=node["count"], ema=ema)
 
     return jax.tree.map(reset, opt_states, is_leaf=_is_ema_state)
+
+
+def _x_of_schedule_free(y: jax.Array, z: jax.Array, b1: jax.Array) -> jax.Array:
+    """Returns x of one variable. `b1` has the dimensions over which its layers are repeated."""
+
+    def evaluated(b1: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
+        state = optax.contrib.ScheduleFreeState(b1, None, None, None, None, z)
+        # b1 is above 0; it is 0 in the padding of repeated layers, as y and z are.
+        return jnp.where(b1 == 0, y, optax.contrib.schedule_free_eval_params(state, y)).astype(y.dtype)
+
+    for _ in range(b1.ndim):
+        evaluated = jax.vmap(evaluated)
+    # z may be in host memory.
+    x = jax.jit(evaluated)(b1, y, jax.device_put(z, y.sharding))
+    split: jax.Array = jax.device_put(x, y.sharding)
+    return split
+
+
+def _is_schedule_free(node: Any) -> bool:
+    return isinstance(node, optax.contrib.ScheduleFreeState)
 
 
 def _is_ema_state(node: Any) -> bool:

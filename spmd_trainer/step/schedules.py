@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from praxis import schedules
 
@@ -74,12 +75,18 @@ class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untype
     Attributes:
       tokens: counts of tokens that were trained on, ascending.
       values: value at each count.
-      tokens_per_step: tokens of a global batch, with padding: rows times length.
+      tokens_per_step: tokens of a global batch, with padding: rows times length. {step: tokens} with a `batch_ramp`.
     """
 
     tokens: Sequence[float] = ()
     values: Sequence[float] = ()
-    tokens_per_step: int = 0
+    tokens_per_step: int | Mapping[int, int] = 0
+
+    @property
+    def step_sizes(self) -> dict[int, int]:
+        """{step: tokens of each step from there}."""
+        sizes = self.tokens_per_step
+        return dict(sorted(sizes.items())) if isinstance(sizes, Mapping) else {0: sizes}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,20 +97,35 @@ class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untype
             )
         if list(self.tokens) != sorted(self.tokens):
             raise ValueError(f"PiecewiseByTokens.tokens={list(self.tokens)} must ascend")
-        if self.tokens_per_step <= 0:
+        if 0 not in self.step_sizes or min(self.step_sizes.values()) <= 0:
             raise ValueError(
                 f"PiecewiseByTokens.tokens_per_step={self.tokens_per_step}; give the tokens of a global batch, rows times length"
             )
 
     def value_at(self, step: jax.Array) -> jax.Array:
         """Returns the value at a step, scalar float32. `step`: integer scalar."""
-        # In steps: counts of tokens exceed int32, and float32 counts them less exactly.
-        at = jnp.asarray([count / self.tokens_per_step for count in self.tokens], jnp.float32)
-        values, step = jnp.asarray(self.values, jnp.float32), jnp.asarray(step, jnp.float32)
+        at, values = (jnp.asarray(numbers, jnp.float32) for numbers in self._by_steps())
+        step = jnp.asarray(step, jnp.float32)
         after = jnp.searchsorted(at, step, side="right")
-        left, right = jnp.maximum(after - 1, 0), jnp.minimum(after, len(self.values) - 1)
+        left, right = jnp.maximum(after - 1, 0), jnp.minimum(after, len(values) - 1)
         share = jnp.where(at[right] > at[left], (step - at[left]) / jnp.maximum(at[right] - at[left], 1e-30), 0.0)
         return jnp.where(after == 0, values[0], values[left] + share * (values[right] - values[left]))
+
+    def _by_steps(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the steps at which the schedule bends, ascending, and its values there, both float64.
+
+        In steps, because counts of tokens exceed int32, and float32 counts them less exactly. Where the tokens of a step change,
+        a line over tokens has a bend over steps.
+        """
+        begins, sizes = (np.array(one, np.float64) for one in zip(*self.step_sizes.items(), strict=True))
+        before = np.append(0.0, np.cumsum(sizes[:-1] * np.diff(begins)))
+        bends = [count for count in before[1:] if count not in self.tokens]
+        tokens = np.array([*self.tokens, *bends], np.float64)
+        values = np.array([*self.values, *np.interp(bends, self.tokens, self.values)], np.float64)
+        order = np.argsort(tokens, kind="stable")
+        tokens, values = tokens[order], values[order]
+        stage = np.maximum(np.searchsorted(before, tokens, side="right") - 1, 0)
+        return begins[stage] + (tokens - before[stage]) / sizes[stage], values
 
 
 class OptaxSchedule(schedules.BaseSchedule):  # type: ignore[misc]  # untyped

@@ -31,13 +31,13 @@ from spmd_trainer.checkpointing import (
 )
 from spmd_trainer.checkpointing.agreement import agreed_problem, decided_by_process_0
 from spmd_trainer.errors import UserError
+from spmd_trainer.sharding.messages import named_text
 from spmd_trainer.step.layout import Layout
-from spmd_trainer.step.learner import has_ema
-from spmd_trainer.step.optax_bridge import extract_ema
 from spmd_trainer.storage.run_files import has_run
 from spmd_trainer.train_states import is_adapter
 from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, rooms, run_directory
 from spmd_trainer.training.adapter_checkpoints import FOLDER_KEY, FrozenBase
+from spmd_trainer.training.averages import LAST, NONE, TooFewCheckpointsError, evaluated, last_count, mean
 from spmd_trainer.training.ending import say_results
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
@@ -46,37 +46,74 @@ from spmd_trainer.training.summary_writers import SummaryWriters
 
 
 def restore_for_inference(
-    job: Job, *, use_ema: bool, step: int | None = None, base: FrozenBase | None = None
+    job: Job, averages: str, *, step: int | None = None, base: FrozenBase | None = None
 ) -> Restored:
-    """Restores one checkpoint onto the job's mesh, without optimizer states.
+    """Restores what evaluation reads of a checkpoint onto the job's mesh: the variables or averages, without optimizer states.
 
     Args:
       job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` say which checkpoint.
-      use_ema: take the moving averages of the variables.
+      averages: what to take instead of the variables, see `averages.of`. 'last:K': the mean with the K - 1 before it.
       step: this step instead of the flag's.
       base: the frozen base of adapters; give the same one for several steps of a run. None: it is loaded.
 
     Raises:
       UserError: no such checkpoint, or it is another experiment's.
+      TooFewCheckpointsError: there are fewer than K.
     """
     directory = job.config.checkpoint_dir
     step = job.config.restore_checkpoint_step if step is None else step
-    if use_ema and not has_ema(job.task.learner):
-        raise UserError("EMA variables were asked for, but the learner's optimizer has no ema_decay; set one")
+    if job.config.eval_averages is None and averages != NONE and _lacks_opt_states(job, step):
+        logging.info("%s has no optimizer states: its variables are taken, not %s", directory, averages)
+        averages = NONE
     if adapter_checkpoints.begins_with(job, directory):
-        return _of_folder(job, directory, use_ema=use_ema, step=step)
-    # Averages live in the optimizer's state: only then is it read.
-    metadata = job.partitioner.metadata if use_ema else job.partitioner.layout.without_opt_states()
-    restored = restore_from(job, metadata, step=step, partial=not use_ema, with_input=False, base=base)
-    state = restored.state
+        return _of_folder(job, directory, averages, step=step)
+    if count := last_count(averages):
+        restored = _mean_of_last(job, count, step, base or FrozenBase(job))
+    else:
+        # Averages live in the optimizer's state: only then is it read.
+        plain = averages == NONE
+        layout = job.partitioner.layout.without_opt_states() if plain else job.partitioner.metadata
+        restored = restore_from(job, layout, step=step, partial=plain, with_input=False, base=base)
     owner = restored.metadata["metadata"].get("experiment")
     if owner not in (None, job.config.experiment.name):
         logging.warning(
             "%s was written by experiment %s; its variables fit %s", directory, owner, job.config.experiment.name
         )
-    if use_ema:
-        state = dataclasses.replace(state, mdl_vars=extract_ema(state.opt_states, state.mdl_vars))
-    return dataclasses.replace(restored, state=state.to_eval_state())
+    return dataclasses.replace(restored, state=evaluated(restored.state, averages))
+
+
+def _lacks_opt_states(job: Job, step: int | None) -> bool:
+    """Returns True for checkpoints of this trainer without optimizer states: merged ones, which are averages already."""
+    own = Checkpointer(job.config.checkpoint_dir, read_only=True)
+
+    def lacks() -> bool:
+        at = own.latest_step() if step is None else step
+        if at is None or not steps.is_whole(own.directory, at):
+            return False
+        return not any(path.startswith("opt_states/") for path in own.read_metadata(at)["variables"])
+
+    return decided_by_process_0(lacks)
+
+
+def _mean_of_last(job: Job, count: int, step: int | None, base: FrozenBase) -> Restored:
+    """Restores the mean of `count` checkpoints, the last of which is `step`, or the newest."""
+    directory = job.config.checkpoint_dir
+    if decided_by_process_0(lambda: checkpoint_sources.is_foreign(directory)):
+        raise UserError(
+            f"--eval_averages={LAST}{count}: {directory} is of another trainer; give checkpoints of this one"
+        )
+    there = decided_by_process_0(Checkpointer(directory, read_only=True).all_steps)
+    there = [one for one in there if step is None or one <= step]
+    if len(there) < count:
+        found = named_text(there, "step", "steps") if there else "none"
+        upto = "" if step is None else f" up to step {step}"
+        raise TooFewCheckpointsError(
+            f"--eval_averages={LAST}{count} takes {count} checkpoints{upto}, and {directory} has {found}. Save more often "
+            "(task.train.save_interval_steps), or keep more (save_max_to_keep)"
+        )
+    layout = job.partitioner.layout.without_opt_states()
+    restore_one = functools.partial(restore_from, job, layout, partial=True, with_input=False, base=base)
+    return mean(job, there[-count:], lambda one: restore_one(step=one))
 
 
 def restore_from(
@@ -125,13 +162,13 @@ def _refuse_foreign_adapters(source: CheckpointSource, layout: Layout) -> None:
         raise source.mismatch_error(mismatch.adapters_without_base(source.label, source.saved))
 
 
-def _of_folder(job: Job, directory: epath.Path, *, use_ema: bool, step: int | None) -> Restored:
+def _of_folder(job: Job, directory: epath.Path, averages: str, *, step: int | None) -> Restored:
     """Returns step 0 of a run with adapters that begins with a folder: a Hugging Face folder or one of PEFT."""
     metadata = job.partitioner.layout.without_opt_states()
     if step:
         raise UserError(f"no step {step} in {directory}: a folder has no steps")
-    if use_ema:
-        raise UserError(f"{directory} has no optimizer states and no moving averages")
+    if averages != NONE:
+        raise UserError(f"{directory} has no optimizer states and no moving averages, and so no {averages}")
     rules, restored_from = adapter_checkpoints.rules_of(job, directory)
     state = job.partitioner.initialize_train_state(job.prng_key, with_opt_states=False)
     begun = adapter_checkpoints.begin(job, metadata, state, rules, restored_from=restored_from)
@@ -182,7 +219,7 @@ def _has_own(config: RunConfig) -> bool:
     return steps.present_and_committed(config.job_log_dir / "checkpoints")[1]
 
 
-def follow(job: Job, *, use_ema: bool) -> Iterator[Restored]:
+def follow(job: Job, averages: str) -> Iterator[Restored]:
     """Yields the newest checkpoint and each later one as it appears, until the training run has ended.
 
     The last one is the checkpoint of step `num_train_steps`, or the step with which training ended earlier. With
@@ -193,7 +230,7 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[Restored]:
         its last checkpoint was yielded.
     """
     if job.config.restore_checkpoint_step is not None:
-        yield restore_for_inference(job, use_ema=use_ema)
+        yield restore_for_inference(job, averages)
         return
     directory = job.config.checkpoint_dir
     if decided_by_process_0(lambda: checkpoint_sources.is_foreign(directory)):
@@ -201,7 +238,7 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[Restored]:
             "%s is of another trainer, and nothing there tells whether its run goes on: only the newest checkpoint is used",
             directory,
         )
-        yield restore_for_inference(job, use_ema=use_ema)
+        yield restore_for_inference(job, averages)
         return
     require_run(directory)
     last = int(job.task.train.num_train_steps)
@@ -211,19 +248,22 @@ def follow(job: Job, *, use_ema: bool) -> Iterator[Restored]:
         ended = step is not None and (step >= last or (end is not None and step >= end))
         return ended or run_directory.failure(directory.parent) is not None
 
-    seen, base = -1, FrozenBase(job)
+    seen, base, too_few = -1, FrozenBase(job), None
     for step in iterate_checkpoints(directory, stop_fn=has_ended):
         try:
-            restored = restore_for_inference(job, use_ema=use_ema, step=step, base=base)
-        except (CheckpointNotFoundError, DamagedCheckpointError) as error:
+            restored = restore_for_inference(job, averages, step=step, base=base)
+        except (CheckpointNotFoundError, DamagedCheckpointError, TooFewCheckpointsError) as error:
             # The training run keeps only its newest steps, and may delete one while it is read.
             logging.warning("step %d is left out: %s", step, error)
+            too_few = error if isinstance(error, TooFewCheckpointsError) else None
             continue
         seen = step
         yield restored
     # Processes may see the directory at different moments: all of them do what the first one sees.
     if (failed := decided_by_process_0(lambda: _failure(directory))) and seen < last:
         raise UserError(failed)
+    if seen < 0 and too_few:
+        raise too_few
 
 
 def run_on(job: Job, make: Callable[[Job, SummaryWriters], Any], checkpoints: Iterable[Restored]) -> None:

@@ -21,7 +21,7 @@ from spmd_trainer.step.packing import Packed, ScalarPacking
 from spmd_trainer.storage import json_values
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree, TrainState
-from spmd_trainer.training import checkpoints, decode_records, rooms
+from spmd_trainer.training import averages, checkpoints, decode_records, rooms
 from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, no_op
 from spmd_trainer.training.decode_records import DecodeOutput
 from spmd_trainer.training.job import Job
@@ -199,11 +199,11 @@ def with_sampling_keys(task: SingleTask, inputs: NestedMap, key: jax.Array) -> N
 
 def decode_once(job: Job) -> int:
     """Decodes with one checkpoint, `--restore_checkpoint_step` or the newest, and returns its step."""
-    restored = checkpoints.restore_for_inference(job, use_ema=job.task.train.decode_use_ema_states)
+    restored = checkpoints.restore_for_inference(job, averages.of(job, decodes=True))
     checkpoints.run_on(job, Decodes, [restored])
     return restored.step
 
 
 def decode_checkpoints(job: Job) -> None:
     """Decodes with the newest checkpoint and then with each new one, up to the training run's last step."""
-    checkpoints.run_on(job, Decodes, checkpoints.follow(job, use_ema=job.task.train.decode_use_ema_states))
+    checkpoints.run_on(job, Decodes, checkpoints.follow(job, averages.of(job, decodes=True)))

@@ -19,7 +19,7 @@ from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.packing import Packed, ScalarPacking, Scalars, WeightedMean, computed_clu
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.train_states import PyTree, TrainState
-from spmd_trainer.training import checkpoints
+from spmd_trainer.training import averages, checkpoints
 from spmd_trainer.training.dataset_batches import FiniteDataset, log_first_call, no_op
 from spmd_trainer.training.decode_records import arrays_of_row
 from spmd_trainer.training.ending import shown
@@ -38,6 +38,10 @@ class Evaluations:
         self._writers = writers
         self._datasets: list[EvalDataset] | None = None
         self._train_step: EvalStep | None = None
+
+    def use_batch(self, job: Job) -> None:
+        """Evaluates training batches of another shape from now on: those of `job`."""
+        self._job, self._train_step = job, None
 
     def run(
         self,
@@ -199,4 +203,4 @@ def evaluate_checkpoints(job: Job) -> None:
     Raises:
       UserError: there is no run to follow.
     """
-    checkpoints.run_on(job, Evaluations, checkpoints.follow(job, use_ema=job.task.train.eval_use_ema_states))
+    checkpoints.run_on(job, Evaluations, checkpoints.follow(job, averages.of(job)))

@@ -18,6 +18,7 @@ from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.base_experiment import BaseExperiment, check_overrides
 from spmd_trainer.errors import MissingCompilerError, UserError, first_paragraph, user_code
 from spmd_trainer.errors.installation import installed_version
+from spmd_trainer.inputs import batches
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
 from spmd_trainer.inputs.text_base import TokenizedFiles
 from spmd_trainer.models.base import vocabulary_size
@@ -26,10 +27,12 @@ from spmd_trainer.sharding.report_data import InputLayout
 from spmd_trainer.step import pjit
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.mesh_choice import choose_mesh
+from spmd_trainer.step.minibatches import check_count
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.train_states import PyTree
-from spmd_trainer.training import reference_files, rooms
+from spmd_trainer.training import ramps, reference_files, rooms
+from spmd_trainer.training.ramps import Stage
 from spmd_trainer.training.run_config import ChipsConfig, RunConfig, StepConfig
 
 
@@ -60,6 +63,8 @@ class Job:
       partitioner: the partitioner, set up on the job's mesh.
       process_inputs_shape_dtype: ShapeDtypeStructs of one process's training batch.
       batch: the batch settings of an elastic run whose devices have changed, else None.
+      stage: the stage of `task.train.batch_ramp` and `sequence_ramp`: the last one, until training asks for another with
+        `at_step`. None without a ramp.
     """
 
     config: RunConfig
@@ -67,6 +72,7 @@ class Job:
     partitioner: Partitioner
     process_inputs_shape_dtype: PyTree
     batch: BatchSettings | None = None
+    stage: Stage | None = None
     # Inputs that are built and at their beginning, by the id of their config.
     _kept: dict[int, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -89,7 +95,13 @@ class Job:
                 partitioner.num_minibatches = config.num_minibatches
             _use_mesh(config, task, partitioner, devices)
             job = cls(config, task, partitioner, shapes)
+            if stages := job.stages:
+                ramps.check(task, partitioner, stages, job.inputs_shape_dtype)
+                job = job._in_stage(stages[-1], shapes)
             partitioner.setup(task, job.inputs_shape_dtype)
+            for stage in stages:
+                rows = job._in_stage(stage, shapes).num_rows
+                check_count(partitioner.num_minibatches, partitioner.rows_to_split(rows, partitioner.mesh.size))
         logging.info("%s", _parameters_text(partitioner.metadata))
         return job
 
@@ -108,9 +120,30 @@ class Job:
             partitioner = make_partitioner(experiment)
             partitioner.num_minibatches = batch.num_minibatches
             partitioner.use_mesh(mesh)
-            shapes = jax.tree.map(scaled, _declared_inputs(experiment))
+            shapes = _declared_inputs(experiment)
+            if self.stage is not None:
+                shapes = ramps.shapes_in(self.stage, shapes, jax.process_count())
+            shapes = jax.tree.map(scaled, shapes)
             partitioner.setup(self.task, self.global_shape_dtype(shapes))
         return dataclasses.replace(self, partitioner=partitioner, process_inputs_shape_dtype=shapes, batch=batch)
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages of training; none without a ramp."""
+        return ramps.stages_of(self.task.train)
+
+    def at_step(self, step: int) -> Job:
+        """Returns the job in the stage of the step that is taken after `step` steps; without a ramp, the job."""
+        if self.stage is None:
+            return self
+        stage = ramps.stage_at(self.stages, step)
+        return (
+            self if stage == self.stage else self._in_stage(stage, _declared_inputs(self.config.experiment.experiment))
+        )
+
+    def _in_stage(self, stage: Stage, declared: PyTree) -> Job:
+        shapes = ramps.shapes_in(stage, declared, jax.process_count())
+        return dataclasses.replace(self, process_inputs_shape_dtype=shapes, stage=stage)
 
     @property
     def prng_key(self) -> jax.Array:
@@ -149,6 +182,8 @@ class Job:
           UserError: see `build_input`; the batch size can't be scaled.
         """
         input_p = self.config.experiment.config.train_datasets[0].clone()
+        if self.stage is not None:
+            input_p = ramps.with_rows(input_p, self.stage, jax.process_count())
         if self.batch is not None and self.batch.batch_scale != 1:
             if input_p.batch_size is None:
                 raise UserError(
@@ -157,7 +192,14 @@ class Job:
             # An experiment may give a config that computes the batch size.
             rows = pax_fiddle.build(input_p.batch_size)
             input_p.batch_size = _scaled(rows, self.batch, self.partitioner.mesh.size)
-        return self.build_input(input_p)
+        built = self.build_input(input_p)
+        if self.stage is not None:
+            ramps.check_input(built, self.stages)
+        return built
+
+    def cut(self, batch: PyTree) -> PyTree:
+        """Returns a training batch of one process with its rows cut as `sequence_ramp` says."""
+        return batches.cut_rows(batch, self.stage.length) if self.stage and self.stage.length else batch
 
     def build_input(self, input_p: Any) -> Any:
         """Builds an input for this process's share of the data, or takes the one that was kept.

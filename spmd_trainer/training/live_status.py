@@ -47,6 +47,7 @@ class TrainingStatus:
       mfu: model FLOPs utilization, from 0 to 1; None if unknown.
       memory: of this process's devices; None if the backend doesn't report it.
       due: step of the next 'save', 'eval' and 'decode'; omits disabled ones.
+      steps_left: the work that is left, in steps like the current ones; None: num_steps - step.
       activity: current activity other than training, e.g. 'saving step 12'; empty during training.
     """
 
@@ -59,6 +60,7 @@ class TrainingStatus:
     mfu: float | None = None
     memory: Memory | None = None
     due: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    steps_left: float | None = None
     activity: str = ""
 
 

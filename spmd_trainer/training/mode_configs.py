@@ -39,13 +39,17 @@ class ExportConfig(RunConfig):
         value="DTYPE",
         choices=("float32", "bfloat16", "float16"),
     )
-    use_ema: bool = _export(False, "Write the moving averages of the variables.", flag="export_use_ema")
     adapter: bool = _export(
         False, "Write the adapters alone, in PEFT's format, instead of a merged model.", flag="export_adapter"
+    )
+    checkpoint: bool = _export(
+        False, "Write a checkpoint instead of a folder, for warm starts; of any model.", flag="export_checkpoint"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.checkpoint and (self.adapter or self.dtype):
+            raise UserError("--export_checkpoint writes all variables; leave --export_adapter and --export_dtype out")
         if self.adapter and self.dtype:
             raise UserError("--export_adapter writes float32; leave --export_dtype out")
 

@@ -10,9 +10,8 @@ import jax
 from spmd_trainer.callbacks import Run
 from spmd_trainer.checkpointing import Checkpointer
 from spmd_trainer.inputs.prefetch import Prefetcher
-from spmd_trainer.step.optax_bridge import extract_ema
-from spmd_trainer.train_states import PyTree, TrainState
-from spmd_trainer.training import decode, evaluate
+from spmd_trainer.train_states import PyTree
+from spmd_trainer.training import averages, decode, evaluate
 from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.dataset_batches import no_op
 from spmd_trainer.training.job import Job
@@ -159,6 +158,11 @@ class PeriodicWork:
         self._evaluations = evaluate.Evaluations(job, self._run.summaries)
         self._decodes = decode.Decodes(job, self._run.summaries)
 
+    def use_batch(self, job: Job) -> None:
+        """Continues with training batches of another shape."""
+        self._job = job
+        self._evaluations.use_batch(job)
+
     def do(
         self,
         due: Due,
@@ -179,7 +183,7 @@ class PeriodicWork:
             run.begin(f"evaluation at step {run.step}", "evaluation")
             skips = task.train.eval_skip_train
             self.results = self._evaluations.run(
-                _eval_state(run.state, ema=task.train.eval_use_ema_states),
+                averages.evaluated(run.state, averages.of(self._job)),
                 run.step,
                 None if skips else batch,
                 next_batch=None if skips else lambda: getattr(batches.peek(), "batch", None),  # the next step takes it
@@ -189,7 +193,7 @@ class PeriodicWork:
             self._callbacks.call("after_eval", run, run.step, self.results)
         if due.decode:
             run.begin(f"decoding at step {run.step}", "decode")
-            eval_state = _eval_state(run.state, ema=task.train.decode_use_ema_states)
+            eval_state = averages.evaluated(run.state, averages.of(self._job, decodes=True))
             self._decodes.run(eval_state, run.step, between_batches)
             self._decoded = run.step
             if jax.process_index() == 0:
@@ -211,11 +215,3 @@ class PeriodicWork:
             self.do(due, batches, batch, request.leave_if_asked)
         except Interrupted:
             self.interrupted = "evaluation" if due.evaluate and self.evaluated != step else "decode"
-
-
-def _eval_state(state: TrainState, *, ema: bool) -> TrainState:
-    """Returns the part of the training state that evaluation reads, with averaged variables if asked."""
-    if not ema:
-        return state.to_eval_state()
-    averages = extract_ema(state.opt_states, state.mdl_vars)
-    return dataclasses.replace(state.to_eval_state(), mdl_vars=averages)

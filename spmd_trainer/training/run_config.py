@@ -39,7 +39,7 @@ def _reader(module: str, function: str) -> Callable[[str, Any], Any]:
 
 
 read_directory, _mesh = _reader("storage", "directory"), _reader("step.mesh_choice", "read_mesh")
-_xla_options = _reader("training.xla_flags", "read")
+_xla_options, _averages = _reader("training.xla_flags", "read"), _reader("training.averages", "read")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,12 @@ class RunConfig(Settings):
         None, "Read checkpoints from DIR instead of JOB_LOG_DIR/checkpoints.", value="DIR", read=read_directory
     )
     restore_checkpoint_step: int | None = _checkpoints(None, "Restore step N, not the newest.", value="N", at_least=0)
+    eval_averages: str | None = _checkpoints(
+        None,
+        "Evaluate, decode and export ema, schedule_free (such an optimizer's default), last:K (mean of K checkpoints), or none.",
+        value="AVERAGES",
+        read=_averages,
+    )
     jax_profiler_port: int | None = _training(
         None, "Serve JAX's profiler on this port.", value="PORT", at_least=1, compared=False
     )
@@ -214,9 +220,7 @@ class ChipsConfig(StepConfig):
         "compiles the train step for them and prints the plan: memory, time, collectives, FLOPs. --mode=plan searches for them.",
         value="CHIP:SHAPE",
     )
-    num_slices: int = _planning(
-        1, "Number of slices of --topology; for GPUs it multiplies the hosts.", value="N", at_least=1
-    )
+    num_slices: int = _planning(1, "Slices of --topology; for GPUs, times as many hosts.", value="N", at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -258,9 +262,7 @@ class VerifyConfig(StepConfig):
     """Settings of `--mode=verify`."""
 
     mode: str = "verify"
-    verify_steps: int = _planning(
-        5, "Number of training steps that --mode=verify compares.", value="N", at_least=1, carried=True
-    )
+    verify_steps: int = _planning(5, "Training steps that --mode=verify compares.", value="N", at_least=1, carried=True)
     verify_against: Options | None = _planning(
         None,
         "XLA options, e.g. 'xla_cpu_enable_fast_math=true': --mode=verify compares with and without them, not with one device.",

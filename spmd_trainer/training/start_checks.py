@@ -26,7 +26,7 @@ from spmd_trainer.inputs.batches import dataset_input_specs
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.learner import MultiOptimizerLearner, has_ema
 from spmd_trainer.storage import access
-from spmd_trainer.training import checkpoint_sources, checkpoints, elastic, rooms, run_directory
+from spmd_trainer.training import averages, checkpoint_sources, checkpoints, elastic, rooms, run_directory
 from spmd_trainer.training.early_stopping import EarlyStopping
 from spmd_trainer.training.ending import TIMING
 from spmd_trainer.training.mode_configs import ExportConfig
@@ -123,7 +123,7 @@ def check_settings(config: RunConfig) -> None:
     resolved, mode = config.experiment, config.mode
     task_p = resolved.task_p
     _check_numbers(task_p)
-    _check_averages(task_p, mode)
+    _check_averages(config)
     if mode in ("train", "eval", *_DECODE_MODES):
         _require_datasets(resolved, "decode" if mode in _DECODE_MODES else mode, f"--mode={mode}")
     if isinstance(config, TrainConfig):
@@ -188,10 +188,11 @@ def check_training(job: Job) -> None:
     Called by every process, before the run writes anything.
 
     Raises:
-      UserError: `EarlyStopping.metric` is none that its dataset's evaluation gives.
+      UserError: `EarlyStopping.metric` is none that its dataset's evaluation gives; the run doesn't have `--eval_averages`.
       CheckpointError: the warm start's rules match nothing, or don't fit the checkpoint.
     """
     elastic.check_processes(job)
+    averages.of(job)
     _check_early_stopping_metric(job)
     rules = job.task.train.init_from_checkpoint_rules
     # Reading a checkpoint's record takes all processes: they do what the first one sees.
@@ -224,11 +225,17 @@ def _out_of_range(config: Any, path: str, ranges: Mapping[str, _Range]) -> Itera
             yield f"{path}.{field} is {value!r}; give {valid}"
 
 
-def _check_averages(task_p: Any, mode: str) -> None:
-    """Refuses moving averages that the learner doesn't keep, in training too: its checkpoints would lack them."""
+def _check_averages(config: RunConfig) -> None:
+    """Refuses averages that the run doesn't have. Moving averages in training too: its checkpoints would lack them."""
+    task_p, mode, given = config.experiment.task_p, config.mode, config.eval_averages
+    if mode == "train" and given and averages.last_count(given):
+        raise UserError(
+            f"--eval_averages={given} reads checkpoints, which training doesn't: give it to --mode=eval, decode or export. "
+            "Training has ema, schedule_free and none"
+        )
     fields = ["eval_use_ema_states"] if mode in ("train", "eval") else []
     fields += ["decode_use_ema_states"] if mode in ("train", *_DECODE_MODES) else []
-    asked = [field for field in fields if getattr(task_p.train, field)]
+    asked = [field for field in fields if getattr(task_p.train, field) and given is None]
     # A list of learners is refused where the task is built.
     if not asked or not isinstance(task_p.train.learner, fdl.Buildable):
         return

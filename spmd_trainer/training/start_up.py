@@ -165,12 +165,12 @@ class CompiledTrainStep:
 
 
 def start(
-    job: Job, run: Run, callbacks: CallbackList, checkpointer: Checkpointer, stack: contextlib.ExitStack
-) -> tuple[CompiledTrainStep, Prefetcher]:
+    job: Job, run: Run, callbacks: CallbackList, checkpointer: Checkpointer, inputs: contextlib.ExitStack
+) -> tuple[Job, CompiledTrainStep, Prefetcher]:
     """Compiles the step while the state is restored or initialised: most of the compiler's work leaves Python free.
 
     Returns:
-      The compiled step and the training input on the devices.
+      The job in the stage of the run's first step, its compiled step, and the input on the devices, which `inputs` closes.
 
     Raises:
       UserError: the input or the beginning of the run doesn't fit the job.
@@ -179,17 +179,22 @@ def start(
     config = job.config
     run_directory.describe(config.job_log_dir, _about(job), job.settings_lines())
     pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
-    compiling = None if _seems_finished(job, checkpointer) else pool.submit(compile_train_step, job)
+    newest = decided_by_process_0(checkpointer.latest_step)
+    job = job.at_step(newest or 0)
+    compiling = None if _seems_finished(job, newest) else pool.submit(compile_train_step, job)
     # Not waited for: an error in the checkpoint or the input is reported before the compiler is done.
     pool.shutdown(wait=False)
     run.state, saved_input_state, run.origin = first_state(job, checkpointer)
     run.step = run.first_step = int(run.state.step)
+    if (now := job.at_step(run.step)) is not job:  # it began with another checkpoint than the newest of its own
+        job, compiling = now, None
+    run.batch = job.inputs_shape_dtype
     # A run that begins here has the variables of the reference. Others are not asked: it takes a listing of the directory.
     if reference_logps.inputs_of(job) and not checkpointer.holds_steps():
         reference_logps.compute(job, run.state)
     if not job.task.train.enable_input_checkpointing:
         saved_input_state = None
-    run.input = batches = stack.enter_context(train_batches(job, saved_input_state))
+    run.input = batches = inputs.enter_context(train_batches(job, saved_input_state))
     callbacks.call("on_start", run)
     trains = run.step < run.num_steps and not run.stop_reason
     if not trains:
@@ -211,8 +216,8 @@ def start(
     if not jax.process_index():  # only now, because the compiled step names the attention kernels
         run_directory.write_report(job.sharding_report(step.attention), config.job_log_dir)
     run_directory.mark_begin_of_training(config.job_log_dir, config.experiment.overrides, config.given(), trains=trains)
-    logging.info("%s", said)
-    return step, batches
+    logging.info("%s%s", said, f", with {job.stage}" if job.stage else "")
+    return job, step, batches
 
 
 def _check_datasets(job: Job) -> None:
@@ -245,7 +250,7 @@ def _about(job: Job) -> dict[str, object]:
 
 
 def move(
-    job: Job, devices: Sequence[jax.Device], run: Run, batches: Prefetcher, stack: contextlib.ExitStack
+    job: Job, devices: Sequence[jax.Device], run: Run, batches: Prefetcher, inputs: contextlib.ExitStack
 ) -> tuple[Job, CompiledTrainStep, Prefetcher]:
     """Moves a run to other devices: its state, its step and its input. Batches that were ready are made anew.
 
@@ -254,7 +259,7 @@ def move(
       devices: the devices to continue on.
       run: told of the new state, partitioner, batch and input.
       batches: the input on the old devices.
-      stack: closes the new one.
+      inputs: holds the old one open, and then the new one.
 
     Returns:
       The job on the new devices, its compiled step, and its input from where the old one was.
@@ -265,15 +270,14 @@ def move(
     run.times.begin("compile")
     with jax.transfer_guard_device_to_host("allow"):
         job, run.state = elastic.rebuild(job, devices, run.state)
-        batches.close()
+        inputs.close()
         run.partitioner, run.batch = job.partitioner, job.inputs_shape_dtype
-        run.input = stack.enter_context(train_batches(job, {"state": batches.state}))
+        run.input = inputs.enter_context(train_batches(job, {"state": batches.state}))
         return job, compile_train_step(job), run.input
 
 
-def _seems_finished(job: Job, checkpointer: Checkpointer) -> bool:
+def _seems_finished(job: Job, newest: int | None) -> bool:
     """Returns whether the newest checkpoint is the last one. The state that is restored decides; it may be an older one."""
-    newest = decided_by_process_0(checkpointer.latest_step)
     if newest is None:
         finished = False
     elif job.task.early_stopping_fn is not None and run_directory.end_of_training(job.config.job_log_dir) == newest:
@@ -336,6 +340,7 @@ def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Pref
     check = batch_checker(job, train_input.name, job.process_inputs_shape_dtype)
 
     def put(batch: PyTree) -> PyTree:
+        batch = job.cut(batch)
         check(batch)
         return job.partitioner.layout.put(batch)
 

@@ -18,7 +18,7 @@ from spmd_trainer.checkpointing import CheckpointError
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.storage.lock import locked
 from spmd_trainer.train_states import TrainState
-from spmd_trainer.training import elastic, ending, garbage, rooms, run_directory, start_up
+from spmd_trainer.training import averages, elastic, ending, garbage, rooms, run_directory, start_up
 from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.early_stopping import EarlyStop
 from spmd_trainer.training.invalid_steps import InvalidSteps
@@ -28,6 +28,7 @@ from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import TrainConfig
 from spmd_trainer.training.saving import Checkpoints
 from spmd_trainer.training.signals import SaveRequest, save_requests
+from spmd_trainer.training.stages import Stages
 from spmd_trainer.training.step_taker import INPUT_ENDED, StepTaker
 from spmd_trainer.training.summaries import Summaries
 from spmd_trainer.training.summary_writers import SummaryError, SummaryWriters
@@ -72,9 +73,10 @@ def train(job: Job) -> TrainResult:
         leaves = config.exit_after_ondemand_checkpoint
         request = stack.enter_context(save_requests(exit_after_ondemand_checkpoint=leaves))
         run, callbacks, checkpoints = stack.enter_context(_open_run(job))
-        work = PeriodicWork(job, run, callbacks)
+        inputs = stack.enter_context(contextlib.ExitStack())
         steps = StepTaker(job, run, callbacks)
-        compiled, batches = start_up.start(job, run, callbacks, checkpoints.checkpointer, stack)
+        job, compiled, batches = start_up.start(job, run, callbacks, checkpoints.checkpointer, inputs)
+        work, stages = PeriodicWork(job, run, callbacks), Stages(job, run, inputs)
         batch, leave = None, bool(run.stop_reason)
         steps.use(compiled)
         garbage.resume()
@@ -84,13 +86,20 @@ def train(job: Job) -> TrainResult:
 
         with jax.transfer_guard_device_to_host("disallow"):  # what the host waits for, it must mean to
             while run.step < run.num_steps and not leave:
+                if stages.is_due():
+                    steps.drain()
+                    compiled, batches = stages.enter(batches)
+                    steps.use(compiled)
+                    job = stages.job
+                    work.use_batch(job)
+                    callbacks.call("after_pause", run, run.step)
                 if (taken := steps.take(batches)) is not None:
                     batch = taken
 
                 devices = elastic.changed_devices(job, run.step)
                 if devices is not None:
                     steps.drain()
-                    job, compiled, batches = start_up.move(job, devices, run, batches, stack)
+                    job, compiled, batches = start_up.move(job, devices, run, batches, inputs)
                     steps.use(compiled)
                     batch = None  # The old batch is on the old devices: an evaluation now takes the next one.
                     work.use(job)
@@ -142,6 +151,7 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
         config_lines=config.experiment.lines(),
         saves=config.enable_checkpoint_saving,
         eval_names=[str(input_p.name) for input_p in config.experiment.config.eval_datasets],
+        eval_averages=averages.of(job),
     )
     # One trainer at a time: a second one would delete this one's unfinished checkpoints and mix their metrics.
     lock = locked(config.job_log_dir) if jax.process_index() == 0 else contextlib.nullcontext()

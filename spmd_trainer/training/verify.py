@@ -193,7 +193,7 @@ def verify(job: Job) -> None:
             "optimizer states are kept in float32 here, not as opt_state_dtype says: a last bit decides how fewer are rounded\n"
         )
     source = reference_files.attach_zeros(job.build_train_input())
-    batches = [source.get_next_padded() for _ in range(job.config.of(VerifyConfig).verify_steps)]
+    batches = [job.cut(source.get_next_padded()) for _ in range(job.config.of(VerifyConfig).verify_steps)]
     mesh = mesh_text(job.partitioner.mesh.shape)
     options = job.config.of(VerifyConfig).verify_against
     on_mesh = functools.partial(run_steps, job.partitioner, batches, job.prng_key)

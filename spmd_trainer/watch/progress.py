@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from absl import logging
 from spmd_trainer.callbacks import Callback, Run
 from spmd_trainer.sharding.messages import format_duration, format_seconds
 from spmd_trainer.step.packing import Scalars
-from spmd_trainer.training import rooms
+from spmd_trainer.training import ramps, rooms
 from spmd_trainer.training.live_status import Memory, TrainingStatus, live
 
 # Metrics shown beside the loss if the task has them, and their labels.
@@ -51,6 +52,7 @@ class Progress:
         interval: int,
         flops_per_item: float | None = None,
         peak_flops: float | None = None,
+        steps_left: Callable[[int], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.items_per_step = items_per_step
@@ -58,6 +60,7 @@ class Progress:
         self.flops_per_item = flops_per_item
         self.peak_flops = peak_flops
         self._num_steps = num_steps
+        self._steps_left = steps_left or (lambda step: num_steps - step)
         self._interval = max(1, interval)
         self._clock = clock
         self._since: tuple[int, float] | None = None
@@ -109,6 +112,7 @@ class Progress:
             unit=self.unit,
             mfu=self._mfu(self.items_per_step / seconds) if seconds else None,
             memory=self.memory,
+            steps_left=self._steps_left(step),
         )
 
     def _log(self, step: int, scalars: Scalars, seconds: float) -> dict[str, float]:
@@ -117,7 +121,7 @@ class Progress:
         parts = [f"step {step}/{self._num_steps}", f"loss {scalars.loss:.4f}"]
         parts += [f"{text} {scalars.means[name]:.3f}" for name, text in _SHOWN.items() if name in scalars.means]
         rate = self.items_per_step / seconds
-        left = (self._num_steps - step) * seconds
+        left = self._steps_left(step) * seconds
         parts += [f"{rate:,.0f} {self.unit}/s", f"{seconds * 1e3:.0f} ms/step"]
         timing = {"steps_per_sec": 1.0 / seconds, f"{self.unit}_per_sec": rate}
         if (mfu := self._mfu(rate)) is not None:
@@ -213,6 +217,7 @@ def _make_progress(run: Run) -> Progress:
         interval=train_p.log_train_output_interval_steps or train_p.summary_interval_steps,
         flops_per_item=flops,
         peak_flops=_peak_flops(run),
+        steps_left=functools.partial(ramps.steps_left, ramps.stages_of(train_p), num_steps=run.num_steps),
     )
 
 

@@ -45,7 +45,9 @@ class Run:
         )
         self.partitioner = types.SimpleNamespace(metadata=metadata)
         self.task = types.SimpleNamespace(
-            train=types.SimpleNamespace(log_train_output_interval_steps=2, summary_interval_steps=2)
+            train=types.SimpleNamespace(
+                log_train_output_interval_steps=2, summary_interval_steps=2, batch_ramp=None, sequence_ramp=None
+            )
         )
         self.activity = ("training step 1", 0.0)
         self.logged = {}

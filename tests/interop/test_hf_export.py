@@ -220,7 +220,7 @@ def test_training_from_a_folder_and_exporting_the_averages(tmp_path):
     settings = {"overrides": ["task.train.learner.optimizer.ema_decay=0.5"]}
     st.train(experiment, tmp_path / "run", **settings)
     assert st.export(experiment, tmp_path / "run", tmp_path / "last", **settings) == 3
-    st.export(experiment, tmp_path / "run", tmp_path / "averages", use_ema=True, **settings)
+    st.export(experiment, tmp_path / "run", tmp_path / "averages", eval_averages="ema", **settings)
     # With the flags of training, too: the folder is where the run began, not what is exported.
     again = {**settings, "restore_checkpoint_dir": source}
     assert st.export(experiment, tmp_path / "run", tmp_path / "again", restore_checkpoint_step=3, **again) == 3
@@ -237,7 +237,7 @@ def test_training_from_a_folder_and_exporting_the_averages(tmp_path):
         assert 0 < np.abs(averages[name] - before[name]).max() < moved < 0.1, name
     assert (tmp_path / "last" / "tokenizer.json").exists()
     with raises_naming(UserError, "no optimizer states", "moving averages"):
-        st.export(experiment, tmp_path / "new", tmp_path / "no", use_ema=True, **again)
+        st.export(experiment, tmp_path / "new", tmp_path / "no", eval_averages="ema", **again)
 
 
 def test_the_names_of_attributes(tmp_path):

@@ -97,7 +97,7 @@ def command(*arguments):
 def test_export_on_the_command_line(tmp_path):
     config = command("--mode=export", f"--export_dir={tmp_path / 'out'}", "--export_dtype=bfloat16")
     assert config.directory == tmp_path / "out"
-    assert (config.dtype, config.use_ema) == ("bfloat16", False)
+    assert (config.dtype, config.eval_averages) == ("bfloat16", None)
     with pytest.raises(UserError, match="--mode=export needs --export_dir=DIR"):
         command("--mode=export")
     with pytest.raises(UserError, match="--export_dir goes with --mode=export"):

@@ -119,13 +119,13 @@ def test_averages_are_taken_for_inference(pax_data):
     job = job_on(EMA, (1, 4, 2))
     config = dataclasses.replace(job.config, restore_checkpoint_dir=epath.Path(pax_data.checkpoints(EMA)))
     reading = dataclasses.replace(job, config=config)
-    restored = checkpoints.restore_for_inference(reading, use_ema=True)
+    restored = checkpoints.restore_for_inference(reading, "ema")
     step, state = restored.step, restored.state
     assert step == 20
     for path, value in named_leaves(state.mdl_vars):
         np.testing.assert_array_equal(value, expected[f"state/opt_states/0/4/ema/{path}"])
     # The newest step, and no waiting for others.
-    [restored] = list(checkpoints.follow(reading, use_ema=False))
+    [restored] = list(checkpoints.follow(reading, "none"))
     step, state = restored.step, restored.state
     assert step == 20
     for path, value in named_leaves(state.mdl_vars):

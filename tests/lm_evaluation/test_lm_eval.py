@@ -153,7 +153,7 @@ class Killed(BaseException):
 def test_a_killed_evaluation_goes_on_and_runs_each_request_once(tmp_path):
     settings = settings_of(tmp_path, model_args=ModelArgs(batch_size=4))
     job = job_on_folder(tmp_path, settings, mesh=(1, 2, 2))
-    restored = checkpoints.restore_for_inference(job, use_ema=False)
+    restored = checkpoints.restore_for_inference(job, "none")
     step, state = restored.step, restored.state
     directory = epath.Path(tmp_path / "run/lm_eval/step_0")
     starts, computed, shapes = 0, 0, set()

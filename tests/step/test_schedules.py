@@ -109,6 +109,25 @@ def test_cosine_with_restarts_is_optax_own():
     at_points(config, 750, formula)
 
 
+def test_warm_restarts_are_those_of_sgdr():
+    """Loshchilov & Hutter 2017, equation 5: T_0 = 20, T_mult = 2, learning rates from 0.1 to 1, no warm-up."""
+    first, factor, least, cycles = 20, 2, 0.1, 5
+
+    def formula(step):
+        # Cycle i begins after T_0 (T_mult^i - 1) / (T_mult - 1) steps.
+        cycle = int(math.log(step * (factor - 1) / first + 1, factor) + 1e-9)
+        current = step - first * (factor**cycle - 1) // (factor - 1)
+        return least + (1 - least) * (1 + math.cos(math.pi * current / (first * factor**cycle))) / 2
+
+    about = {"init_value": 1.0, "peak_value": 1.0, "warmup_steps": 0, "end_value": least}
+    kwargs = [{**about, "decay_steps": first * factor**cycle} for cycle in range(cycles)]
+    config = Config(schedules.OptaxSchedule, schedule=Config(optax.sgdr_schedule, cosine_kwargs=kwargs))
+    at_points(config, first * (factor**cycles - 1) - 1, formula)
+    schedule = build(config)
+    for begin in (0, 20, 60, 140, 300):  # restarts
+        assert schedule.value_at(begin) == 1.0
+
+
 @pytest.mark.parametrize(
     ("config", "facts"),
     [

@@ -75,7 +75,7 @@ def first_state(job):
 def restored(directory, exp=None, **settings):
     """The variables that evaluation restores, by path, at logical shapes."""
     job = job_of(directory, exp, mode="eval", **settings)
-    state = checkpoints.restore_for_inference(job, use_ema=False).state
+    state = checkpoints.restore_for_inference(job, "none").state
     return logical(job.partitioner.layout.without_opt_states(), state)
 
 
@@ -361,7 +361,7 @@ def test_following_a_run_loads_the_base_once(trained, monkeypatch):
     job = job_of(run, mode="eval")
     states = [
         logical(job.partitioner.layout.without_opt_states(), state)
-        for state in (restored.state for restored in checkpoints.follow(job, use_ema=False))
+        for state in (restored.state for restored in checkpoints.follow(job, "none"))
     ]
     assert len(loads) == 1
     assert [int(state["step"]) for state in states] == [0, 2, STEPS]

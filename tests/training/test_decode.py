@@ -237,7 +237,7 @@ def test_prompts_wider_than_the_model_decodes_are_refused(tmp_path):
 @pytest.mark.full
 def test_an_empty_dataset_is_refused(tmp_path, monkeypatch):
     job = decode_job(tmp_path)
-    state = checkpoints.restore_for_inference(job, use_ema=False).state
+    state = checkpoints.restore_for_inference(job, "none").state
     decodes = decode.Decodes(job, SummaryWriters(tmp_path))
     monkeypatch.setattr(decode.DecodeDataset, "_batches", lambda self: iter(()))
     with raises_naming(UserError, "decode dataset heldout_prompts", "empty"):

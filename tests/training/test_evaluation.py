@@ -172,7 +172,7 @@ def test_early_stopping_keeps_the_best_checkpoint_and_survives_a_restart(tmp_pat
     train.train(stopping_job(tmp_path, patience=2))
     assert len(read_metrics(tmp_path, "eval_heldout")) == best + 2
     job = eval_job(tmp_path / "job", restore_checkpoint_dir=epath.Path(tmp_path / "best"))
-    restored = checkpoints.restore_for_inference(job, use_ema=False)
+    restored = checkpoints.restore_for_inference(job, "none")
     step, state = restored.step, restored.state
     assert step == best
     metrics = evaluate.Evaluations(job, SummaryWriters(tmp_path / "job")).run(state, step)

@@ -129,6 +129,10 @@ class CorpusInput(text_base.TokenizedInput):
         return any(one.epochs is None for one in self.sources)
 
     @property
+    def takes_any_batch_size(self) -> bool:
+        return len(self._segment_lens) == 1 and not self._changes_by_steps
+
+    @property
     def paths(self) -> tuple[str, ...]:
         """The files of all sources."""
         return tuple(path for source in self._opened if isinstance(source, FileSource) for path in source.paths)
@@ -374,7 +378,7 @@ class CorpusInput(text_base.TokenizedInput):
         data: dict[str, Any] = {name: getattr(settings, name) for name in _SAVED_SETTINGS}
         if self.segment_len is not None:
             data["segment_len"] = sorted(map(list, self._segment_lens.items()))
-        if len(self._segment_lens) > 1 or self._changes_by_steps:
+        if not self.takes_any_batch_size:
             data["batch_rows"] = settings.batch_rows
         return cursors.describe(data, self.tokenizer, self.sources)
 

@@ -1,0 +1,136 @@
+"""Which values of the variables evaluation, decoding and export take: `--eval_averages`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from praxis import base_layer
+
+from spmd_trainer.checkpointing import Restored
+from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.sharding.messages import named_text
+from spmd_trainer.step import masks
+from spmd_trainer.step.learner import has_ema
+from spmd_trainer.step.optax_bridge import extract_ema, extract_schedule_free, keeps_schedule_free
+from spmd_trainer.train_states import TrainState
+from spmd_trainer.training.job import Job
+
+NONE, EMA, SCHEDULE_FREE, LAST = "none", "ema", "schedule_free", "last:"
+
+
+class TooFewCheckpointsError(UserError):
+    """There are fewer checkpoints than `last:K` needs."""
+
+
+def read(flag: str, value: object) -> str:
+    """Reads the value of `--eval_averages`.
+
+    Raises:
+      UserError: it is none of these.
+    """
+    if value in (NONE, EMA, SCHEDULE_FREE) or re.fullmatch(rf"{LAST}[1-9]\d*", str(value)):
+        return str(value)
+    near = did_you_mean(str(value), (NONE, EMA, SCHEDULE_FREE), otherwise="")
+    raise UserError(f"{flag}={value}: give {EMA}, {SCHEDULE_FREE}, {NONE}, or {LAST}5 for the last 5 checkpoints{near}")
+
+
+def last_count(averages: str) -> int:
+    """Returns K of 'last:K'; 0 for other averages."""
+    return int(averages.removeprefix(LAST)) if averages.startswith(LAST) else 0
+
+
+def of(job: Job, *, decodes: bool = False) -> str:
+    """Returns the averages that a job takes: those of `--eval_averages`, or the moving averages that its task asks for.
+
+    Without either, a schedule-free optimizer is evaluated at its average x, where its authors do (Defazio et al. 2024,
+    arXiv:2405.15682), and any other at the variables.
+
+    Args:
+      job: the job.
+      decodes: True for `task.train.decode_use_ema_states`, False for `eval_use_ema_states`.
+
+    Raises:
+      UserError: the run doesn't keep them; says which there are.
+    """
+    train_p, asked = job.task.train, job.config.eval_averages
+    kept = [EMA] if has_ema(job.task.learner) else []
+    kept += [SCHEDULE_FREE] if keeps_schedule_free(job.partitioner.layout.variables.opt_states) else []
+    if asked is None and (train_p.decode_use_ema_states if decodes else train_p.eval_use_ema_states):
+        asked = EMA
+    if asked is None:
+        return SCHEDULE_FREE if SCHEDULE_FREE in kept else NONE
+    if asked in (EMA, SCHEDULE_FREE) and asked not in kept:
+        why = {
+            EMA: "EMA variables were asked for, but the learner's optimizer has no ema_decay; set one",
+            SCHEDULE_FREE: "the learner's optimizer is not optax.contrib.schedule_free",
+        }
+        there = [*kept, NONE, *([] if job.config.mode == "train" else [f"{LAST}K"])]
+        raise UserError(f"--eval_averages={asked}: {why[asked]}. This run has {', '.join(there)}")
+    return asked
+
+
+def evaluated(state: TrainState, averages: str) -> TrainState:
+    """Returns the part of a train state that evaluation reads, with its averages in place of the variables.
+
+    Args:
+      state: the train state, padded.
+      averages: 'ema', 'schedule_free' or 'none'.
+    """
+    take = {EMA: extract_ema, SCHEDULE_FREE: extract_schedule_free}.get(averages)
+    mdl_vars = state.mdl_vars if take is None else take(state.opt_states, state.mdl_vars)
+    return dataclasses.replace(state.to_eval_state(), mdl_vars=mdl_vars)
+
+
+def mean(job: Job, steps: Sequence[int], restore: Callable[[int], Restored]) -> Restored:
+    """Returns the newest of some checkpoints, with the mean over all of them of each variable that learns.
+
+    Sums are float32, from the newest to the oldest. Other variables, such as counts and the statistics of batch normalisation,
+    are the newest's. Beside the sums, the variables of one checkpoint are in memory.
+
+    Args:
+      job: the job.
+      steps: the steps, oldest first.
+      restore: restores a step, without optimizer states. What it returns is used up.
+    """
+    hparams = job.partitioner.layout.var_weight_hparams
+    learns = jax.tree.map(
+        lambda p, has_no_gradient: not (has_no_gradient or base_layer.var_overwrite_with_gradient(p)),
+        hparams,
+        masks.get_excluded_var_mask_for_grad(hparams, job.task.learner),
+    )
+    newest = restore(steps[-1])
+    dtypes = jax.tree.map(lambda x: x.dtype, newest.state.mdl_vars)
+    sums = jax.tree.map(
+        lambda does, x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if does else x, learns, newest.state.mdl_vars
+    )
+    newest = dataclasses.replace(newest, state=dataclasses.replace(newest.state, mdl_vars=()))
+    for step in reversed(steps[:-1]):
+        # No name for what is restored: it must be gone before the next one comes.
+        sums = jax.tree.map(
+            lambda does, total, x: _added(total, x) if does else total, learns, sums, restore(step).state.mdl_vars
+        )
+
+    def divided(total: jax.Array) -> jax.Array:
+        # By an array: XLA multiplies by the reciprocal of a scalar, which rounds twice.
+        return jax.lax.div(total, jnp.full_like(total, len(steps), device=total.sharding))
+
+    means = jax.tree.map(
+        lambda does, total, dtype: divided(total).astype(dtype) if does else total, learns, sums, dtypes
+    )
+    stay = sum(not does for does in jax.tree.leaves(learns))
+    logging.info(
+        "the variables are the mean of %s; %d that don't learn are those of step %d",
+        *(named_text(steps, "step", "steps"), stay, steps[-1]),
+    )
+    return dataclasses.replace(newest, state=dataclasses.replace(newest.state, mdl_vars=means))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _added(total: jax.Array, x: jax.Array) -> jax.Array:
+    return total + x.astype(total.dtype)

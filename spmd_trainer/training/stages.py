@@ -1,0 +1,75 @@
+"""Takes a run from one stage of its ramps to the next; see `ramps`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+
+from absl import logging
+
+from spmd_trainer.callbacks import Run
+from spmd_trainer.inputs.prefetch import Prefetcher
+from spmd_trainer.training import same_settings
+from spmd_trainer.training.job import Job
+from spmd_trainer.training.start_up import CompiledTrainStep, compile_train_step, train_batches
+
+
+class Stages:
+    """The stages of a run. The step of the next one is compiled in a thread while the run trains.
+
+    Attributes:
+      job: the job in the run's stage.
+    """
+
+    def __init__(self, job: Job, run: Run, inputs: contextlib.ExitStack):
+        """Begins in the stage of `run.step`, and compiles the next one.
+
+        Args:
+          job: the job in this stage.
+          run: told of the batch and the input of each stage.
+          inputs: holds the training input open, and nothing else.
+        """
+        self.job = job
+        self._run = run
+        self._inputs = inputs
+        self._compile_next()
+
+    def is_due(self) -> bool:
+        """Returns True if the next step is the first of another stage. Cheap."""
+        return self._next is not None and self._run.step >= self._first
+
+    def enter(self, batches: Prefetcher) -> tuple[CompiledTrainStep, Prefetcher]:
+        """Enters the next stage, between two steps. Called by every process.
+
+        Args:
+          batches: the training input so far. The batches that it has ready are made anew, with the stage's rows.
+
+        Returns:
+          The stage's compiled step, and its input, which begins with the row after those that were taken.
+        """
+        assert self._next is not None  # it is due
+        run, (self.job, compiling) = self._run, self._next
+        run.begin(f"the change to {self.job.stage}", "compile")
+        step = compiling.result()
+        # Each process waits for the others' compilers here, as at the start.
+        same_settings.check_same_code()
+        run.times.begin("input")
+        self._inputs.close()
+        run.batch = self.job.inputs_shape_dtype
+        run.input = self._inputs.enter_context(train_batches(self.job, {"state": batches.state}))
+        logging.info("the run goes on with %s", self.job.stage)
+        self._compile_next()
+        return step, run.input
+
+    def _compile_next(self) -> None:
+        self._next: tuple[Job, concurrent.futures.Future[CompiledTrainStep]] | None = None
+        run = self._run
+        later = [stage for stage in self.job.stages if run.step < stage.first < run.num_steps]
+        if not later or run.is_complete:
+            return
+        self._first = later[0].first
+        logging.info("compiling ahead for %s", later[0])
+        pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
+        following = self.job.at_step(self._first)
+        self._next = following, pool.submit(compile_train_step, following)
+        pool.shutdown(wait=False)
