@@ -1,0 +1,111 @@
+"""Experiments of three kinds of models with muP, narrow at their base."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from praxis import layers
+from praxis.pax_fiddle import Config
+
+import spmd_trainer as st
+from spmd_trainer import base_experiment, experiment_registry, models, tasks_lib
+from spmd_trainer.decoder import experiment
+from spmd_trainer.experiments.lm.cloud import SyntheticText
+from spmd_trainer.inputs import synthetic
+from spmd_trainer.tasks.lm import model_params
+
+VOCAB, LENGTH = 61, 16
+
+
+class _Text(SyntheticText):
+    """6 rows of 16 tokens."""
+
+    VOCAB_SIZE = VOCAB
+    MAX_SEQ_LEN = LENGTH
+    PERCORE_BATCH_SIZE = 6
+    ICI_MESH_SHAPE = (1, 1, 1)
+    DCN_MESH_SHAPE = (1, 1, 1)
+    NUM_LAYERS = 2
+    MUP = {"MODEL_DIMS": 32, "HIDDEN_DIMS": 64, "NUM_HEADS": 2}
+    MODEL_DIMS = 32
+    HIDDEN_DIMS = 64
+    NUM_HEADS = 2
+
+    def task(self):
+        task_p = super().task()
+        task_p.mup = Config(st.Mup, base=self.MUP)
+        return task_p
+
+
+@experiment_registry.register
+class Decoder(_Text, experiment.DecoderExperiment):
+    """The decoder; heads grow in number."""
+
+    MUP = {**_Text.MUP, "NUM_KV_HEADS": 2}
+    NUM_KV_HEADS = 2
+    HEAD_DIMS = 16
+    INITIALIZER_RANGE = 0.1
+    FPROP_DTYPE = jnp.float32
+    LEARNING_RATE = 3e-3
+
+
+@experiment_registry.register
+class Praxis(_Text, model_params.TransformerLmSpmdAdafactor):
+    """praxis' TransformerLm: a tied embedding that is multiplied by the root of the width; heads grow in width."""
+
+    MUP = {"MODEL_DIMS": 32, "HIDDEN_DIMS": 64}
+    DIMS_PER_HEAD = None
+    FPROP_DTYPE = jnp.float32
+    ACTIVATION_CLS = layers.GELU
+    USE_REPEATED_LAYER = True
+    COMBINE_QKV = False
+    LEARNING_RATE = 3e-3
+
+
+class Mlp(nnx.Module):
+    """An embedding, two hidden layers with a norm, and an output layer, all as Flax initialises them."""
+
+    def __init__(self, width, *, rngs):
+        self.embedding = nnx.Embed(VOCAB, width, rngs=rngs)
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.hidden = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(2)])
+        self.output = nnx.Linear(width, VOCAB, rngs=rngs)
+
+    def __call__(self, ids):
+        x = self.embedding(ids)
+        for layer in self.hidden:
+            x = x + nnx.gelu(layer(self.norm(x)))
+        return self.output(x)
+
+
+def loss(logits, batch):
+    xent = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+    return jnp.mean(xent), jnp.asarray(xent.shape[0], jnp.float32)
+
+
+@experiment_registry.register
+class Nnx(base_experiment.BaseExperiment):
+    """A Flax NNX module with optax' AdamW."""
+
+    WIDTH = 32
+    OPTIMIZER = staticmethod(lambda: optax.adamw(3e-3, weight_decay=0.1))
+
+    def datasets(self):
+        return [
+            Config(
+                synthetic.SyntheticLmInput,
+                name="train",
+                vocab_size=VOCAB,
+                seq_len=LENGTH,
+                batch_size=6,
+                is_training=True,
+            )
+        ]
+
+    def task(self):
+        model_p = Config(models.NnxModel, module=Config(Mlp, width=self.WIDTH), inputs="ids", loss=loss)
+        task_p = Config(tasks_lib.SingleTask, name="nnx", model=model_p)
+        task_p.train.learner.optimizer = type(self).OPTIMIZER()
+        task_p.mup = Config(st.Mup, base={"WIDTH": 32})
+        return task_p
