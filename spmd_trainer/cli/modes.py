@@ -107,8 +107,8 @@ MODES = {
         has_run=False,
     ),
     "coord_check": Mode(
-        "Train the model of task.mup for a few steps at several --widths, and print how the changes of each layer's products grow "
-        "with the width. Exit status 1: some do.",
+        "Train the model of task.mup for a few steps at several --widths, and print how the changes of each layer's products "
+        "depend on the width. Exit status 1: some do.",
         "planner.coord_check",
         "check",
         has_run=False,

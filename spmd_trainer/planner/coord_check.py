@@ -1,6 +1,6 @@
 """`--mode=coord_check`: shows if a model keeps its dynamics when it gets wider, as muP promises.
 
-Trains for a few steps at several multiples of muP's base, on the same batches and on one device. At each width it takes the mean
+Trains for a few steps at several multiples of muP's base, on one batch and one device. At each width it takes the mean
 absolute change of every product (matrix, attention or convolution) of the forward pass since the first state. With muP, the
 changes are of the same size at every width: the slope of log(change) over log(width) is near 0. The coordinate check is that of
 Yang et al. 2022 (arXiv:2203.03466, appendix D.1), on changes: the values themselves may shrink at the start, as logits do.
@@ -12,7 +12,7 @@ import dataclasses
 import html
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +24,10 @@ from praxis import pax_fiddle, schedules
 from spmd_trainer import tasks_lib
 from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.planner.nan_origin import layer_of
-from spmd_trainer.planner.value_flags import Frame, run_with_flags
+from spmd_trainer.planner.value_flags import LITERAL, Frame, run_with_flags
 from spmd_trainer.sharding import page
 from spmd_trainer.sharding.messages import table_lines
-from spmd_trainer.step import step_fns
+from spmd_trainer.step import masks, mup, step_fns
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.storage import files
 from spmd_trainer.tasks_lib import SingleTask
@@ -39,8 +39,9 @@ from spmd_trainer.training.run_directory import report_directory
 from spmd_trainer.watch.pages import fact, shared
 
 FILE = "coord_check.html"
-# The largest slope that counts as flat. Standard parametrisation has 0.5 or 1; between narrow widths muP's is not quite 0.
-FLAT = 0.25
+# Slopes that count as flat. The standard parametrisation has 0.5 or more, and one that keeps its features -0.5. Between narrow
+# widths, products that begin as sums of random terms (logits, queries with keys) still shrink towards their limit.
+FLAT = (-0.4, 0.25)
 _PRODUCTS = ("dot_general", "grouped_dot", "conv_general_dilated")
 # Elements that are compared of each product.
 _SAMPLE = 4096
@@ -68,7 +69,7 @@ class Curve:
     @property
     def is_flat(self) -> bool:
         """True if the change has the same size at each width."""
-        return abs(self.slope) <= FLAT
+        return FLAT[0] <= self.slope <= FLAT[1]
 
 
 def check(job: Job) -> None:
@@ -97,7 +98,7 @@ def check(job: Job) -> None:
     steep = [curve for curve in found if not curve.is_flat]
     said = f"{len(steep)} of {len(found)} curves are not flat" if steep else f"all {len(found)} curves are flat"
     parametrisation = "without muP" if config.without_mup else "with muP"
-    said = f"{said} {parametrisation}, after {config.coord_steps} steps (slopes up to {FLAT:g})"
+    said = f"{said} {parametrisation}, after {config.coord_steps} steps (slopes from {FLAT[0]:g} to {FLAT[1]:g})"
     terminal.write(f"{said}\n")
     if config.writes_reports:
         path = report_directory(config.job_log_dir) / FILE
@@ -110,8 +111,8 @@ def check(job: Job) -> None:
 def curves(job: Job, multiples: Sequence[int], steps: int, *, without: bool = False) -> list[Curve]:
     """Trains at each multiple of the base; returns a curve for each product, in the order of the program.
 
-    The rate is that of the learner without its schedule, and the model computes in float32: a warm-up's small steps would be lost in
-    bfloat16.
+    The rate is that of the learner without its schedule, and the model computes in float32: a warm-up's small steps would be
+    lost in bfloat16. All steps are on the input's first batch.
 
     Args:
       job: the job at any width.
@@ -129,7 +130,9 @@ def curves(job: Job, multiples: Sequence[int], steps: int, *, without: bool = Fa
         logging.info("trained at %d times the base", multiple)
     names = next(iter(changes.values()))
     if any(found.keys() != names.keys() for found in changes.values()):
-        raise UserError("--mode=coord_check: the model's program has other products at other widths, so they can't be compared")
+        raise UserError(
+            "--mode=coord_check: the model's program has other products at other widths, so they can't be compared"
+        )
     return [Curve(name, {multiple: found[name] for multiple, found in changes.items()}) for name in names]
 
 
@@ -155,7 +158,9 @@ def _times(name: str, value: Any, multiple: int) -> Any:
     if isinstance(value, list | tuple):
         return [_times(name, one, multiple) for one in value]
     if not isinstance(value, int) or isinstance(value, bool):
-        raise UserError(f"--mode=coord_check multiplies the widths of task.mup.base, and {name} is {value!r}; give a number")
+        raise UserError(
+            f"--mode=coord_check multiplies the widths of task.mup.base, and {name} is {value!r}; give a number"
+        )
     return value * multiple
 
 
@@ -181,10 +186,16 @@ def _changes(partitioner: Partitioner, batches: Sequence[PyTree], key: jax.Array
         state, _ = step(state, key, partitioner.layout.put(batch))
     with jax.set_mesh(partitioner.mesh):
         after = compiled(*jax.tree.leaves((state.to_eval_state(), key, first)))
-    found, counts = {}, Counter[str]()
-    for layer, change in _by_layer(frames[-1], jax.tree.map(lambda x, y: np.abs(x - y), after, before)):
-        counts[layer] += 1
-        found[f"{layer} ({counts[layer]})" if counts[layer] > 1 else layer] = float(np.mean(change))
+    scales, found, counts = mup.scales_of(partitioner.layout.var_weight_hparams), dict[str, float](), Counter[str]()
+    paths = dict(enumerate(path for path, _ in masks.with_paths(state.to_eval_state())))
+    moved = jax.tree.map(lambda x, y: np.abs(x - y), after, before)
+    for variable, layer, change in _by_product(frames[-1], moved, paths.get):
+        path = (variable or "").removeprefix("mdl_vars/")
+        name = path or layer
+        counts[name] += 1
+        # What is folded into a matrix is the model's, and may be meant to shrink its product.
+        folded = scales[path].folded if path in scales and scales[path].kind == "hidden" else 1.0
+        found[f"{name} ({counts[name]})" if counts[name] > 1 else name] = float(np.mean(change)) / folded
     return found
 
 
@@ -195,13 +206,27 @@ def _sample(x: jax.Array, primitive: str) -> jax.Array | None:
     return jnp.ravel(x)[np.arange(_SAMPLE) * x.size // _SAMPLE].astype(jnp.float32)
 
 
-def _by_layer(frame: Frame, samples: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _by_product(
+    frame: Frame, samples: Any, argument: Callable[[int], str | None]
+) -> Iterator[tuple[str | None, str, np.ndarray]]:
+    """Yields (variable, layer, sample) of each product. `argument`: the variable of an argument of the frame, if it is one."""
+
+    def variable(number: int) -> str | None:
+        if number in frame.arguments:
+            return argument(frame.arguments.index(number))
+        if number not in frame.producers:
+            return None
+        sources = [one for one in frame.operations[frame.producers[number][0]].inputs if one != LITERAL]
+        return variable(sources[0]) if len(sources) == 1 else None
+
+    makers = {maker: number for number, (maker, _) in frame.producers.items()}
     for index, operation in enumerate(frame.operations):
+        found = [variable(number) for number in operation.inputs]
         if operation.body is not None:
-            yield from _by_layer(operation.body, samples["bodies"][str(index)])
+            yield from _by_product(operation.body, samples["bodies"][str(index)], found.__getitem__)
         elif operation.primitive in _PRODUCTS:
-            number = next(number for number, (maker, _) in frame.producers.items() if maker == index)
-            yield layer_of(operation.scope) or operation.where.rpartition("/")[2], samples["own"][..., frame.flagged[number], :]
+            layer = layer_of(operation.scope) or operation.where.rpartition("/")[2]
+            yield next(filter(None, found), None), layer, samples["own"][..., frame.flagged[makers[index]], :]
 
 
 def coord_page(experiment: str, verdict: str, found: Sequence[Curve]) -> str:
@@ -214,11 +239,14 @@ def coord_page(experiment: str, verdict: str, found: Sequence[Curve]) -> str:
         + "</tr>"
         for curve in found
     )
-    heads = "".join(f'<th scope="col" class=num>{text}</th>' for text in ("slope", *(f"× {m}" for m in found[0].changes)))
+    heads = "".join(
+        f'<th scope="col" class=num>{text}</th>' for text in ("slope", *(f"x {m}" for m in found[0].changes))
+    )
     body = (
         f'<p class="kicker">Coordinate check</p><h1>{html.escape(experiment)}</h1><p class="note">{html.escape(verdict)}</p>'
         f'<div class="facts">{fact("Steepest slope", f"{steepest.slope:+.2f}", steepest.name, "bad" if steep else "good")}</div>'
-        f'<div class="card"><h2>Change of each layer’s products, by width</h2>{_plot(found)}</div><div class="card"><table>'
+        '<div class="card"><h2>Change of the products of each layer, by width</h2>'
+        f'{_plot(found)}</div><div class="card"><table>'
         f'<thead><tr><th scope="col">Products of</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>\n'
     )
     return page.document(f"{experiment}: coordinate check", body, styles=(shared("page.css"),))
@@ -241,7 +269,7 @@ def _plot(found: Sequence[Curve]) -> str:
     def y(size: float) -> float:
         return 20 + (height - 60) * (high - max(math.log10(size), low) if size > 0 else high - low) / (high - low)
 
-    marks = [f'<text x="{x(m):.0f}" y="{height - 20}" text-anchor="middle">× {m}</text>' for m in multiples]
+    marks = [f'<text x="{x(m):.0f}" y="{height - 20}" text-anchor="middle">x {m}</text>' for m in multiples]
     for power in range(low, high + 1):
         at = y(10.0**power)
         marks.append(f'<line x1="60" x2="{width - 20}" y1="{at:.0f}" y2="{at:.0f}" stroke="var(--line)"/>')

@@ -220,7 +220,9 @@ def check_rules(rules: Rules, owner: str = "Muon.rules", others: Sequence[str] =
     known = " or ".join([*map(repr, others), f"a list of {_ROLES}"])
     for number, rule in enumerate(rules, start=1):
         if not isinstance(rule, list | tuple) or len(rule) != 2 or not all(isinstance(part, str) for part in rule):
-            raise UserError(f"{owner}: rule {number} is {rule!r}; give (regex, form), e.g. ('emb', {[*others, 'cols'][0]!r})")
+            raise UserError(
+                f"{owner}: rule {number} is {rule!r}; give (regex, form), e.g. ('emb', {[*others, 'cols'][0]!r})"
+            )
         try:
             re.compile(rule[0])
         except re.error as error:

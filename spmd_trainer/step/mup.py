@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 # Beginning of the collection with a variable's `Scale`.
 _SCALE = "_mup:"
 # The variables before attention's logits, of which a head's width is the last dimension, and before a tied output matrix.
-_QUERY, _FUSED_QUERY = re.compile(r"(^|/)query(_norm)?/\w+$"), re.compile(r"/combined_qkv/")
+_QUERY, _FUSED_QUERY = re.compile(r"(^|/)query(_norm)?/\w+$"), re.compile(r"(^|[/_])qkv\w*(/|$)")
 _LAST_NORM = re.compile(r"(^|/)(final|last|out(put)?)_?(layer_?)?(norm|ln)/|/ln_f/|/norm_f/")
 # Optimizers whose updates depend on the sizes of variables, or on whole matrices.
 _BY_SIZE = ("Lamb", "Lars", "DistributedShampoo", "ShardedDistributedShampoo")
@@ -73,8 +73,8 @@ class Mup(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]  # 
         without those of repeated layers: 'rows' (summed over), 'cols' (returned) or 'stack', such as 'rows,rows,rows,cols' for
         a convolution. All others are found in the model's program.
       multipliers: (regex, power) pairs. The first whose regex is found in a variable's path folds a factor into the variable:
-        the growth of its last dimension, to this power. There are factors for queries whose heads grow (power -0.5), for the
-        norm before a tied output matrix (-1), and for praxis' `scale_sqrt_depth`.
+        c to this power. There are factors for the norm before a tied output matrix (power -1), for praxis' `scale_sqrt_depth`,
+        and for queries whose heads grow in width (the width's growth to the power -0.5).
       base_model: the model at the base; set from `base` when the experiment is resolved.
     """
 
@@ -113,7 +113,7 @@ class Scale:
     @property
     def std(self) -> float:
         """Growth of the standard deviation at the start."""
-        return self.folded * self.rows**-0.5 * min(1.0, math.sqrt(self.cols / self.rows))
+        return self.folded / math.sqrt(self.rows) * min(1.0, math.sqrt(self.cols / self.rows))
 
     @property
     def kind(self) -> str:
@@ -140,7 +140,9 @@ def base_task(task: SingleTask) -> SingleTask:
             "mup.BaseModel(config of the model at the base)"
         )
     if task.lora is not None:
-        raise UserError("task.mup and task.lora are both set: muP is for training from scratch; set one of them to None")
+        raise UserError(
+            "task.mup and task.lora are both set: muP is for training from scratch; set one of them to None"
+        )
     learner = task.learner
     for optimizer in (learner.optimizer, *getattr(learner, "auxiliary_optimizers", ())):
         name = type(optimizer).__name__
@@ -177,7 +179,7 @@ def with_scales(
             continue
         inputs, outputs = _roles(path, p, growth[path], uses[path], task.mup.rules)
         rows, cols = (math.prod(growth[path][dim] for dim in side) for side in (inputs, outputs))
-        folded = _folded(path, growth[path], uses[path], len(p.shape), powers)
+        folded = _folded(path, growth[path], cols, uses[path], len(p.shape), powers)
         update = 1 / rows
         if path in choices and choices[path].dims is not None:
             update = _of_matrix(task.learner.optimizer, choices[path], growth[path])
@@ -204,7 +206,7 @@ def scales_of(hparams: NestedWeightHParams) -> dict[str, Scale]:
 def table(scales: Mapping[str, Scale]) -> str:
     """Returns a line for each kind of variable and its multipliers, with the first paths of the kind."""
     counts = Counter(map(str, scales.values()))
-    first = {str(scale): path for path, scale in reversed(scales.items())}
+    first = {str(scale): path for path, scale in reversed(list(scales.items()))}
     return "\n".join(f"  {count:4} x  {text}; e.g. {first[text]}" for text, count in counts.items())
 
 
@@ -278,27 +280,27 @@ def _of_embeddings(
 
 
 def _folded(
-    path: str, growth: Sequence[float], use: Uses, rank: int, powers: Sequence[tuple[str, float]]
+    path: str, growth: Sequence[float], cols: float, use: Uses, rank: int, powers: Sequence[tuple[str, float]]
 ) -> float:
     power = next((power for regex, power in powers if re.search(regex, path)), None)
-    if power is None:
-        grows = bool(growth) and growth[-1] != 1
-        if grows and rank > 3 and _FUSED_QUERY.search(path):
-            raise UserError(
-                f"task.mup: heads grow, and {path} holds queries, keys and values in one; set combine_qkv=False, or let the number "
-                "of heads grow instead of their width"
-            )
-        # Of a matrix [width, heads x head], the last dimension doesn't tell.
-        is_query = _QUERY.search(path) and not (use.products and rank == 2)
-        power = -0.5 if is_query else 0.0
-    return float(growth[-1] ** power) if growth else 1.0
+    if power is not None:
+        return float(cols**power)
+    heads = growth[-1] if growth else 1.0
+    if heads != 1 and rank > 3 and _FUSED_QUERY.search(path):
+        raise UserError(
+            f"task.mup: heads grow in width, and {path} holds queries, keys and values in one; let the number of heads grow, or "
+            "give queries a variable of their own"
+        )
+    # Of a matrix [width, heads x head], the last dimension doesn't tell.
+    return float(heads**-0.5) if _QUERY.search(path) and not (use.products and rank == 2) else 1.0
 
 
 def _of_matrix(optimizer: Any, choice: matrix_dims.Choice, growth: Sequence[float]) -> float:
     """Returns the factor of a Muon's update: its spectral norm grows by the root of fan-out / fan-in."""
+    assert choice.dims is not None
     rows, cols = (math.prod(growth[dim] for dim in side) for side in (choice.dims.inputs, choice.dims.outputs))
-    size, base = optimizer.size(*choice.sides), optimizer.size(choice.sides[0] / rows, choice.sides[1] / cols)
-    return math.sqrt(cols / rows) * base / size
+    of_base = optimizer.size(choice.sides[0] / rows, choice.sides[1] / cols)
+    return float(math.sqrt(cols / rows) * of_base / optimizer.size(*choice.sides))
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------

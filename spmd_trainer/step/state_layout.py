@@ -133,7 +133,9 @@ def _matrix_notes(
         return matrix_dims.log_choices(task.learner.optimizer, hparams)
     if matrix_dims.has_optax_muon(opt_states):
         if task.mup is not None:
-            raise ValueError("task.mup: its multipliers are not those of optax.contrib.muon; use st.Muon, which muP knows")
+            raise ValueError(
+                "task.mup: its multipliers are not those of optax.contrib.muon; use st.Muon, which muP knows"
+            )
         matrix_dims.check_optax_muon(with_uses(), opt_states)
     return {}
 

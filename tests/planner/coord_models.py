@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -27,14 +29,14 @@ class _Text(SyntheticText):
     ICI_MESH_SHAPE = (1, 1, 1)
     DCN_MESH_SHAPE = (1, 1, 1)
     NUM_LAYERS = 2
-    MUP = {"MODEL_DIMS": 32, "HIDDEN_DIMS": 64, "NUM_HEADS": 2}
-    MODEL_DIMS = 32
-    HIDDEN_DIMS = 64
-    NUM_HEADS = 2
+    MUP = MappingProxyType({"MODEL_DIMS": 64, "HIDDEN_DIMS": 128, "NUM_HEADS": 4})
+    MODEL_DIMS = 64
+    HIDDEN_DIMS = 128
+    NUM_HEADS = 4
 
     def task(self):
         task_p = super().task()
-        task_p.mup = Config(st.Mup, base=self.MUP)
+        task_p.mup = Config(st.Mup, base=dict(self.MUP))
         return task_p
 
 
@@ -42,25 +44,26 @@ class _Text(SyntheticText):
 class Decoder(_Text, experiment.DecoderExperiment):
     """The decoder; heads grow in number."""
 
-    MUP = {**_Text.MUP, "NUM_KV_HEADS": 2}
-    NUM_KV_HEADS = 2
+    MUP = MappingProxyType({**_Text.MUP, "NUM_KV_HEADS": 4})
+    NUM_KV_HEADS = 4
     HEAD_DIMS = 16
-    INITIALIZER_RANGE = 0.1
+    INITIALIZER_RANGE = 0.05
     FPROP_DTYPE = jnp.float32
-    LEARNING_RATE = 3e-3
+    LEARNING_RATE = 1e-2
 
 
 @experiment_registry.register
 class Praxis(_Text, model_params.TransformerLmSpmdAdafactor):
-    """praxis' TransformerLm: a tied embedding that is multiplied by the root of the width; heads grow in width."""
+    """praxis' TransformerLm: a tied embedding that is multiplied by the root of the width; heads grow in number."""
 
-    MUP = {"MODEL_DIMS": 32, "HIDDEN_DIMS": 64}
-    DIMS_PER_HEAD = None
+    MUP = MappingProxyType({"MODEL_DIMS": 64, "HIDDEN_DIMS": 128})
+    DIMS_PER_HEAD = 16
+    NUM_HEADS = None
     FPROP_DTYPE = jnp.float32
     ACTIVATION_CLS = layers.GELU
     USE_REPEATED_LAYER = True
     COMBINE_QKV = False
-    LEARNING_RATE = 3e-3
+    LEARNING_RATE = 1e-2
 
 
 class Mlp(nnx.Module):
@@ -88,8 +91,8 @@ def loss(logits, batch):
 class Nnx(base_experiment.BaseExperiment):
     """A Flax NNX module with optax' AdamW."""
 
-    WIDTH = 32
-    OPTIMIZER = staticmethod(lambda: optax.adamw(3e-3, weight_decay=0.1))
+    WIDTH = 64
+    OPTIMIZER = staticmethod(lambda: optax.adamw(1e-2, weight_decay=0.1))
 
     def datasets(self):
         return [
@@ -107,5 +110,5 @@ class Nnx(base_experiment.BaseExperiment):
         model_p = Config(models.NnxModel, module=Config(Mlp, width=self.WIDTH), inputs="ids", loss=loss)
         task_p = Config(tasks_lib.SingleTask, name="nnx", model=model_p)
         task_p.train.learner.optimizer = type(self).OPTIMIZER()
-        task_p.mup = Config(st.Mup, base={"WIDTH": 32})
+        task_p.mup = Config(st.Mup, base={"WIDTH": 64})
         return task_p
