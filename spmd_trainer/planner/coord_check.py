@@ -31,7 +31,7 @@ from spmd_trainer.step import masks, mup, step_fns
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.storage import files
 from spmd_trainer.tasks_lib import SingleTask
-from spmd_trainer.train_states import PyTree
+from spmd_trainer.train_states import PyTree, TrainState
 from spmd_trainer.training import experiment_config, reference_files, verify
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import CoordCheckConfig
@@ -43,6 +43,8 @@ FILE = "coord_check.html"
 # widths, products that begin as sums of random terms (logits, queries with keys) still shrink towards their limit.
 FLAT = (-0.4, 0.25)
 _PRODUCTS = ("dot_general", "grouped_dot", "conv_general_dilated")
+# Initialisations that are averaged: of one, the changes are noisy.
+_STARTS = 5
 # Elements that are compared of each product.
 _SAMPLE = 4096
 _SIZE = (640, 360)
@@ -121,12 +123,12 @@ def curves(job: Job, multiples: Sequence[int], steps: int, *, without: bool = Fa
       without: leave muP's multipliers out.
     """
     source = reference_files.attach_zeros(job.build_train_input())
-    batches = [source.get_next_padded()] * steps
+    batch = source.get_next_padded()
     changes = {}
     for multiple in multiples:
         task = _task(job, multiple, without=without)
         partitioner = verify.single_device_partitioner(task, job.process_inputs_shape_dtype)
-        changes[multiple] = _changes(partitioner, batches, job.prng_key)
+        changes[multiple] = _changes(partitioner, batch, steps, job.prng_key)
         logging.info("trained at %d times the base", multiple)
     names = next(iter(changes.values()))
     if any(found.keys() != names.keys() for found in changes.values()):
@@ -164,9 +166,9 @@ def _times(name: str, value: Any, multiple: int) -> Any:
     return value * multiple
 
 
-def _changes(partitioner: Partitioner, batches: Sequence[PyTree], key: jax.Array) -> dict[str, float]:
-    """Trains on the batches; returns the mean absolute change of each product on the first batch, by name."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), batches[0])
+def _changes(partitioner: Partitioner, batch: PyTree, steps: int, key: jax.Array) -> dict[str, float]:
+    """Trains from several starts; returns the mean absolute change of each product, by name."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), batch)
     probed = partitioner.partition(step_fns.eval_step, shapes, is_eval=True).trace(jax.eval_shape(lambda: key))
     frames: list[Frame] = []
 
@@ -175,21 +177,27 @@ def _changes(partitioner: Partitioner, batches: Sequence[PyTree], key: jax.Array
         frames.append(frame)
         return samples
 
-    step = partitioner.partition(step_fns.train_step, shapes, is_eval=False)
-    state, first = partitioner.initialize_train_state(key), partitioner.layout.put(batches[0])
-    # It runs twice, so compiling it must be cheap.
+    # Its compilation takes longer than its runs.
     on_cpu = partitioner.mesh.devices.flat[0].platform == "cpu"
     compiled = jax.jit(probe, compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None)
-    with jax.set_mesh(partitioner.mesh):
-        before = compiled(*jax.tree.leaves((state.to_eval_state(), key, first)))
-    for batch in batches:
-        state, _ = step(state, key, partitioner.layout.put(batch))
-    with jax.set_mesh(partitioner.mesh):
-        after = compiled(*jax.tree.leaves((state.to_eval_state(), key, first)))
+    step, start = partitioner.partition(step_fns.train_step, shapes, is_eval=False), partitioner.init_fn()
+    rows = partitioner.layout.put(batch)
+
+    def products(state: TrainState) -> PyTree:
+        with jax.set_mesh(partitioner.mesh):
+            return compiled(*jax.tree.leaves((state.to_eval_state(), key, rows)))
+
+    moved = []
+    for number in range(_STARTS):
+        state = start(jax.random.fold_in(key, number))
+        before = products(state)
+        for _ in range(steps):
+            state, _ = step(state, key, rows)
+        moved.append(jax.tree.map(lambda x, y: np.abs(x - y), products(state), before))
     scales, found, counts = mup.scales_of(partitioner.layout.var_weight_hparams), dict[str, float](), Counter[str]()
     paths = dict(enumerate(path for path, _ in masks.with_paths(state.to_eval_state())))
-    moved = jax.tree.map(lambda x, y: np.abs(x - y), after, before)
-    for variable, layer, change in _by_product(frames[-1], moved, paths.get):
+    mean = jax.tree.map(lambda *starts: np.mean(starts, axis=0), *moved)
+    for variable, layer, change in _by_product(frames[-1], mean, paths.get):
         path = (variable or "").removeprefix("mdl_vars/")
         name = path or layer
         counts[name] += 1
@@ -200,10 +208,10 @@ def _changes(partitioner: Partitioner, batches: Sequence[PyTree], key: jax.Array
 
 
 def _sample(x: jax.Array, primitive: str) -> jax.Array | None:
-    """Returns float32 [_SAMPLE] of a product's elements, evenly spaced; None of any other value."""
+    """Returns float32 [_SAMPLE] of a product's elements, drawn at random; None of any other value."""
     if primitive not in _PRODUCTS:
         return None
-    return jnp.ravel(x)[np.arange(_SAMPLE) * x.size // _SAMPLE].astype(jnp.float32)
+    return jnp.ravel(x)[np.random.default_rng(0).integers(x.size, size=_SAMPLE)].astype(jnp.float32)
 
 
 def _by_product(

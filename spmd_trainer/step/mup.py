@@ -140,9 +140,7 @@ def base_task(task: SingleTask) -> SingleTask:
             "mup.BaseModel(config of the model at the base)"
         )
     if task.lora is not None:
-        raise UserError(
-            "task.mup and task.lora are both set: muP is for training from scratch; set one of them to None"
-        )
+        raise UserError("task.mup and task.lora are both set: muP is for training from scratch; set one to None")
     learner = task.learner
     for optimizer in (learner.optimizer, *getattr(learner, "auxiliary_optimizers", ())):
         name = type(optimizer).__name__
@@ -163,8 +161,7 @@ def with_scales(
 
     Args:
       task: the task.
-      hparams: WeightHParams of the variables.
-      base: those at the base.
+      hparams, base: WeightHParams of the variables, and those at the base.
       uses: how the model uses the variables, by path; see `matrix_dims.find_uses`.
 
     Raises:
@@ -177,20 +174,21 @@ def with_scales(
     for path, p in masks.with_paths(hparams):
         if path not in uses:
             continue
-        inputs, outputs = _roles(path, p, growth[path], uses[path], task.mup.rules)
-        rows, cols = (math.prod(growth[path][dim] for dim in side) for side in (inputs, outputs))
-        folded = _folded(path, growth[path], cols, uses[path], len(p.shape), powers)
+        sides = _roles(path, p, growth[path], uses[path], task.mup.rules)
+        rows, cols = (math.prod(growth[path][dim] for dim in side) for side in sides)
+        folded = _folded(path, growth[path], cols, uses[path], powers)
         update = 1 / rows
         if path in choices and choices[path].dims is not None:
             update = _of_matrix(task.learner.optimizer, choices[path], growth[path])
         scales[path] = Scale(rows, cols, folded, folded * update)
     logging.info("muP, against the base %s:\n%s", dict(task.mup.base), table(scales))
 
-    def known(path: str, p: base_layer.WeightHParams) -> base_layer.WeightHParams:
-        text = ",".join(map(repr, dataclasses.astuple(scales[path]))) if path in scales else ""
-        return dataclasses.replace(p, collections=[*p.collections, _SCALE + text]) if text else p
+    def known(keys: tuple[Any, ...], p: base_layer.WeightHParams) -> base_layer.WeightHParams:
+        scale = scales.get(path_str(keys))
+        noted = [] if scale is None else [_SCALE + ",".join(map(repr, dataclasses.astuple(scale)))]
+        return dataclasses.replace(p, collections=[*p.collections, *noted])
 
-    return jax.tree_util.tree_map_with_path(lambda keys, p: known(path_str(keys), p), hparams)
+    return jax.tree_util.tree_map_with_path(known, hparams)
 
 
 def scales_of(hparams: NestedWeightHParams) -> dict[str, Scale]:
@@ -279,20 +277,19 @@ def _of_embeddings(
     return found
 
 
-def _folded(
-    path: str, growth: Sequence[float], cols: float, use: Uses, rank: int, powers: Sequence[tuple[str, float]]
-) -> float:
+def _folded(path: str, growth: Sequence[float], cols: float, use: Uses, powers: Sequence[tuple[str, float]]) -> float:
     power = next((power for regex, power in powers if re.search(regex, path)), None)
     if power is not None:
         return float(cols**power)
     heads = growth[-1] if growth else 1.0
-    if heads != 1 and rank > 3 and _FUSED_QUERY.search(path):
+    # Of a matrix [width, heads x head], the last dimension doesn't tell.
+    is_flat = any(len(dims.outputs) < 2 for dims in use.products)
+    if heads != 1 and not is_flat and _FUSED_QUERY.search(path):
         raise UserError(
             f"task.mup: heads grow in width, and {path} holds queries, keys and values in one; let the number of heads grow, or "
             "give queries a variable of their own"
         )
-    # Of a matrix [width, heads x head], the last dimension doesn't tell.
-    return float(heads**-0.5) if _QUERY.search(path) and not (use.products and rank == 2) else 1.0
+    return float(heads**-0.5) if _QUERY.search(path) and not is_flat else 1.0
 
 
 def _of_matrix(optimizer: Any, choice: matrix_dims.Choice, growth: Sequence[float]) -> float:
@@ -301,9 +298,6 @@ def _of_matrix(optimizer: Any, choice: matrix_dims.Choice, growth: Sequence[floa
     rows, cols = (math.prod(growth[dim] for dim in side) for side in (choice.dims.inputs, choice.dims.outputs))
     of_base = optimizer.size(choice.sides[0] / rows, choice.sides[1] / cols)
     return float(math.sqrt(cols / rows) * of_base / optimizer.size(*choice.sides))
-
-
-# --- the optimizer ----------------------------------------------------------------------------------------------------
 
 
 def grad_transformation(
@@ -335,16 +329,12 @@ def grad_transformation(
     if not include_ema or not optimizer.ema_decay > 0:
         return scaled
     with_ema = optimizers.sharded_chain(scaled, optimizers.apply_ema_weights(optimizer.ema_decay))
-    if optax_bridge.sees_stacks(optimizer):  # praxis' specs of moving averages are of one layer
-
-        def specs(p: NestedWeightHParams) -> optax.MaskedState:
-            return optax.MaskedState(optax_bridge.derived_specs(with_ema, p))
-
-        return dataclasses.replace(with_ema, init_partition_spec=specs)
-    return with_ema
-
-
-# --- the start --------------------------------------------------------------------------------------------------------
+    if not optax_bridge.sees_stacks(optimizer):
+        return with_ema
+    # praxis' specs of moving averages are of one layer.
+    return dataclasses.replace(
+        with_ema, init_partition_spec=lambda p: optax.MaskedState(optax_bridge.derived_specs(with_ema, p))
+    )
 
 
 def rescaled(
