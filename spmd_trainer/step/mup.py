@@ -133,7 +133,6 @@ def base_task(task: SingleTask) -> SingleTask:
     Raises:
       UserError: the base is unknown, the task has adapters, or its optimizer is one that muP doesn't hold for.
     """
-    assert task.mup is not None
     if task.mup.base_model is None:
         raise UserError(
             "task.mup.base is applied where an experiment is resolved; without an experiment, give task.mup.base_model="
