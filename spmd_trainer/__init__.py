@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from spmd_trainer.api import decode, evaluate, export, generate, inspect, load_variables, plan, sweep, train
     from spmd_trainer.errors.installation import __version__
     from spmd_trainer.step.muon import Muon
+    from spmd_trainer.step.mup import Mup
 
 __all__ = [
     "Muon",
+    "Mup",
     "__version__",
     "decode",
     "evaluate",
@@ -44,6 +46,7 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "api": ["decode", "evaluate", "export", "generate", "inspect", "load_variables", "plan", "sweep", "train"],
         "errors.installation": ["__version__"],
         "step.muon": ["Muon"],
+        "step.mup": ["Mup"],
     },
 )
 __path__.append(os.path.join(__path__[0], "pax", "import_names"))

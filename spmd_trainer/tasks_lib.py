@@ -91,6 +91,7 @@ class SingleTask(BaseTask):
         ends. `training.early_stopping.EarlyStopping` watches one metric. A function with Pax's five arguments works too, see
         `task_fields.PaxEarlyStopping`.
       lora: config of a `decoder.lora.Lora`: adapters to learn, on a frozen model; None: the model itself learns.
+      mup: config of a `step.mup.Mup`: the settings of a small width, the base, serve at this one; None: no multipliers.
       summary_verbosity: drop layers' `add_summary` calls above this verbosity.
     """
 
@@ -252,6 +253,7 @@ class SingleTask(BaseTask):
     vn: pax_fiddle.Config[task_fields.VariationalNoise] = pax_fiddle.template_field(VariationalNoise)
     early_stopping_fn: EarlyStoppingFn | None = None
     lora: Any = None
+    mup: Any = None
     summary_verbosity: int = 3
     _learner: Any = dataclasses.field(init=False, repr=False)
     # The base's model, and the same with adapters.

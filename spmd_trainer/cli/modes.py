@@ -115,6 +115,13 @@ MODES = {
         "verify",
         has_run=False,
     ),
+    "coord_check": Mode(
+        "Train the model of task.mup for a few steps at several --widths, and print how the changes of each layer's products "
+        "depend on the width. Exit status 1: some do.",
+        "planner.coord_check",
+        "check",
+        has_run=False,
+    ),
     "replay": Mode(
         "Take step --step of the run in JOB_LOG_DIR again, from the newest checkpoint before it, and print where its first NaN "
         "or infinity came from, layer by layer.",

@@ -2,13 +2,14 @@
 
 The program has the jaxpr's operations, plus one reduction per floating-point or complex result, to 0 (finite),
 1 (an infinity) or 2 (a NaN). Loops (`lax.scan`) and `shard_map` are followed and keep their form: the flags of the iterations
-are stacked like a loop's other results. There are no callbacks to the host. `nan_origin.py` reads the flags.
+are stacked like a loop's other results. There are no callbacks to the host. `nan_origin.py` reads the flags. Something else may
+be measured instead of the flags: `coord_check.py` takes samples of products.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +22,8 @@ from spmd_trainer.sharding.even_program import source_of
 from spmd_trainer.sharding.even_rules import bind
 
 PyTree: TypeAlias = Any
+# (a value, the name of the primitive that made it or '') -> an array whose shape depends on neither, or None.
+Measure: TypeAlias = Callable[[jax.Array, str], jax.Array | None]
 # The flags of a value.
 FINITE, INFINITE, NAN = 0, 1, 2
 # The id of every literal.
@@ -90,7 +93,7 @@ class Frame:
 
 
 def run_with_flags(
-    closed: core.ClosedJaxpr, args: Sequence[Any], until: str | None = None
+    closed: core.ClosedJaxpr, args: Sequence[Any], until: str | None = None, measure: Measure | None = None
 ) -> tuple[list[Any], PyTree, Frame]:
     """Evaluates a jaxpr. Under jit.
 
@@ -99,12 +102,13 @@ def run_with_flags(
       args: its arguments, flat.
       until: operations after the first `checkpoint_name` that begins with this get no flags, but the results do. Each flag
         takes the compiler time.
+      measure: what to take of each floating-point value instead of its flag.
 
     Returns:
       The results; the flags, {'own': int32 [n], 'bodies': {index of the operation: flags of its body}}, in which a loop's
       arrays have the iterations as dimension 0; and the program that the flags belong to.
     """
-    recorder = _Recorder(until)
+    recorder = _Recorder(measure or _flag, until)
     consts = [recorder.value(x) for x in closed.consts]
     ids = recorder.arguments(args)
     results, recorder.frame.results = _run(closed.jaxpr, list(closed.consts), args, consts, ids, recorder, ())
@@ -116,27 +120,30 @@ def run_with_flags(
 class _Recorder:
     """Notes the values of one frame, and their flags as traced arrays."""
 
-    def __init__(self, until: str | None = None) -> None:
+    def __init__(self, measure: Measure, until: str | None = None) -> None:
         self.frame = Frame()
+        self.measure = measure
         self._until = until
         self._flagging = True
         self._flags: list[jax.Array] = []
         self.bodies: dict[str, PyTree] = {}
 
-    def value(self, x: Any) -> int:
+    def value(self, x: Any, primitive: str = "") -> int:
         number = self.frame.num_values
         self.frame.num_values += 1
         if self._flagging:
-            self.flag(number, x)
+            self.flag(number, x, primitive)
         return number
 
-    def flag(self, number: int, x: Any) -> None:
+    def flag(self, number: int, x: Any, primitive: str = "") -> None:
         """Computes the flag of a value, unless it exists or the value can't have one."""
         if number in self.frame.flagged or number == LITERAL:
             return
         if jnp.issubdtype(getattr(x, "dtype", jnp.int32), jnp.inexact) and jnp.size(x):
-            self.frame.flagged[number] = len(self._flags)
-            self._flags.append(_flag(x))
+            measured = self.measure(x, primitive)
+            if measured is not None:
+                self.frame.flagged[number] = len(self._flags)
+                self._flags.append(measured)
 
     def tag(self, name: str, number: int) -> None:
         self.frame.tags[name] = (number, len(self.frame.operations))
@@ -150,7 +157,7 @@ class _Recorder:
     def operation(self, operation: Operation, results: Sequence[Any]) -> list[int]:
         index = len(self.frame.operations)
         self.frame.operations.append(operation)
-        ids = [self.value(x) for x in results]
+        ids = [self.value(x, operation.primitive) for x in results]
         self.frame.producers.update({number: (index, position) for position, number in enumerate(ids)})
         return ids
 
@@ -159,7 +166,8 @@ class _Recorder:
         return {"own": own, "bodies": self.bodies}
 
 
-def _flag(x: jax.Array) -> jax.Array:
+def _flag(x: jax.Array, primitive: str) -> jax.Array:
+    del primitive
     flags = jnp.where(jnp.isnan(x), NAN, jnp.where(jnp.isinf(x), INFINITE, FINITE))
     return jnp.max(flags).astype(jnp.int32)
 
@@ -235,7 +243,7 @@ def _scan(
     frames: list[Frame] = []  # JAX may trace a body twice; the last one counts
 
     def step(carry: list[Any], parts: list[Any]) -> tuple[list[Any], tuple[list[Any], PyTree]]:
-        inside = _Recorder()
+        inside = _Recorder(recorder.measure)
         args = [*consts, *carry, *parts]
         const_ids = [inside.value(x) for x in body.consts]
         arg_ids, within = inside.arguments(args), (*scope, ITERATION)
@@ -276,7 +284,7 @@ def _shard_map(
     frames: list[Frame] = []
 
     def body(*args: Any) -> tuple[list[Any], PyTree]:
-        inside = _Recorder()
+        inside = _Recorder(recorder.measure)
         arg_ids = inside.arguments(args)
         found, inside.frame.results = _run(params["jaxpr"], (), args, (), arg_ids, inside, scope)
         frames.append(inside.frame)

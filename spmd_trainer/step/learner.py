@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from praxis import asserts, base_hyperparams, base_layer, optimizers, pax_fiddle
 from praxis import optimizer_prefix_vectorization as opt_vec
 
-from spmd_trainer.step import host_states, opt_state_dtypes, optax_bridge
+from spmd_trainer.step import host_states, mup, opt_state_dtypes, optax_bridge
 from spmd_trainer.step.masks import mask_out, match_paths, paths_text, with_paths
 
 
@@ -112,7 +112,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
 
     def raw_grad_tx(self, var_weight_hparams: Any) -> Any:
         """Returns the optimizer's gradient transformation, which sees a stacked variable as one variable."""
-        return optax_bridge.grad_transformation(self.optimizer, var_weight_hparams)
+        return mup.grad_transformation(self.optimizer, var_weight_hparams)
 
     def get_grad_tx(self, var_weight_hparams: Any) -> Any:
         """Returns the gradient transformation for variables of these WeightHParams.
@@ -319,7 +319,7 @@ class MultiOptimizerLearner(Learner):
         auxiliary, main = self.get_masks(var_weight_hparams)
         parts = [optimizers.apply_ema_weights(self.optimizer.ema_decay)] if has_ema(self) else []
         for (_, optimizer), mask in zip(self._named_optimizers(), [main, *auxiliary], strict=True):
-            grad_tx = optax_bridge.grad_transformation(optimizer, var_weight_hparams, include_ema=False)
+            grad_tx = mup.grad_transformation(optimizer, var_weight_hparams, include_ema=False)
             parts.append(optax_bridge.masked(grad_tx, mask))
         return optimizers.sharded_chain(*parts)
 

@@ -82,6 +82,16 @@ def with_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) ->
       hparams: WeightHParams of the variables.
       forward: the model's forward pass of these variables; it is traced.
     """
+    uses = find_uses(hparams, forward)
+    known = [
+        p if path not in uses else dataclasses.replace(p, collections=[*p.collections, *_known(path, p, uses)])
+        for path, p in masks.with_paths(hparams)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(hparams), known)
+
+
+def find_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) -> dict[str, Uses]:
+    """Returns what the model does with each variable that may learn, by path. Arguments as for `with_uses`."""
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype or jnp.float32), hparams)
     jaxpr, _ = matrix_uses.traced(forward, (shapes,))
     learning = {
@@ -89,12 +99,7 @@ def with_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) ->
         for number, (path, x) in enumerate(masks.with_paths(shapes))
         if path.startswith(f"{base_layer.PARAMS}/") and jnp.issubdtype(x.dtype, jnp.floating)
     }
-    uses = matrix_uses.find_uses(jaxpr, learning, matrix_uses.EVERY)
-    known = [
-        p if path not in uses else dataclasses.replace(p, collections=[*p.collections, *_known(path, p, uses)])
-        for path, p in masks.with_paths(hparams)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(hparams), known)
+    return matrix_uses.find_uses(jaxpr, learning, matrix_uses.EVERY)
 
 
 def _known(path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses]) -> list[str]:
@@ -258,25 +263,31 @@ def _of_form(path: str, hparams: base_layer.WeightHParams, number: int, form: st
     return found
 
 
-def check_rules(rules: Rules) -> None:
+def check_rules(rules: Rules, owner: str = "Muon.rules", others: Sequence[str] = (NO_MATRIX,)) -> None:
     """Checks rules that no variable is needed for.
+
+    Args:
+      rules: (regex, form) pairs.
+      owner: the field that holds them, for messages.
+      others: forms besides lists of roles.
 
     Raises:
       UserError: a rule that is not (regex, form), or whose regex doesn't compile, or whose form has an unknown role.
     """
+    known = " or ".join([*map(repr, others), f"a list of {_ROLES}"])
     for number, rule in enumerate(rules, start=1):
         if not isinstance(rule, list | tuple) or len(rule) != 2 or not all(isinstance(part, str) for part in rule):
-            raise UserError(f"Muon.rules: rule {number} is {rule!r}; give (regex, form), e.g. ('emb', {NO_MATRIX!r})")
+            raise UserError(
+                f"{owner}: rule {number} is {rule!r}; give (regex, form), e.g. ('emb', {[*others, 'cols'][0]!r})"
+            )
         try:
             re.compile(rule[0])
         except re.error as error:
-            raise UserError(f"Muon.rules: rule {number}, {rule[0]!r}, doesn't compile: {error}") from error
-        for role in [] if rule[1] == NO_MATRIX else rule[1].split(","):
+            raise UserError(f"{owner}: rule {number}, {rule[0]!r}, doesn't compile: {error}") from error
+        for role in [] if rule[1] in others else rule[1].split(","):
             if role.strip() not in _ROLES:
-                meant = did_you_mean(role.strip(), (*_ROLES, NO_MATRIX))
-                raise UserError(
-                    f"Muon.rules: rule {number} has the form {rule[1]!r}; give {NO_MATRIX!r}, or a list of {_ROLES}{meant}"
-                )
+                meant = did_you_mean(role.strip(), (*_ROLES, *others))
+                raise UserError(f"{owner}: rule {number} has the form {rule[1]!r}; give {known}{meant}")
 
 
 def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:

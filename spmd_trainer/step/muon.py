@@ -143,6 +143,10 @@ class Muon(optimizers.BaseOptimizer):  # type: ignore[misc]  # untyped
         """Returns what each variable is, by its path; see `matrix_dims.choose` for the errors."""
         return matrix_dims.choose(var_weight_hparams, self.rules, self.heads)
 
+    def size(self, rows: float, cols: float) -> float:
+        """Returns the size of the update of a matrix: its singular values are nearly this."""
+        return _scale(self.scale, rows, cols)
+
     def _get_raw_grad_transformation(self, lr: optax.Schedule) -> optax.GradientTransformation:
         if self._var_weight_hparams is None:
             raise UserError(
@@ -248,7 +252,7 @@ class _Update:
         }
 
 
-def _scale(rule: str, rows: int, cols: int) -> float:
+def _scale(rule: str, rows: float, cols: float) -> float:
     return _ADAM_RMS * math.sqrt(max(rows, cols)) if rule == "match_rms" else math.sqrt(max(1.0, cols / rows))
 
 

@@ -19,7 +19,7 @@ from praxis import base_layer
 from spmd_trainer import sharding
 from spmd_trainer.sharding.specs import AnyMesh, axes_by_dim, axes_text
 from spmd_trainer.sharding.variables import named_leaves
-from spmd_trainer.step import state_layout
+from spmd_trainer.step import mup, state_layout
 from spmd_trainer.step.compiled_step import CompiledStep, StepFn
 from spmd_trainer.step.layout import Layout, RowPadding
 from spmd_trainer.step.mesh_choice import mesh_from_model
@@ -147,6 +147,9 @@ class Partitioner(abc.ABC):
                 logging.warning("%s", note)
         init_variables = state_layout.variables_initialiser(task, inputs_shape_dtype)
         hparams, variables = state_layout.build(task, init_variables, inputs_shape_dtype, mesh, plan)
+        if task.mup is not None:
+            of_base = state_layout.variables_initialiser(mup.base_task(task), inputs_shape_dtype)
+            init_variables = mup.rescaled(init_variables, of_base, hparams)
         return Layout(task, hparams, mesh, variables, variables, init_variables, row_padding)
 
     @property

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from spmd_trainer.errors import did_you_mean
 from spmd_trainer.models.base import ModuleModel
 from spmd_trainer.sharding.path_rules import Strategy
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, path_str
-from spmd_trainer.step import host_states, masks, matrix_dims, opt_state_dtypes, optax_bridge, step_fns
+from spmd_trainer.step import host_states, masks, matrix_dims, mup, opt_state_dtypes, optax_bridge, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.step.opt_state_dtypes import CODES, Bytes
 from spmd_trainer.train_states import NestedJTensor, NestedShapeDtypeStruct, NestedWeightHParams, PyTree, TrainState
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # VariableSpecs, in the structure of the variables or of the state.
 NestedVariableSpec: TypeAlias = PyTree
 # Decides the layout of every variable: (the task and its variables, mesh) -> VariableSpecs, same structure.
+Result = TypeVar("Result")
 Plan: TypeAlias = Callable[[LogicalLayout, Mesh], NestedVariableSpec]
 DECLARED = "declared"
 NOT_DECLARED = "replicated: no split mapping; task.train.sharding_strategy=[...] gives one"
@@ -76,7 +77,11 @@ def build(
     else:
         hparams, reasons = _with_adapters(task, init_variables, mesh, plan)
     if task.learner.sees_stacks:
-        hparams = _with_uses(task, hparams, inputs_shape_dtype, mesh)
+        hparams = _of_program(task, hparams, inputs_shape_dtype, mesh, matrix_dims.with_uses)
+    if task.mup is not None:
+        base = abstract_hparams(variables_initialiser(mup.base_task(task), inputs_shape_dtype))
+        uses = _of_program(task, hparams, inputs_shape_dtype, mesh, matrix_dims.find_uses)
+        hparams = mup.with_scales(task, hparams, base, uses)
     layout = LogicalLayout(task, hparams)
     logical = jax.eval_shape(
         functools.partial(create_train_state, layout),
@@ -84,7 +89,7 @@ def build(
     )
     grad_tx, excluded = grad_transformation(layout)
     masked_hparams = masks.mask_out(hparams, excluded)
-    known = functools.partial(_with_uses, task, hparams, inputs_shape_dtype, mesh)
+    known = functools.partial(_of_program, task, hparams, inputs_shape_dtype, mesh, matrix_dims.with_uses)
     notes = _matrix_notes(task, masked_hparams, logical.opt_states, lambda: masks.mask_out(known(), excluded))
     masked_vars = masks.mask_out(logical.mdl_vars, excluded)
     opt_state_dtypes.warn_of_unused_rules(task.learner, grad_tx.init, masked_vars)
@@ -128,6 +133,10 @@ def _matrix_notes(
     if task.learner.sees_stacks:
         return matrix_dims.log_choices(task.learner.optimizer, hparams)
     if matrix_dims.has_optax_muon(opt_states):
+        if task.mup is not None:
+            raise ValueError(
+                "task.mup: its multipliers are not those of optax.contrib.muon; use st.Muon, which muP knows"
+            )
         matrix_dims.check_optax_muon(with_uses(), opt_states)
     return {}
 
@@ -240,10 +249,14 @@ def _with_adapters(
     return task.lora_model.split_like_base(hparams, base, reasons)
 
 
-def _with_uses(
-    task: SingleTask, hparams: NestedWeightHParams, inputs_shape_dtype: NestedShapeDtypeStruct, mesh: Mesh
-) -> NestedWeightHParams:
-    """Returns the WeightHParams with how the model uses each variable in training (`matrix_dims.with_uses`). Traces it."""
+def _of_program(
+    task: SingleTask,
+    hparams: NestedWeightHParams,
+    inputs_shape_dtype: NestedShapeDtypeStruct,
+    mesh: Mesh,
+    read: Callable[[NestedWeightHParams, Callable[[NestedJTensor], Any]], Result],
+) -> Result:
+    """Returns what `read` makes of the WeightHParams and the model's forward pass in training, which it traces."""
 
     def forward(mdl_vars: NestedJTensor) -> Any:
         inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_shape_dtype)
@@ -253,7 +266,7 @@ def _with_uses(
     # Modules of other libraries may name the mesh's axes; praxis asks for its mesh itself.
     is_module = isinstance(task.model, ModuleModel)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if is_module else contextlib.nullcontext():
-        return matrix_dims.with_uses(hparams, forward)
+        return read(hparams, forward)
 
 
 def _check_rules(strategy: Strategy, variables: PyTree) -> None:

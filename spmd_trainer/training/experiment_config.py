@@ -21,7 +21,7 @@ from spmd_trainer import experiment_registry, sharding, tasks_lib
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph, not_a_config, user_code
 from spmd_trainer.models.config_lines import without_addresses
-from spmd_trainer.step import mesh_choice
+from spmd_trainer.step import mesh_choice, mup
 from spmd_trainer.training import class_overrides
 
 _DATASETS = ("train_datasets", "eval_datasets", "decode_datasets")
@@ -112,6 +112,8 @@ def resolve(
         of_task = [assignment for assignment in overrides if assignment.startswith("task.")]
         for assignment in of_task:
             apply_override(config, assignment)
+        if config.task.mup is not None:
+            _resolve_base(config.task.mup, exp, found.cls, overrides)
         with _errors_of(experiment, found.label):
             _validate_kinds(config)
             _validate_mesh(config.task)
@@ -142,6 +144,29 @@ def resolve(
         text = f"experiment {found.label}: {kind}{first_paragraph(error)}{where}"
         raise UserError("\n  ".join([text, *(own if len(own) > 1 else [])])) from error
     return ResolvedExperiment(found.name, found.label, experiment, config, overrides, attributes)
+
+
+def _resolve_base(
+    mup_p: Any, exp: str | type[BaseExperiment] | BaseExperiment, cls: type[BaseExperiment], overrides: Sequence[str]
+) -> None:
+    """Sets `base_model` of a config of `mup.Mup`: the experiment's model with what `base` changes.
+
+    Raises:
+      UserError: `base` is not a mapping, or names what the experiment doesn't have.
+    """
+    if not (isinstance(mup_p, fdl.Buildable) and isinstance(mup_p.base, Mapping) and mup_p.base):
+        raise UserError(
+            'task.mup must be a config with a base, e.g. Config(st.Mup, base={"MODEL_DIMS": 64}), with values by class attribute '
+            "or path"
+        )
+    assignments = [*overrides, *(f"{name}={value!r}" for name, value in mup_p.base.items())]
+    of_class = [assignment for assignment in assignments if class_overrides.is_of_class(assignment)]
+    experiment, _ = class_overrides.make_experiment(exp, cls, of_class)
+    config = pax_fiddle.Config(ExperimentConfig, task=experiment.task())
+    for assignment in assignments:
+        if assignment.startswith("task."):
+            apply_override(config, assignment)
+    mup_p.base_model = mup.BaseModel(config.task.model)
 
 
 @contextlib.contextmanager

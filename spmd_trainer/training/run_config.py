@@ -272,6 +272,33 @@ class VerifyConfig(StepConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class CoordCheckConfig(RunConfig):
+    """Settings of `--mode=coord_check`."""
+
+    mode: str = "coord_check"
+    widths: tuple[str, ...] = _planning(
+        ("1", "2", "4", "8"),
+        "With --mode=coord_check: the widths, as multiples of task.mup.base.",
+        value="1,2,...",
+        read=names,
+    )
+    coord_steps: int = _planning(4, "With --mode=coord_check: number of training steps.", value="N", at_least=1)
+    without_mup: bool = _planning(False, "With --mode=coord_check: leave muP's multipliers out, to compare.")
+
+    @property
+    def multiples(self) -> list[int]:
+        """The widths as numbers, ascending.
+
+        Raises:
+          UserError: they are not two or more different numbers.
+        """
+        found = sorted({int(width) for width in self.widths if width.isdecimal() and int(width)})
+        if len(found) < 2 or len(found) < len(self.widths):
+            raise UserError(f"--widths={','.join(self.widths)}: give two or more different whole numbers, e.g. 1,2,4,8")
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
 class ReplayConfig(StepConfig):
     """Settings of `--mode=replay`."""
 
@@ -292,6 +319,7 @@ _CONFIGS: dict[str, type[Settings]] = {
     "inspect": InspectConfig,
     "plan": PlanConfig,
     "verify": VerifyConfig,
+    "coord_check": CoordCheckConfig,
     "replay": ReplayConfig,
     "tokenise": TokeniseConfig,
     "tokenizer": TokenizerConfig,

@@ -33,8 +33,8 @@ from spmd_trainer.storage.run_files import (
     read_record,
 )
 
-# What the modes that only look may have written here before the run began: inspect, plan, data.
-_OF_LOOKING = re.compile(r"sharding_report\.\w+|plan(_\w+)?\.(json|html)|data\.html")
+# What the modes that only look may have written here before the run began: inspect, plan, data, coord_check.
+_OF_LOOKING = re.compile(r"sharding_report\.\w+|plan(_\w+)?\.(json|html)|(data|coord_check)\.html")
 # Holds the lock of the training process.
 LOCK = "lock"
 # What the record says of how a run was asked for: it is the newest start's that has begun to train.

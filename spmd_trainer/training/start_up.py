@@ -19,8 +19,9 @@ from etils import epath
 
 from spmd_trainer import multihost
 from spmd_trainer.callbacks import Run
-from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, frozen_base
+from spmd_trainer.checkpointing import Checkpointer, Restored, check_storage, checkpoint_bytes, frozen_base
 from spmd_trainer.checkpointing.agreement import agreed, decided_by_process_0
+from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import library_versions
 from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.sharding.messages import bytes_text, count_text
@@ -90,12 +91,33 @@ def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
             restored = checkpoints.restore(
                 metadata.variables, metadata.mesh, with_input=bool(train_p.enable_input_checkpointing)
             )
+            _require_same_mup(job, restored)
             restored = FrozenBase(job).joined(restored, metadata.variables, checkpoints.directory)
             phase.done = f"restored step {restored.step} from {checkpoints.directory}"
         return FirstState(restored.state, restored.input_state, adapter_checkpoints.origin_of(restored))
     if config.restore_checkpoint_dir is not None:
         return _restore_from(config.restore_checkpoint_dir, config.restore_checkpoint_step, job)
     return _fresh(job, train_p.init_from_checkpoint_rules or {})
+
+
+def _require_same_mup(job: Job, restored: Restored) -> None:
+    """Refuses to go on with other multipliers than a run was begun with: its variables and moments are of these.
+
+    Raises:
+      UserError: task.mup is another one than that of the checkpoint.
+    """
+    saved = restored.metadata["metadata"].get("config")
+    if saved is None:
+        return
+    before, now = (
+        [line for line in lines if line.startswith("task.mup") and line != "task.mup: None"]
+        for lines in (saved, job.config.experiment.lines())
+    )
+    if before != now:
+        raise UserError(
+            f"{job.config.job_log_dir}: step {restored.step} was trained with {'; '.join(before) or 'task.mup: None'}, and this "
+            f"start has {'; '.join(now) or 'task.mup: None'}; give the same, or a new --job_log_dir"
+        )
 
 
 def _fresh(job: Job, rules: Mapping[Any, Any], *, restored_from: str | None = None) -> FirstState:

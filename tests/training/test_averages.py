@@ -18,7 +18,7 @@ from spmd_trainer.hf import export_mode
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.step import optax_bridge
 from spmd_trainer.training import averages, checkpoints, evaluate, start_checks, start_up, train
-from spmd_trainer.training.run_config import ExportConfig
+from spmd_trainer.training.mode_configs import ExportConfig
 from spmd_trainer.training.summary_writers import read_metrics
 
 # One worker: what these tests share is made once.
