@@ -18,7 +18,7 @@ from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.step.packing import Scalars
 from spmd_trainer.sweeps import trials
 from spmd_trainer.sweeps.trials import Sweep, Trial
-from spmd_trainer.training import rooms
+from spmd_trainer.training import ramps, rooms
 
 # In the environment of a trial's process: the process of its sweep.
 PARENT = "SPMD_TRAINER_SWEEP_PROCESS"
@@ -87,7 +87,7 @@ class TrialCallback(Callback):
             self._write(status=trials.BROKEN, reason=f"it has no {self._sweep.metric.name}: it was never evaluated")
         else:
             (step, value), status = result, trials.PRUNED if self._pruned else trials.FINISHED
-            self._write(status=status, value=value, step=step, flops=_flops(run, step), reason=self._pruned)
+            self._write(status=status, value=value, step=step, flops=training_flops(run, step), reason=self._pruned)
 
     def on_failure(self, run: Run, error: BaseException) -> None:
         """Writes that the trial is broken."""
@@ -107,14 +107,17 @@ class TrialCallback(Callback):
         self._sweep.write(_replaced(before, seconds=round(seconds, 1), **ended))
 
 
-def _flops(run: Run, steps: int) -> float:
+def training_flops(run: Run, steps: int) -> float:
     """Returns the model's FLOPs of a run's steps; 0 if it has no tokens."""
     tokens = run.batch.get("ids") if hasattr(run.batch, "get") else None
     if tokens is None or (chips := rooms.find("kernels.chips")) is None:
         return 0.0
+    stages, like_the_last = ramps.stages_of(run.task.train), float(steps)
+    if stages and (rows := ramps.stage_at(stages, max(steps - 1, 0)).rows):
+        like_the_last = ramps.steps_left(stages, 0, steps) * (stages[0].rows or rows) / rows
     layout = run.partitioner.layout
     trained, frozen = layout.num_params(per_token=True), layout.num_frozen_params(per_token=True)
-    return float(chips.model_flops(trained, math.prod(tokens.shape) * steps, num_frozen=frozen))
+    return float(chips.model_flops(trained, round(math.prod(tokens.shape) * like_the_last), num_frozen=frozen))
 
 
 def _replaced(trial: Trial, **changes: object) -> Trial:

@@ -2,13 +2,16 @@
 
 import json
 import math
+import types
 
+import jax
+import numpy as np
 import pytest
 from etils import epath
 from facts import raises_naming
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.sweeps import methods, space
+from spmd_trainer.sweeps import callback, methods, space
 from spmd_trainer.sweeps.trials import BROKEN, FINISHED, PRUNED, Metric, Sweep, Trial
 
 
@@ -99,3 +102,18 @@ def test_a_metric_names_its_dataset(tmp_path):
     assert Metric.find("", [], "loss", maximize=False).folder == "train"
     with raises_naming(UserError, "--sweep_metric=accuracy", "heldout"):
         Metric.find("accuracy", ["heldout"], "loss", maximize=True)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "steps", "rows_in_all"), [(None, 5, 20), ({0: 2, 3: 4}, 5, 2 * 3 + 4 * 2), ({0: 2, 3: 4}, 2, 2 * 2)]
+)
+def test_the_flops_of_a_trial_are_six_for_each_parameter_and_token(ramp, steps, rows_in_all):
+    last = 4 if ramp is None or steps > 3 else 2
+    run = types.SimpleNamespace(
+        batch={"ids": jax.ShapeDtypeStruct((last, 8), np.int32)},
+        task=types.SimpleNamespace(train=types.SimpleNamespace(batch_ramp=ramp, sequence_ramp=None)),
+        partitioner=types.SimpleNamespace(
+            layout=types.SimpleNamespace(num_params=lambda per_token: 100, num_frozen_params=lambda per_token: 0)
+        ),
+    )
+    assert callback.training_flops(run, steps) == 6 * 100 * rows_in_all * 8
