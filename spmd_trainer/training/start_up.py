@@ -330,7 +330,8 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         return job.partitioner.partition(step, job.inputs_shape_dtype, is_eval=False).lower(key)
 
     with Phase("compiling the train step"):
-        numbers = job.config.of(TrainConfig).step_inputs
+        # A plan compiles the step without training.
+        numbers = job.config.step_inputs if isinstance(job.config, TrainConfig) else {}
         try:
             lowered, attention = report_parts.traced(functools.partial(lower, numbers))
         except TypeError:  # JAX's, of a number that Python compares or converts; or one that comes again
