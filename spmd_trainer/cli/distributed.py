@@ -125,7 +125,7 @@ class Processes:
             return 1 if self._watch is None else self._watch.count
         self._is_joining = True
         # The service intercepts SIGTERM, so SIGTERM could not end a mode that never polls the service.
-        jax.config.update("jax_enable_preemption_service", mode == "train")
+        jax.config.update("jax_enable_preemption_service", mode in ("train", "sweep"))
         address, count, index, local_device_ids = _located(self._cluster)
         service.use_devices(local_device_ids)
         if count == 1:

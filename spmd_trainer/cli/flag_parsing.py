@@ -31,6 +31,9 @@ _WHERE_SETTINGS_ARE = (
     "; --help shows the flags, and --fdl.set=PATH=VALUE sets a field of the experiment (--dump shows all)"
 )
 
+# Flags that are gone, and what takes their place.
+_REPLACED = {"export_use_ema": ": --eval_averages=ema takes its place"}
+
 
 def parse(argv: Sequence[str]) -> list[str]:
     """Parses the trainer's flags and Pax's, and returns the remaining arguments.
@@ -77,7 +80,9 @@ def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[s
         mode = str(own["mode"].value)
         rooms.check(MODES[mode].module, f"--mode={mode}")  # its flags are absent too
         fields = [f"--fdl.set={path}=VALUE" for path in _fields_like(error.flagname, argv)]
-        near = did_you_mean(error.flagname, list(together), prefix="--", otherwise=_WHERE_SETTINGS_ARE)
+        near = _REPLACED.get(error.flagname) or did_you_mean(
+            error.flagname, list(together), prefix="--", otherwise=_WHERE_SETTINGS_ARE
+        )
         raise UserError(f"unknown flag --{error.flagname}{suggestion_text(fields) or near}") from error
     except flags.Error as error:
         raise UserError(str(error)) from error

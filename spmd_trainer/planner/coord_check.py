@@ -123,7 +123,7 @@ def curves(job: Job, multiples: Sequence[int], steps: int, *, without: bool = Fa
       without: leave muP's multipliers out.
     """
     source = reference_files.attach_zeros(job.build_train_input())
-    batch = source.get_next_padded()
+    batch = job.cut(source.get_next_padded())
     changes = {}
     for multiple in multiples:
         task = _task(job, multiple, without=without)

@@ -51,9 +51,7 @@ class TrialCallback(Callback):
 
     def on_start(self, run: Run) -> None:
         """Stops a trial that was pruned before it was killed."""
-        curve = self._sweep.curve(self._number)
-        if run.step in curve:
-            self._prune(run, run.step, curve[run.step])
+        self._prune(run, run.step)
 
     def after_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Stops a trial that falls behind.
@@ -62,18 +60,21 @@ class TrialCallback(Callback):
           UserError: the evaluation has no such metric.
         """
         name = self._sweep.metric.name
-        if "/" not in name:
-            return
-        if name not in metrics:
+        if "/" in name and name not in metrics:
             raise UserError(
                 f"--sweep_metric={name}: the evaluations give {sorted(metrics)}{did_you_mean(name, metrics)}"
             )
-        self._prune(run, step, float(metrics[name]))
+        run.summaries.flush()
+        self._prune(run, step)
 
-    def _prune(self, run: Run, step: int, value: float) -> None:
-        """Stops the run if the sweep prunes its trial; process 0 decides."""
-        reason = "" if jax.process_index() else self._sweep.reason_to_prune(self._number, step, value)
-        self._pruned = multihost.broadcast(reason)
+    def _prune(self, run: Run, step: int) -> None:
+        """Stops the run if the sweep prunes its trial. Process 0, which writes the summaries, reads them and decides."""
+        if not self._sweep.stops_early:
+            return
+        value = None if jax.process_index() else self._sweep.curve(self._number).get(step)
+        self._pruned = multihost.broadcast(
+            "" if value is None else self._sweep.reason_to_prune(self._number, step, value)
+        )
         if self._pruned:
             run.stop(f"pruned: {self._pruned}")
 

@@ -83,6 +83,12 @@ class PaxSearch:
                     f"{cls.__name__}: {name} has candidates with choices of their own, which a sweep can't try"
                 )
         size = self._context.dna_spec.space_size
+        if size == -1 and isinstance(pax_fiddle.build(search.search_algorithm)(), pg.geno.Sweeping):
+            ranges = [name for name, hyper in self._hypers.items() if not isinstance(hyper, pg.hyper.Choices)]
+            raise UserError(
+                f"{cls.__name__}.search() sweeps all combinations, and {ranges[0]} is a range; give it pg.oneof([...]), or set "
+                "search_algorithm=pax_fiddle.Config(automl.RandomSearch)"
+            )
         most = num_trials or search.max_num_trials
         self.num_trials: int = most if size == -1 else min(most, size)
         self._reward = None if search.search_reward is None else pax_fiddle.build(search.search_reward)
@@ -135,10 +141,13 @@ class PaxSearch:
         choices = {name: str(hyper) for name, hyper in self._hypers.items()}
         return {"space": choices, "method": type(pax_fiddle.build(self._search.search_algorithm)).__name__, "seed": 0}
 
+    @property
+    def stops_early(self) -> bool:
+        """Whether `search()` has a policy."""
+        return self._search.early_stopping is not None
+
     def reason_to_prune(self, sweep: Sweep, number: int, others: Sequence[Trial]) -> str:
         """Returns why the policy of `search()` stops a trial; '' if it goes on."""
-        if self._search.early_stopping is None:
-            return ""
         policy = pax_fiddle.build(self._search.early_stopping)()
         policy.setup(self._context.dna_spec)
         policy.recover([self._as_pyglove(sweep, trial.number, trial.values, trial.status) for trial in others])

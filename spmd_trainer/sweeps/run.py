@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ from spmd_trainer.sweeps.trials import Sweep, Trial
 from spmd_trainer.training.run_config import RunConfig
 
 _SECONDS_BETWEEN_LOOKS = 2.0
+_SECONDS_BEFORE_HANDING_ON = 2.0
 # Lines of a trial's output among which is why it failed.
 _LAST_LINES = 12
 # So many broken trials at the beginning, all for one reason, end the sweep.
@@ -75,23 +77,24 @@ def run(prepared: tuple[SweepConfig, Sweep]) -> list[Trial]:
         known = {trial.number: trial for trial in sweep.trials()}
         left = [n for n in range(sweep.method.num_trials) if n not in known or not known[n].has_ended]
         if ended := sweep.method.num_trials - len(left):
-            logging.info(
-                "%s of %d ended before", count_text(ended, "trial has", "trials have"), sweep.method.num_trials
-            )
+            said = count_text(ended, "trial", "trials")
+            logging.info("%s of %d %s ended before", said, sweep.method.num_trials, "has" if ended == 1 else "have")
         spent: list[float] = []
         for done, number in enumerate(left, start=1):
             began = time.monotonic()
             trial = _run_trial(config, sweep, number, signals)
-            if signals.asked:
+            if not trial.has_ended:
                 logging.info("stopped in trial %d; the same command goes on with it", number)
                 break
             spent.append(time.monotonic() - began)
             _report(sweep, trial, sum(spent) / len(spent) * (len(left) - done))
             page.write(config, sweep)
             _stop_if_all_break(sweep, left[:done])
+            if signals.asked:
+                break
     _raise_if_interrupted(signals)
     ended_trials = [trial for trial in sweep.trials() if trial.has_ended]
-    if not signals.asked:
+    if len(ended_trials) == sweep.method.num_trials:
         _summarise(config, sweep, ended_trials)
     return ended_trials
 
@@ -136,15 +139,18 @@ def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals
         assert process.stderr is not None
         for line in process.stderr:
             last.append(line.rstrip())
+            signals.saw(line)
             terminal.write(f"  {line}", sys.stderr)
     trial = sweep.begin(number)
-    if trial.has_ended or signals.asked:
+    # Status 0: someone has sent the trial's process a signal, and it has saved its state.
+    if trial.has_ended or signals.asked or not process.returncode:
         return trial
     if process.returncode < 0:
         name = signal.Signals(-process.returncode).name
         reason = f"its process was killed by {name}" + (", as when memory runs out" if name == "SIGKILL" else "")
     else:
-        said = " ".join(filter(None, last)).rpartition("spmd-trainer: ")[2]
+        text = " ".join(line for line in last if line and not line.lstrip().startswith("The traceback is in "))
+        said = text.rpartition("spmd-trainer: ")[2]
         reason = f"{said[-500:]} (exit status {process.returncode})"
     trial = dataclasses.replace(trial, status=trials.BROKEN, reason=reason)
     sweep.write(trial)
@@ -214,6 +220,9 @@ def _values_text(trial: Trial) -> str:
 class _Signals:
     """Hands Ctrl-C, SIGTERM and SIGHUP to the running trial, which saves its state and leaves.
 
+    A scheduler sends SIGTERM to the trial's process too, where a second one would end it at once. So it is handed on later,
+    unless the trial says that it has one.
+
     Attributes:
       asked: the first signal that came; None before.
     """
@@ -221,6 +230,7 @@ class _Signals:
     def __init__(self) -> None:
         self.asked: int | None = None
         self._process: subprocess.Popen[str] | None = None
+        self._is_leaving = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _Signals:
@@ -235,7 +245,7 @@ class _Signals:
     @contextlib.contextmanager
     def sent_to(self, process: subprocess.Popen[str]) -> Iterator[None]:
         """Sends signals to a process, also one that came just before."""
-        self._process = process
+        self._process, self._is_leaving = process, False
         try:
             if self.asked is not None:
                 process.send_signal(self.asked)
@@ -243,10 +253,20 @@ class _Signals:
         finally:
             self._process = None
 
+    def saw(self, line: str) -> None:
+        """Notes what the trial's process says of signals."""
+        self._is_leaving |= line.lstrip().startswith(("SIGINT:", "SIGTERM:", "SIGHUP:"))
+
     def _take(self, number: int, frame: types.FrameType | None) -> None:
         del frame
-        self.asked = self.asked or number
-        if self._process is not None:
+        is_first, self.asked = self.asked is None, self.asked or number
+        if number == signal.SIGINT or not is_first:
+            self._hand_on(number)
+        else:
+            threading.Timer(_SECONDS_BEFORE_HANDING_ON, self._hand_on, [number, True]).start()
+
+    def _hand_on(self, number: int, unless_leaving: bool = False) -> None:
+        if self._process is not None and not (unless_leaving and self._is_leaving):
             self._process.send_signal(number)
 
 

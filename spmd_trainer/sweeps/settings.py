@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from spmd_trainer import multihost
 from spmd_trainer.errors import UserError
 from spmd_trainer.settings import setting, settings_of, texts
 from spmd_trainer.training.run_config import RunConfig, TrainConfig
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from spmd_trainer.training.experiment_config import ResolvedExperiment
     from spmd_trainer.training.run_config import Experiment
 
+# Settings that change the results of trials: a sweep has one value of each.
+_OF_ALL_TRIALS = ("mesh", "num_minibatches", "restore_checkpoint_dir", "restore_checkpoint_step", "eval_averages")
 _sweep = functools.partial(setting, group="Sweeps (--mode=sweep)")
 
 
@@ -121,23 +125,48 @@ class SweepConfig(TrainConfig):
             raise UserError(
                 "--sweep_prune needs --sweep_metric=DATASET/metric, the metric of an evaluation during training"
             )
-        return trials.Sweep(self.job_log_dir, self.experiment.name, method, metric, self.sweep_prune)
+        given = self.given()
+        common = {name: given[name] for name in _OF_ALL_TRIALS if name in given}
+        common["overrides"] = list(self.experiment.overrides)
+        return trials.Sweep(self.job_log_dir, self.experiment.name, method, metric, self.sweep_prune, common)
 
 
 def _of_trial(base: SweepConfig, sweep: Sweep, number: int, join: Callable[[], int] | None) -> TrainConfig:
     """Returns the settings of a trial's training run."""
     from spmd_trainer.sweeps.callback import TrialCallback
 
-    sweep.open()
-    trial = sweep.begin(number)
+    if join is not None:
+        join()
+    values = _agreed_values(sweep, number)
     settings = {name: getattr(base, name) for name in settings_of(TrainConfig) if name != "job_log_dir"}
     return TrainConfig(
-        _with_values(base, sweep, trial.values, join),
+        _with_values(base, sweep, values, join),
         sweep.trial_directory(number),
         callbacks=[*base.callbacks, TrialCallback(sweep, number)],
-        step_inputs=_numbers_that_vary(base, sweep, trial.values),
+        step_inputs=_numbers_that_vary(base, sweep, values),
         **settings,
     )
+
+
+def _agreed_values(sweep: Sweep, number: int) -> Values:
+    """Returns a trial's values. Process 0 chooses them: others may see other trials that have ended.
+
+    Raises:
+      UserError: the directory holds something else, or can't be read.
+    """
+    found: dict[str, Any] = {}
+    count, index = multihost.joined()
+    if index == 0:
+        try:
+            sweep.open()
+            found = {"values": {path: repr(value) for path, value in sweep.begin(number).values.items()}}
+        except UserError as error:
+            found = {"problem": str(error)}
+    if count > 1:  # without a job, asking touches devices, before host devices can stand in for the mesh
+        found = multihost.broadcast(found, name="the values of the trial")
+    if "problem" in found:
+        raise UserError(found["problem"])
+    return {path: ast.literal_eval(text) for path, text in found["values"].items()}
 
 
 def _with_values(

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -122,6 +123,10 @@ class Metric:
 class Prunes(Protocol):
     """A method that decides itself which trials stop early."""
 
+    @property
+    def stops_early(self) -> bool:
+        """Whether it stops any."""
+
     def reason_to_prune(self, sweep: Sweep, number: int, others: Sequence[Trial]) -> str:
         """Returns why a trial should stop after its newest evaluation; '' if it should go on. `others`: ended before it."""
 
@@ -136,6 +141,7 @@ class Sweep:
       method: chooses the values of its trials.
       metric: tells good trials from bad ones.
       prunes: whether trials that fall behind are stopped.
+      common: what all trials have besides their values, as JSON: overrides, mesh.
     """
 
     directory: epath.Path
@@ -143,6 +149,7 @@ class Sweep:
     method: Method
     metric: Metric
     prunes: bool
+    common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def trial_directory(self, number: int) -> epath.Path:
         """Returns the directory of a trial's run."""
@@ -159,9 +166,8 @@ class Sweep:
           UserError: it is another sweep, or its file can't be read.
         """
         metric = {"metric": self.metric.name, "goal": "max" if self.metric.maximize else "min", "prune": self.prunes}
-        wanted = json.loads(
-            json.dumps({"experiment": self.experiment, **self.method.description(), **metric}, default=repr)
-        )
+        wanted = {"experiment": self.experiment, **self.method.description(), **metric, "common": self.common}
+        wanted = json.loads(json.dumps(wanted, default=repr))
         found = _read(self.directory / SWEEP)
         for name in found.keys() & wanted.keys():
             if found[name] != wanted[name]:
@@ -194,8 +200,15 @@ class Sweep:
 
     def trials(self) -> list[Trial]:
         """Returns the trials that have begun, by number."""
-        found = (self.trial(number) for number in range(self.method.num_trials))
+        names = sorted(names_in(self.directory / "trials"))
+        numbers = [int(name.removesuffix(".json")) for name in names if re.fullmatch(r"\d+\.json", name)]
+        found = (self.trial(number) for number in sorted(numbers) if number < self.method.num_trials)
         return [trial for trial in found if trial is not None]
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether some trials may be stopped before their end."""
+        return self.method.stops_early if isinstance(self.method, Prunes) else self.prunes
 
     def begin(self, number: int) -> Trial:
         """Returns a trial, whose values are written down when it begins for the first time."""
@@ -239,10 +252,12 @@ class Sweep:
           step: the step of its evaluation.
           value: the metric there.
         """
+        if not self.stops_early:
+            return ""
         others = [trial for trial in self.trials() if trial.number < number and trial.status in (FINISHED, PRUNED)]
         if isinstance(self.method, Prunes):
             return self.method.reason_to_prune(self, number, others)
-        return self._is_below_median(step, value, others) if self.prunes else ""
+        return self._is_below_median(step, value, others)
 
     def _is_below_median(self, step: int, value: float, others: Sequence[Trial]) -> str:
         """Returns a reason by the median stopping rule (Golovin et al. 2017, section 3.2.2).

@@ -56,13 +56,18 @@ def of(job: Job, *, decodes: bool = False) -> str:
       decodes: True for `task.train.decode_use_ema_states`, False for `eval_use_ema_states`.
 
     Raises:
-      UserError: the run doesn't keep them; says which there are.
+      UserError: the run doesn't keep them, and which there are; or muP scales what schedule-free averages.
     """
     train_p, asked = job.task.train, job.config.eval_averages
     kept = [EMA] if has_ema(job.task.learner) else []
     kept += [SCHEDULE_FREE] if keeps_schedule_free(job.partitioner.layout.variables.opt_states) else []
     if asked is None and (train_p.decode_use_ema_states if decodes else train_p.eval_use_ema_states):
         asked = EMA
+    if SCHEDULE_FREE in kept and asked in (None, SCHEDULE_FREE) and job.task.mup is not None:
+        raise UserError(
+            "task.mup with optax.contrib.schedule_free: its average x is one of scaled variables, at which the model can't be "
+            "evaluated; give --eval_averages=none, or another optimizer"
+        )
     if asked is None:
         return SCHEDULE_FREE if SCHEDULE_FREE in kept else NONE
     if asked in (EMA, SCHEDULE_FREE) and asked not in kept:

@@ -334,7 +334,7 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         numbers = job.config.step_inputs if isinstance(job.config, TrainConfig) else {}
         try:
             lowered, attention = report_parts.traced(functools.partial(lower, numbers))
-        except TypeError:  # JAX's, of a number that Python compares or converts; or one that comes again
+        except Exception:  # of a number that Python compares or converts; or one that comes again
             if not numbers:
                 raise
             numbers = step_inputs.traceable(numbers, lower)

@@ -13,7 +13,6 @@ from typing import Any
 
 import fiddle as fdl
 import jax
-import jax.numpy as jnp
 from absl import logging
 from fiddle import daglish
 from praxis import pax_fiddle
@@ -36,7 +35,8 @@ def _floats(config: fdl.Buildable[Any]) -> Iterator[tuple[str, float]]:
 
 def abstract(numbers: Mapping[str, float]) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the numbers' shapes and dtypes, which are those of Python floats."""
-    return {path: jax.ShapeDtypeStruct((), jnp.float32, weak_type=True) for path in numbers}
+    dtype = jax.dtypes.canonicalize_dtype(float)
+    return {path: jax.ShapeDtypeStruct((), dtype, weak_type=True) for path in numbers}
 
 
 def traceable(numbers: Mapping[str, float], lower: Callable[[Mapping[str, float]], object]) -> Mapping[str, float]:
@@ -50,7 +50,7 @@ def traceable(numbers: Mapping[str, float], lower: Callable[[Mapping[str, float]
     for path in numbers:
         try:
             lower({path: numbers[path]})
-        except TypeError as error:
+        except Exception as error:  # JAX's of a number that Python compares or converts, or the optimizer's own
             constant.append(path)
             logging.info("each value of %s compiles a step of its own: %s", path.lstrip("."), first_paragraph(error))
     return {path: value for path, value in numbers.items() if path not in constant}
@@ -67,7 +67,7 @@ def with_numbers(
       numbers: {path in the config: scalar}.
 
     Raises:
-      TypeError: the learner needs one of them as a Python number, e.g. to compare it.
+      Exception: the learner needs one of them as a Python number, e.g. to compare it.
     """
     traced = learner_p.clone().set(name="learner", loss_name=layout.task.learner.loss_name)
     for path, number in numbers.items():

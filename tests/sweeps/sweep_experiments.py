@@ -67,6 +67,23 @@ class WithOptax(Regression):
         return task_p
 
 
+def strict_sgd(learning_rate):
+    """SGD that takes a Python number alone."""
+    if not isinstance(learning_rate, float):
+        raise ValueError(f"learning_rate must be a number, got {type(learning_rate).__name__}")
+    return optax.sgd(learning_rate)
+
+
+@experiment_registry.register
+class Refuses(Regression):
+    """With an optimizer that refuses what is no number."""
+
+    def task(self):
+        task_p = super().task()
+        task_p.train.learner.optimizer = pax_fiddle.Config(strict_sgd, learning_rate=self.LEARNING_RATE)
+        return task_p
+
+
 @experiment_registry.register
 class Chosen(Regression):
     """With Pax's search over a class attribute and a value in the task."""

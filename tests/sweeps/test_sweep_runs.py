@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pyglove as pg
 import pytest
 from facts import assert_names, raises_naming
 
@@ -20,7 +21,7 @@ import spmd_trainer as st
 from spmd_trainer import automl
 from spmd_trainer.errors import UserError
 from spmd_trainer.sweeps import pax_search
-from spmd_trainer.training import start_up, step_inputs
+from spmd_trainer.training import start_up, step_inputs, train
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
 
@@ -28,7 +29,12 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import sweep_experiments  # noqa: E402
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+# Without the number of host devices, which users don't give either.
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+    "XLA_FLAGS": re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")),
+}
 
 
 def command(directory, exp, *flags):
@@ -79,10 +85,7 @@ def test_a_finished_sweep_runs_nothing_again(swept):
     directory, _ = swept
     before = trial_files(directory)
     done = run(directory, "Regression", "--sweep=WIDTH=[7, 6]", "--fdl.set=LEARNING_RATE=0.2")
-    assert (
-        "2 trials have ended" in re.sub(r"\s+", " ", done.stderr).replace("of 2 ended before", "have ended")
-        or "of 2 ended before" in done.stderr
-    )
+    assert "2 trials of 2 have ended before" in done.stderr
     assert trial_files(directory) == before
 
 
@@ -220,6 +223,43 @@ def test_an_algorithm_that_learns_gets_the_rewards_of_trials_that_have_ended(tmp
     assert sum(rewards[6:]) > sum(rewards[:6])
 
 
+def test_a_range_among_all_combinations_is_refused(tmp_path):
+    class Continuous(sweep_experiments.Chosen):
+        LEARNING_RATE = pg.floatv(0.01, 0.1)
+
+    with raises_naming(UserError, "Continuous", "LEARNING_RATE", "RandomSearch"):
+        make_run_config(Continuous, tmp_path, mode="sweep", trial=0)
+
+
+def test_a_policy_of_search_stops_a_trial(tmp_path):
+    class Stops(sweep_experiments.Chosen):
+        def search(self):
+            found = super().search()
+            # A reward, the negative loss, is never so high.
+            found.early_stopping = automl.pax_fiddle.Config(automl.EarlyStoppingByValue, step_values=[(2, 100.0)])
+            return found
+
+    train.train(Job.build(make_run_config(Stops, tmp_path / "a", mode="sweep", trial=1)))
+    (trial,) = trial_files(tmp_path / "a").values()
+    assert (trial["status"], trial["step"]) == ("pruned", 2)
+    assert "policy of search()" in trial["reason"]
+
+
+def test_a_sweep_with_other_overrides_is_another_one(tmp_path):
+    make = functools.partial(make_run_config, sweep_experiments.Regression, tmp_path / "a", mode="sweep", trial=0)
+    make(sweep={"LEARNING_RATE": [0.1]}, overrides=["STEPS=4"])
+    with raises_naming(UserError, "common", "STEPS=4", "STEPS=2"):
+        make(sweep={"LEARNING_RATE": [0.1]}, overrides=["STEPS=2"])
+
+
+def test_an_optimizer_that_refuses_traced_numbers_gets_constants(tmp_path):
+    config = make_run_config(
+        sweep_experiments.Refuses, tmp_path, mode="sweep", sweep={"LEARNING_RATE": [0.1, 0.3]}, trial=0
+    )
+    assert config.step_inputs
+    assert step_text(config)[0] == step_text(make_run_config(sweep_experiments.Refuses, tmp_path / "plain"))[0]
+
+
 # --- longer ones ------------------------------------------------------------------------------------------------------
 
 TWELVE = ("--sweep=LEARNING_RATE=[0.01, 0.1, 0.2, 0.3]", "--sweep=task.train.random_seed=[1, 2, 3]", "--sweep_prune")
@@ -263,6 +303,35 @@ def test_ctrl_c_saves_the_running_trial_and_leaves(tmp_path):
     assert trial["status"] == "unfinished"
     assert trial["seconds"] > 0
     assert list((tmp_path / "a" / "trials" / "0000" / "checkpoints").iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("both", [True, False])
+def test_sigterm_to_the_trial_itself_saves_it_and_the_sweep_goes_on_with_it(tmp_path, both):
+    flags = ("--sweep=STEPS=[4000]", "--fdl.set=task.train.eval_interval_steps=100000")
+    flags += ("--fdl.set=task.train.save_interval_steps=100000",)
+    process = subprocess.Popen(
+        command(tmp_path / "a", "Regression", *flags), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "first step done" in line:
+            break
+    (trial,) = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    # As schedulers do: to each process of a job.
+    for number in [int(trial), *([process.pid] if both else [])]:
+        os.kill(number, signal.SIGTERM)
+    rest = process.stderr.read()
+    assert process.wait() == 0
+    assert_names(rest, "goes on")
+    (record,) = trial_files(tmp_path / "a").values()
+    assert record["status"] == "unfinished"
+    steps = [
+        int(path.name) for path in (tmp_path / "a" / "trials" / "0000" / "checkpoints").iterdir() if path.name.isdigit()
+    ]
+    assert max(steps) > 0
 
 
 @pytest.mark.full
