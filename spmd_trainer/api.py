@@ -38,7 +38,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 Directory: TypeAlias = str | os.PathLike[str]
 # Fields of settings that are no keywords: the functions have arguments of their own for them, or none.
-_NO_KEYWORDS = {"experiment", "job_log_dir", "mode", "writes_reports", "directory"}
+_NO_KEYWORDS = {"experiment", "job_log_dir", "mode", "writes_reports", "directory", "trial", "step_inputs"}
 
 tensorflow_bridge.keep_quiet()
 

@@ -80,9 +80,8 @@ def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[s
         mode = str(own["mode"].value)
         rooms.check(MODES[mode].module, f"--mode={mode}")  # its flags are absent too
         fields = [f"--fdl.set={path}=VALUE" for path in _fields_like(error.flagname, argv)]
-        near = _REPLACED.get(error.flagname) or did_you_mean(
-            error.flagname, list(together), prefix="--", otherwise=_WHERE_SETTINGS_ARE
-        )
+        near = did_you_mean(error.flagname, list(together), prefix="--", otherwise=_WHERE_SETTINGS_ARE)
+        near = _REPLACED.get(error.flagname, near)
         raise UserError(f"unknown flag --{error.flagname}{suggestion_text(fields) or near}") from error
     except flags.Error as error:
         raise UserError(str(error)) from error

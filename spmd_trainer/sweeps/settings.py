@@ -105,7 +105,7 @@ class SweepConfig(TrainConfig):
 
         experiment = self.experiment.experiment
         datasets = [str(input_p.name) for input_p in self.experiment.config.eval_datasets]
-        loss = self.experiment.task_p.train.learner.loss_name or "loss"
+        loss, asked = self.experiment.task_p.train.learner.loss_name or "loss", self.given()
         if self.sweep or experiment.sweep:
             given = space.read_space(space.read_texts(self.sweep) if self.sweep else experiment.sweep)
             maximize = self.sweep_goal == "max"
@@ -114,6 +114,11 @@ class SweepConfig(TrainConfig):
             )
             metric = trials.Metric.find(self.sweep_metric, datasets, loss, maximize=maximize)
         elif pax_search.has_search(type(experiment)):
+            decided = sorted({"sweep_method", "sweep_metric", "sweep_goal", "sweep_prune", "sweep_seed"} & asked.keys())
+            if decided:
+                raise UserError(
+                    f"--{decided[0]} goes with --sweep; here search() of {self.experiment.label} decides it"
+                )
             search = pax_search.PaxSearch(type(experiment), datasets, self.sweep_trials)
             method, metric = search, search.metric(loss)
         else:
@@ -125,8 +130,7 @@ class SweepConfig(TrainConfig):
             raise UserError(
                 "--sweep_prune needs --sweep_metric=DATASET/metric, the metric of an evaluation during training"
             )
-        given = self.given()
-        common = {name: given[name] for name in _OF_ALL_TRIALS if name in given}
+        common = {name: asked[name] for name in _OF_ALL_TRIALS if name in asked}
         common["overrides"] = list(self.experiment.overrides)
         return trials.Sweep(self.job_log_dir, self.experiment.name, method, metric, self.sweep_prune, common)
 

@@ -192,6 +192,11 @@ def test_choices_of_pax_are_tried_in_pyglove_s_order(tmp_path):
         config(trial=4)
 
 
+def test_flags_that_search_decides_are_refused(tmp_path):
+    with raises_naming(UserError, "--sweep_goal", "search()", "Chosen"):
+        make_run_config(sweep_experiments.Chosen, tmp_path, mode="sweep", sweep_goal="max")
+
+
 def test_rows_of_parameter_sweep_set_their_attributes(tmp_path):
     config = functools.partial(make_run_config, sweep_experiments.Combined, tmp_path, mode="sweep")
     found = [config(trial=number).experiment.task_p.train for number in range(2)]
