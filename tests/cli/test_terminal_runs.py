@@ -71,7 +71,7 @@ def test_the_end_says_what_was_saved_and_what_to_run_next(run):
     assert_names(text, "same command")
     assert f"results in {directory}: checkpoints/ (steps 0, {step}), summaries/" in lines
     commands = [line for line in lines if line.startswith("  to decode: ")]
-    command = f"spmd-trainer --exp=lm.stdlib.StdlibBytesTiny --job_log_dir={directory} --mode=decode_once"
+    command = f"spmd-trainer --job_log_dir={directory} --mode=decode_once"
     assert commands == [f"  to decode:          {command}"]
     assert f"stopped at step {step} of 100000 by a signal" in (directory / "logs" / "train.log").read_text()
 
