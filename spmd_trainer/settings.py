@@ -176,6 +176,13 @@ def _as_json(value: Any) -> Any:
     return value if isinstance(value, bool | int | float) else os.fspath(value)
 
 
+def arguments(cls: type, given: Mapping[str, Any]) -> list[str]:
+    """Returns flags for settings of a class, given as `Settings.given` returns them; a flag for each text of a list."""
+    about = settings_of(cls)
+    flat = ((name, one) for name, value in given.items() for one in (value if isinstance(value, list) else [value]))
+    return [f"--{about[name].flag}={one}" for name, one in flat]
+
+
 def refuse_unknown(known: Sequence[str], given: Mapping[str, object], where: str) -> None:
     """Raises UserError, with the nearest names, for a keyword that is not known."""
     for name in [name for name in given if name not in known]:

@@ -156,6 +156,11 @@ class RunningMode(enum.Flag):
         return bool(self & RunningMode.DECODE)
 
 
+def metrics_prefix(dataset: str) -> str:
+    """Returns what stands before the name of a metric of an evaluation in Pax. `dataset`: 'train' for a training batch."""
+    return "eval_train/metrics/" if dataset == "train" else f"eval_test_{dataset}/metrics/"
+
+
 class PaxEarlyStopping:
     """Calls an `early_stopping_fn` that has Pax's five arguments.
 
@@ -173,9 +178,7 @@ class PaxEarlyStopping:
         both = dict(metrics)
         for key, value in metrics.items():
             dataset, _, metric = key.partition("/")
-            both["eval_train/metrics/" + metric if dataset == "train" else f"eval_test_{dataset}/metrics/{metric}"] = (
-                value
-            )
+            both[metrics_prefix(dataset) + metric] = value
         return bool(self._fn(both, RunningMode.EVAL, step, is_last, None))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import signal
 import time
@@ -17,8 +16,9 @@ from spmd_trainer.callbacks import Callback, Run, Turn
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.step.packing import Scalars
 from spmd_trainer.sweeps import trials
-from spmd_trainer.sweeps.trials import Sweep, Trial
-from spmd_trainer.training import ramps, rooms
+from spmd_trainer.sweeps.trials import Sweep
+from spmd_trainer.training import ramps
+from spmd_trainer.watch import progress
 
 # In the environment of a trial's process: the process of its sweep.
 PARENT = "SPMD_TRAINER_SWEEP_PROCESS"
@@ -105,21 +105,15 @@ class TrialCallback(Callback):
             return
         before = self._sweep.begin(self._number)
         seconds = before.seconds + time.monotonic() - self._began
-        self._sweep.write(_replaced(before, seconds=round(seconds, 1), **ended))
+        self._sweep.write(dataclasses.replace(before, seconds=round(seconds, 1), **ended))  # type: ignore[arg-type]
 
 
 def training_flops(run: Run, steps: int) -> float:
     """Returns the model's FLOPs of a run's steps; 0 if it has no tokens."""
-    tokens = run.batch.get("ids") if hasattr(run.batch, "get") else None
-    if tokens is None or (chips := rooms.find("kernels.chips")) is None:
+    per_token = progress.flops_per_item(run)
+    if per_token is None:
         return 0.0
     stages, like_the_last = ramps.stages_of(run.task.train), float(steps)
     if stages and (rows := ramps.stage_at(stages, max(steps - 1, 0)).rows):
         like_the_last = ramps.steps_left(stages, 0, steps) * (stages[0].rows or rows) / rows
-    layout = run.partitioner.layout
-    trained, frozen = layout.num_params(per_token=True), layout.num_frozen_params(per_token=True)
-    return float(chips.model_flops(trained, round(math.prod(tokens.shape) * like_the_last), num_frozen=frozen))
-
-
-def _replaced(trial: Trial, **changes: object) -> Trial:
-    return dataclasses.replace(trial, **changes)  # type: ignore[arg-type]
+    return per_token * progress.items_per_step(run)[0] * like_the_last

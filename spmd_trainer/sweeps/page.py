@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from spmd_trainer.experiment_modules import short_name
-from spmd_trainer.settings import settings_of
+from spmd_trainer.settings import arguments, settings_of
 from spmd_trainer.sharding import page
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.sweeps import scaling_law, trials
@@ -75,17 +75,14 @@ def own_command(config: SweepConfig, sweep: Sweep, trial: Trial) -> str:
     values = sweep.method.own_overrides(trial.values)
     if values is None:
         return ""
-    about, given = settings_of(TrainConfig), config.given()
-    flags: Mapping[str, Any] = {
-        about[name].flag: value for name, value in given.items() if name in about and name != "mode"
-    }
-    arguments = [
+    of_training = settings_of(TrainConfig)
+    flags = [
         f"--exp={short_name(sweep.experiment)}",
         f"--job_log_dir={sweep.directory}-best",
-        *(f"--{name}={','.join(value) if isinstance(value, list) else value}" for name, value in flags.items()),
+        *arguments(TrainConfig, {name: value for name, value in config.given().items() if name in of_training}),
         *(f"--fdl.set={one}" for one in [*without_replaced(config.experiment.overrides, values), *values]),
     ]
-    return f"spmd-trainer {shlex.join(arguments)}"
+    return f"spmd-trainer {shlex.join(flags)}"
 
 
 def _row(sweep: Sweep, trial: Trial) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from praxis import pax_fiddle
 
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError
+from spmd_trainer.pax.task_fields import metrics_prefix
 from spmd_trainer.sweeps import space
 from spmd_trainer.sweeps.space import Values, is_literal
 from spmd_trainer.sweeps.trials import PRUNED, Metric, Sweep, Trial
@@ -245,8 +246,7 @@ class _Reward(Metric):
 
 def _metrics_by_step(directory: epath.Path, datasets: Sequence[str]) -> dict[int, dict[str, float]]:
     """Returns {step: metrics under Pax's names} of the steps at which a run was evaluated, or has a summary without datasets."""
-    folders = {f"eval_{name}": f"eval_test_{name}/metrics/" for name in datasets}
-    folders |= {"eval_train": "eval_train/metrics/", "train": "train/"}
+    folders = {f"eval_{name}": metrics_prefix(name) for name in (*datasets, "train")} | {"train": "train/"}
     found: dict[int, dict[str, float]] = {}
     for folder, prefix in folders.items():
         for step, record in read_metrics(directory, folder).items():

@@ -22,7 +22,7 @@ from absl import logging
 
 from spmd_trainer.errors import UserError, terminal
 from spmd_trainer.experiment_modules import short_name
-from spmd_trainer.settings import settings_of
+from spmd_trainer.settings import arguments
 from spmd_trainer.sharding.messages import count_text, format_duration
 from spmd_trainer.storage import access
 from spmd_trainer.storage.lock import LockedError, locked
@@ -92,25 +92,24 @@ def run(prepared: tuple[SweepConfig, Sweep]) -> list[Trial]:
             _stop_if_all_break(sweep, left[:done])
             if signals.asked:
                 break
-    _raise_if_interrupted(signals)
+    if signals.asked == signal.SIGINT:
+        raise KeyboardInterrupt
     ended_trials = [trial for trial in sweep.trials() if trial.has_ended]
     if len(ended_trials) == sweep.method.num_trials:
         _summarise(config, sweep, ended_trials)
     return ended_trials
 
 
-def command(config: SweepConfig, sweep: Sweep, number: int | None = None) -> list[str]:
-    """Returns the arguments of `spmd-trainer` that start a sweep again, or one of its trials."""
-    about = settings_of(SweepConfig)
-    given = {name: value for name, value in config.given().items() if name != "trial"}
-    flags = [f"--exp={short_name(sweep.experiment)}", "--mode=sweep", f"--job_log_dir={sweep.directory}"]
-    for name, value in given.items():
-        flag, parts = about[name].flag, value if isinstance(value, list) else [value]
-        flags += [
-            f"--{flag}" if part is True else f"--no{flag}" if part is False else f"--{flag}={part}" for part in parts
-        ]
-    flags += [f"--fdl.set={override}" for override in config.experiment.overrides]
-    return [*flags, *([] if number is None else [f"--trial={number}"])]
+def command(config: SweepConfig, sweep: Sweep, number: int) -> list[str]:
+    """Returns the arguments of `spmd-trainer` that run a trial."""
+    return [
+        f"--exp={short_name(sweep.experiment)}",
+        "--mode=sweep",
+        f"--job_log_dir={sweep.directory}",
+        *arguments(SweepConfig, config.given()),
+        *(f"--fdl.set={override}" for override in config.experiment.overrides),
+        f"--trial={number}",
+    ]
 
 
 def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals) -> Trial:
@@ -121,13 +120,12 @@ def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals
         return trial  # by the process of an earlier start
     values = ", ".join(f"{path}={value!r}" for path, value in trial.values.items())
     logging.info("trial %d, of 0 to %d: %s", number, sweep.method.num_trials - 1, values)
-    arguments = [sys.executable, "-m", "spmd_trainer.main", *command(config, sweep, number)]
     environment = {**os.environ, PARENT: str(os.getpid())}
     last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
     # In a session of its own, so that Ctrl-C reaches it once, through this process.
     with (
         subprocess.Popen(
-            arguments,
+            [sys.executable, "-m", "spmd_trainer.main", *command(config, sweep, number)],
             env=environment,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -136,8 +134,7 @@ def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals
         ) as process,
         signals.sent_to(process),
     ):
-        assert process.stderr is not None
-        for line in process.stderr:
+        for line in process.stderr or ():
             last.append(line.rstrip())
             signals.saw(line)
             terminal.write(f"  {line}", sys.stderr)
@@ -268,8 +265,3 @@ class _Signals:
     def _hand_on(self, number: int, unless_leaving: bool = False) -> None:
         if self._process is not None and not (unless_leaving and self._is_leaving):
             self._process.send_signal(number)
-
-
-def _raise_if_interrupted(signals: _Signals) -> None:
-    if signals.asked == signal.SIGINT:
-        raise KeyboardInterrupt

@@ -143,11 +143,12 @@ def _of_trial(base: SweepConfig, sweep: Sweep, number: int, join: Callable[[], i
         join()
     values = _agreed_values(sweep, number)
     settings = {name: getattr(base, name) for name in settings_of(TrainConfig) if name != "job_log_dir"}
+    resolved = _with_values(base, sweep, values, join)
     return TrainConfig(
-        _with_values(base, sweep, values, join),
+        resolved,
         sweep.trial_directory(number),
         callbacks=[*base.callbacks, TrialCallback(sweep, number)],
-        step_inputs=_numbers_that_vary(base, sweep, values),
+        step_inputs=_numbers_that_vary(base, sweep, values, resolved),
         **settings,
     )
 
@@ -184,14 +185,16 @@ def _with_values(
     return experiment_config.resolve(exp, [*kept, *assigned], base.mesh, join)
 
 
-def _numbers_that_vary(base: SweepConfig, sweep: Sweep, values: Values) -> dict[str, float]:
+def _numbers_that_vary(
+    base: SweepConfig, sweep: Sweep, values: Values, resolved: ResolvedExperiment
+) -> dict[str, float]:
     """Returns the learner's floats that follow from the values that vary, by path in its config.
 
-    They are those that change when one of the values does.
+    They are those that change when one of the values does. `resolved`: the experiment with the trial's values.
     """
     from spmd_trainer.training import step_inputs
 
-    own = _with_values(base, sweep, values).task_p.train.learner
+    own = resolved.task_p.train.learner
     found: dict[str, float] = {}
     for path, value in values.items():
         if isinstance(value, float):

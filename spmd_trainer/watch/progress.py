@@ -157,7 +157,7 @@ class ProgressLines(Callback):
     def after_pause(self, run: Run, step: int) -> None:
         """Starts the clock again: evaluations, saves and compilation don't count as training."""
         self._progress = self._progress or _make_progress(run)
-        self._progress.items_per_step = _items_per_step(run)[0]
+        self._progress.items_per_step = items_per_step(run)[0]
         self._progress.peak_flops = _peak_flops(run)
         self._progress.memory = _memory(run)
         self._progress.start(step)
@@ -197,25 +197,30 @@ class ProgressLines(Callback):
         return dataclasses.replace(status, due=self._upcoming(status.step), activity="" if is_step else activity)
 
 
-def _items_per_step(run: Run) -> tuple[int, str]:
+def items_per_step(run: Run) -> tuple[int, str]:
     """Returns the number of tokens (or examples) in a global batch, and their unit."""
     tokens = run.batch.get("ids") if hasattr(run.batch, "get") else None
     return (run.num_rows, "examples") if tokens is None else (math.prod(tokens.shape), "tokens")
 
 
+def flops_per_item(run: Run) -> float | None:
+    """Returns the model's FLOPs of a token in training; None for a run without tokens, or without the room that counts them."""
+    if items_per_step(run)[1] != "tokens" or (chips := rooms.find("kernels.chips")) is None:
+        return None
+    metadata = run.partitioner.metadata
+    trained, frozen = metadata.num_params(per_token=True), metadata.num_frozen_params(per_token=True)
+    return float(chips.model_flops(trained, 1, num_frozen=frozen))
+
+
 def _make_progress(run: Run) -> Progress:
-    items, unit = _items_per_step(run)
+    items, unit = items_per_step(run)
     train_p = run.task.train
-    metadata, flops = run.partitioner.metadata, None
-    if unit == "tokens" and (chips := rooms.find("kernels.chips")) is not None:
-        trained, frozen = metadata.num_params(per_token=True), metadata.num_frozen_params(per_token=True)
-        flops = chips.model_flops(trained, 1, num_frozen=frozen)
     return Progress(
         num_steps=run.num_steps,
         items_per_step=items,
         unit=unit,
         interval=train_p.log_train_output_interval_steps or train_p.summary_interval_steps,
-        flops_per_item=flops,
+        flops_per_item=flops_per_item(run),
         peak_flops=_peak_flops(run),
         steps_left=functools.partial(ramps.steps_left, ramps.stages_of(train_p), num_steps=run.num_steps),
     )

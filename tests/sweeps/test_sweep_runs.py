@@ -56,6 +56,13 @@ def run(directory, exp, *flags, status=0):
     return done
 
 
+def started(directory, exp, *flags):
+    """A sweep whose first trial has taken its first step."""
+    process = subprocess.Popen(command(directory, exp, *flags), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    next(line for line in process.stderr if "first step done" in line)
+    return process
+
+
 def trial_files(directory):
     return {path.stem: json.loads(path.read_text()) for path in sorted((directory / "trials").glob("*.json"))}
 
@@ -293,13 +300,7 @@ def test_a_sweep_of_twelve_trials_killed_five_times_ends_as_one_that_was_not(tmp
 @pytest.mark.full
 def test_ctrl_c_saves_the_running_trial_and_leaves(tmp_path):
     flags = ("--sweep=STEPS=[2000]",)
-    process = subprocess.Popen(
-        command(tmp_path / "a", "Regression", *flags), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "first step done" in line:
-            break
+    process = started(tmp_path / "a", "Regression", *flags)
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
     assert process.wait() == 130
@@ -315,13 +316,7 @@ def test_ctrl_c_saves_the_running_trial_and_leaves(tmp_path):
 def test_sigterm_to_the_trial_itself_saves_it_and_the_sweep_goes_on_with_it(tmp_path, both):
     flags = ("--sweep=STEPS=[4000]", "--fdl.set=task.train.eval_interval_steps=100000")
     flags += ("--fdl.set=task.train.save_interval_steps=100000",)
-    process = subprocess.Popen(
-        command(tmp_path / "a", "Regression", *flags), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "first step done" in line:
-            break
+    process = started(tmp_path / "a", "Regression", *flags)
     (trial,) = subprocess.run(
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
     ).stdout.split()

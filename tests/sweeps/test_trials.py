@@ -113,7 +113,7 @@ def test_the_flops_of_a_trial_are_six_for_each_parameter_and_token(ramp, steps, 
         batch={"ids": jax.ShapeDtypeStruct((last, 8), np.int32)},
         task=types.SimpleNamespace(train=types.SimpleNamespace(batch_ramp=ramp, sequence_ramp=None)),
         partitioner=types.SimpleNamespace(
-            layout=types.SimpleNamespace(num_params=lambda per_token: 100, num_frozen_params=lambda per_token: 0)
+            metadata=types.SimpleNamespace(num_params=lambda per_token: 100, num_frozen_params=lambda per_token: 0)
         ),
     )
     assert callback.training_flops(run, steps) == 6 * 100 * rows_in_all * 8
