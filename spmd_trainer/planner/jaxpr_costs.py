@@ -10,6 +10,8 @@ from typing import Any, cast
 import jax
 from jax.extend import core
 
+from spmd_trainer.sharding.even_products import scan_sizes
+
 
 @dataclasses.dataclass(frozen=True)
 class DotCosts:
@@ -101,7 +103,8 @@ def _of_kernel(equation: core.JaxprEqn) -> DotCosts:
 def _of_loop(equation: core.JaxprEqn) -> DotCosts:
     if equation.primitive.name != "scan":
         return DotCosts()
-    stacked: list[Any] = [variable.aval for variable in equation.outvars[equation.params["num_carry"] :]]
+    _, num_carry = scan_sizes(equation.params)
+    stacked: list[Any] = [variable.aval for variable in equation.outvars[num_carry:]]
     return DotCosts(stacked_bytes=_bytes(stacked))
 
 

@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.sharding import PartitionSpec
 
+from spmd_trainer.sharding.even_products import scan_sizes
 from spmd_trainer.sharding.even_program import source_of
 from spmd_trainer.sharding.even_rules import bind
 
@@ -238,7 +239,7 @@ def _scan(
     eqn: Any, values: list[Any], ids: list[int], recorder: _Recorder, scope: tuple[str, ...]
 ) -> tuple[list[Any], list[int]]:
     params, body = eqn.params, eqn.params["jaxpr"]
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = scan_sizes(params)
     consts, rest = values[:num_consts], values[num_consts:]
     frames: list[Frame] = []  # JAX may trace a body twice; the last one counts
 

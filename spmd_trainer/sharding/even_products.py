@@ -33,6 +33,14 @@ REMAT = frozenset({"checkpoint", "remat", "remat2"})
 _PASSING = ELEMENTWISE | {"concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "slice", "split"}
 
 
+def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of constants and of carried values of a `scan`. `params`: those of its equation."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # JAX 0.11: a tree of all operands
+    return len(list(consts)), len(list(carry))
+
+
 def asked_splits(jaxpr: Any, results: Sequence[DimAxes]) -> dict[int, Splits]:
     """Returns {id of a dot_general: the splits that the program asks of its result}.
 
@@ -282,7 +290,7 @@ def _sources(eqn: Any) -> list[list[int]] | None:
 
 
 def _of_scan(params: Mapping[str, Any], results: list[Splits], found: dict[int, Splits]) -> list[Splits]:
-    consts, carry = params["num_consts"], params["num_carry"]
+    consts, carry = scan_sizes(params)
     steps = [frozenset(axes[1:] for axes in splits) for splits in results[carry:]]
     held = results[:carry]
     for _ in range(2):  # a step's carry goes to the next step

@@ -223,7 +223,7 @@ class EvenProgram:
 
     def _scan(self, eqn: Any, values: list[Value]) -> list[Value]:
         params, pins = eqn.params, self.pins
-        body, num_consts, num_carry = params["jaxpr"], params["num_consts"], params["num_carry"]
+        body, (num_consts, num_carry) = params["jaxpr"], even_products.scan_sizes(params)
         consts, carry = values[:num_consts], values[num_consts : num_consts + num_carry]
         stacked = values[num_consts + num_carry :]
         xs = [v.at(v.without_padding_of([0])) for v in stacked]

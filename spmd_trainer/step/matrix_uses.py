@@ -14,6 +14,7 @@ import jax
 import jax.extend
 import jax.interpreters.partial_eval
 
+from spmd_trainer.sharding.even_products import scan_sizes
 from spmd_trainer.step import product_results
 from spmd_trainer.step import tracked_dims as dims_lib
 from spmd_trainer.train_states import PyTree
@@ -240,8 +241,7 @@ def _loop(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
     """Walks the body twice, because a product may read a result of the previous iteration."""
     params = eqn.params
     if eqn.primitive.name == "scan":
-        body, num_consts = params["jaxpr"].jaxpr, params["num_consts"]
-        num_carry = params["num_carry"]
+        body, (num_consts, num_carry) = params["jaxpr"].jaxpr, scan_sizes(params)
     else:
         skipped = params["cond_nconsts"]
         _walk(params["cond_jaxpr"].jaxpr, [*values[:skipped], *values[skipped + params["body_nconsts"] :]], found)

@@ -19,6 +19,7 @@ from jax import lax
 from spmd_trainer.decoder.lora import adapted_weight, products
 from spmd_trainer.decoder.lora.adapted_weight import AdaptedWeight
 from spmd_trainer.errors import UserError
+from spmd_trainer.sharding.even_products import scan_sizes
 from spmd_trainer.sharding.even_program import source_of
 from spmd_trainer.sharding.even_rules import bind
 from spmd_trainer.step import tracked_dims as dims
@@ -158,7 +159,7 @@ class Interpreter:
 
     def _scan(self, eqn: Any, values: list[Any]) -> list[Any]:
         params = eqn.params
-        body, num_consts, num_carry = params["jaxpr"], params["num_consts"], params["num_carry"]
+        body, (num_consts, num_carry) = params["jaxpr"], scan_sizes(params)
         consts, carry, xs = (
             values[:num_consts],
             self._merged(values[num_consts : num_consts + num_carry], "scan carry"),
