@@ -3,8 +3,8 @@
 `grouped_dot` picks a kernel for the device and runs it on each device's part of the arrays. The kernels are:
 
 - `megablox.py`: JAX's grouped product for TPUs.
-- `grouped_blocks.py`: blocks of rows in `jax.numpy`, for every device. NVIDIA GPUs have no other kernel yet: JAX's
-  `ragged_dot_mgpu` compiles ahead of time, but its numbers have not been checked on a GPU.
+- `hopper.py`: Pallas kernels for NVIDIA's Hopper GPUs.
+- `grouped_blocks.py`: blocks of rows in `jax.numpy`, for every device.
 
 `token_groups.py` sorts tokens by expert, and undoes it. All exchanges between devices are written out here and there, because
 XLA would turn a sort of all tokens, and the gathers that follow it, into all-gathers of all tokens.
@@ -32,8 +32,8 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.kernels import chips, kernels
 
 # The kernels of one platform, tried before 'blocks'.
-_OF_PLATFORM = {"tpu": ("megablox",)}
-_MODULES = {"megablox": "megablox", "blocks": "grouped_blocks"}
+_OF_PLATFORM = {"tpu": ("megablox",), "cuda": ("hopper",)}
+_MODULES = {"megablox": "megablox", "hopper": "hopper", "blocks": "grouped_blocks"}
 
 
 class GroupedKernel(Protocol):

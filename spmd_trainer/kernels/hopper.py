@@ -1,0 +1,157 @@
+"""Grouped products on NVIDIA GPUs of compute capability 9.0 (Hopper), by Pallas kernels for Mosaic.
+
+`GroupedKernel.product` is JAX's `ragged_dot` (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`), which computes only blocks that
+have rows of a group. `GroupedKernel.weights_product` is a kernel of this module: JAX's asks this process for its GPU, so it
+can't be compiled for a topology.
+
+Both work on blocks of 128 inputs and outputs; other sizes are filled up with zeros. Products are summed in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from spmd_trainer.kernels import chips
+
+# Block sizes that were fastest on an H200, with 64 groups of 2,048 x 1,024 and 131,072 rows: 570 and 605 TFLOP/s of bfloat16.
+_BLOCK, _STEP, _STAGES = 128, 64, 4
+# Adjacent blocks of outputs that are computed one after the other: they read the same rows from the cache.
+_NEIGHBOURS = (8, 4, 2, 1)
+# Streaming multiprocessors of a GPU whose kind `chips` doesn't know.
+_CORES = 132
+
+
+class Hopper:
+    """The kernel 'hopper'; see `grouped_dot.GroupedKernel`."""
+
+    name = "hopper"
+
+    def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
+        """See `GroupedKernel.reasons_against`."""
+        if platform != "cuda":
+            return [f"it is a kernel for NVIDIA GPUs, but the device is a {platform}"]
+        reasons, capability = [], chips.current_target().compute_capability
+        if capability is None or capability[0] != 9:
+            shown = "unknown" if capability is None else ".".join(map(str, capability))
+            reasons.append(f"it needs compute capability 9.0, and the GPU's is {shown}")
+        if rows.dtype not in (jnp.bfloat16, jnp.float16):
+            reasons.append(f"the rows are {rows.dtype.name}, not bfloat16 or float16")
+        return reasons
+
+    def product(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
+        """See `GroupedKernel.product`."""
+        width = weights.shape[1 if transposed else 2]
+        rows, weights = _filled(rows, 1), _filled(weights, 1, 2)
+        blocks = weights.shape[1 if transposed else 2] // _BLOCK
+        out = importlib.import_module("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu").ragged_dot(
+            rows,
+            weights,
+            group_sizes=sizes,
+            block_m=_BLOCK,
+            block_n=_BLOCK,
+            block_k=_STEP,
+            max_concurrent_steps=_STAGES,
+            grid_block_n=next(n for n in _NEIGHBOURS if blocks % n == 0),
+            transpose_rhs=transposed,
+        )[:, :width]
+        # The kernel writes no rows after the last group's.
+        is_own = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0) < jnp.sum(sizes)
+        return jnp.where(is_own, out, jnp.zeros((), out.dtype))
+
+    def weights_product(self, rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
+        """See `GroupedKernel.weights_product`."""
+        out = _outer_products(_filled(rows, 1), _filled(others, 1), sizes)
+        return out[:, : rows.shape[1], : others.shape[1]]
+
+
+KERNEL = Hopper()
+
+
+def _filled(x: jax.Array, *dims: int) -> jax.Array:
+    """Fills up these dimensions with zeros to a multiple of the block."""
+    missing = [-size % _BLOCK if dim in dims else 0 for dim, size in enumerate(x.shape)]
+    return jnp.pad(x, [(0, size) for size in missing]) if any(missing) else x
+
+
+def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Sums the outer products of each group's rows: [M, K], [M, N], int32 [G] -> [G, K, N]. Blocks divide K and N.
+
+    Each multiprocessor takes a block [128, 128] of a group's result after the other, and adds up the group's rows in steps. Steps
+    begin at multiples of `_STEP`, so the first and the last one can hold rows of other groups: these are set to zero.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    tiles = (rows.shape[1] // _BLOCK, others.shape[1] // _BLOCK)
+    ends = jnp.cumsum(sizes).astype(jnp.int32)
+    starts = (ends - sizes).astype(jnp.int32)
+    first_steps = starts // _STEP
+    num_steps = jnp.where(sizes > 0, -(-ends // _STEP) - first_steps, 0).astype(jnp.int32)
+    tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    def body(starts, ends, first_steps, num_steps, rows, others, out) -> None:  # type: ignore[no-untyped-def]
+        @plgpu.nd_loop((sizes.shape[0], tiles[0] * tiles[1]), collective_axes="sm")
+        def tile(loop: plgpu.NDLoopInfo) -> None:
+            group, place = loop.index
+            row, column = plgpu.planar_snake(place, tiles, 1, next(n for n in _NEIGHBOURS if tiles[1] % n == 0))
+            first = pl.multiple_of(first_steps[group] * _STEP, _STEP)
+
+            def step(index, x, y, total) -> None:  # type: ignore[no-untyped-def]
+                @pl.when((index[0] == 0) | (index[0] == num_steps[group] - 1))
+                def without_others() -> None:
+                    number = plgpu.layout_cast(
+                        lax.broadcasted_iota(jnp.int32, (_STEP, _BLOCK), 0), plgpu.Layout.WGMMA
+                    )
+                    number = number + (first + index[0] * _STEP)
+                    is_own = ((number >= starts[group]) & (number < ends[group])).astype(x.dtype)
+                    x[...] = x[...] * is_own
+                    plgpu.commit_smem()
+
+                plgpu.wgmma(total, _transposed(x), y)
+
+            def add_up(total) -> jax.Array:  # type: ignore[no-untyped-def]
+                @pl.when(num_steps[group] > 0)
+                def steps() -> None:
+                    spec = functools.partial(plgpu.BlockSpec, (_STEP, _BLOCK), delay_release=1, transforms=tiling)
+                    plgpu.emit_pipeline(
+                        functools.partial(step, total=total),
+                        grid=(num_steps[group],),
+                        in_specs=[spec(lambda i: (i, row)), spec(lambda i: (i, column))],
+                        max_concurrent_steps=_STAGES,
+                    )(rows.at[pl.ds(first, rows.shape[0]), :], others.at[pl.ds(first, rows.shape[0]), :])
+
+                return total[...]
+
+            found = pl.run_scoped(add_up, plgpu.ACC((_BLOCK, _BLOCK)))
+
+            def store(held) -> None:  # type: ignore[no-untyped-def]
+                held[...] = found.astype(held.dtype)
+                plgpu.commit_smem()
+                target = out.at[group, pl.ds(row * _BLOCK, _BLOCK), pl.ds(column * _BLOCK, _BLOCK)]
+                plgpu.copy_smem_to_gmem(held, target)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            pl.run_scoped(store, plgpu.SMEM((_BLOCK, _BLOCK), dtype=out.dtype, transforms=tiling))
+
+    def _transposed(x):  # type: ignore[no-untyped-def]
+        # JAX 0.11 has a method where 0.10 has a function.
+        return x.transpose((1, 0)) if hasattr(x, "transpose") else plgpu.transpose_ref(x, (1, 0))
+
+    result: jax.Array = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((sizes.shape[0], rows.shape[1], others.shape[1]), rows.dtype),
+        grid=(_num_cores(),),
+        grid_names=("sm",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )(starts, ends, first_steps, num_steps, rows, others)
+    return result
+
+
+def _num_cores() -> int:
+    known = chips.chip(chips.current_target().kind)
+    return _CORES if known is None or known.gpu is None else known.gpu.multiprocessors
