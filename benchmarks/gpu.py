@@ -42,7 +42,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from praxis import pax_fiddle, py_utils
+from praxis import layers, pax_fiddle, py_utils
 
 from benchmarks import plan_baseline, reporting
 from spmd_trainer import experiment_registry
@@ -55,18 +55,19 @@ from spmd_trainer.step import opt_state_dtypes
 
 STEPS = 5
 PRODUCT = 8192
+SAVED = layers.AutodiffCheckpointType.SAVE_DOT_EXCEPT_LOGITS
 
 
 class LlamaA(llama.Llama3_2_1B):
-    PERCORE_BATCH_SIZE = 8
+    PERCORE_BATCH_SIZE, CHECKPOINT_POLICY = 8, SAVED
 
 
 class LlamaB(llama.Llama3_2_3B):
-    PERCORE_BATCH_SIZE = 4
+    PERCORE_BATCH_SIZE, CHECKPOINT_POLICY = 4, SAVED
 
 
 class Gpt2C(gpt2.Gpt2Xl):
-    MAX_SEQ_LEN, PERCORE_BATCH_SIZE = 1024, 32
+    MAX_SEQ_LEN, PERCORE_BATCH_SIZE, CHECKPOINT_POLICY = 1024, 32, SAVED
 
 
 class WindowsD(SyntheticDecoder):
@@ -76,7 +77,7 @@ class WindowsD(SyntheticDecoder):
     VOCAB_SIZE, MAX_SEQ_LEN, MAX_POSITIONS = 32_768, 2048, 2048
     ACTIVATION, GATED, QUERY_KEY_NORM, FINAL_SOFTCAP = "relu", False, "head", 15.0
     LAYER_PATTERN, WINDOW = ("local", "local", "local", "global"), 1024
-    PERCORE_BATCH_SIZE = 16
+    PERCORE_BATCH_SIZE, CHECKPOINT_POLICY = 16, SAVED
 
 
 class LlamaE(llama.Llama3_1_8B):
@@ -89,7 +90,7 @@ class LlamaE(llama.Llama3_1_8B):
 
 
 class LlamaF(llama.Llama3_1_8BLora):
-    MAX_SEQ_LEN, PERCORE_BATCH_SIZE = 8192, 2
+    MAX_SEQ_LEN, PERCORE_BATCH_SIZE, CHECKPOINT_POLICY = 8192, 2, SAVED
 
 
 class ExpertsG(SyntheticDecoder):
@@ -227,9 +228,8 @@ def measure(report: reporting.Report, name: str, case: Case, device: Any, window
         "products": tokens * matrix_flops(spec, params, frozen, length),
     }
     size = f"{layout.num_params():,} parameters learn, {layout.num_frozen_params():,} don't; batch {rows} x {length}"
-    report.note(f"{name}, model", f"{case.experiment.__name__}, {size}")
-    for line in compiled.attention:
-        report.note(f"{name}, kernel", line)
+    for what, line in (("model", f"{case.experiment.__name__}, {size}"), *(("kernel", x) for x in compiled.attention)):
+        report.note(f"{name}, {what}", line)
     report.figure(f"{name}, step", seconds.tolist(), "ms", scale=1e3)
     report.figure(f"{name}, rate", (tokens / seconds).tolist(), "tokens/s")
     report.figure(f"{name}, products of a token", flops["products"] / tokens, "GFLOP", scale=1e-9)

@@ -105,7 +105,9 @@ def folded(packed: Packing, num_tokens: int) -> Packing:
     offsets = packed.offsets.reshape(size, -1)[:, : rows * segments] + first[:, None]
     end = size * num_tokens
     padded = jnp.pad(offsets.reshape(-1), (0, size * rows), constant_values=end)
-    return Packing(packed.lengths.reshape(size * rows, -1), padded.reshape(size * rows, -1), packed.fits.all(), packed.whole.all())
+    return Packing(
+        packed.lengths.reshape(size * rows, -1), padded.reshape(size * rows, -1), packed.fits.all(), packed.whole.all()
+    )
 
 
 class Cudnn:
