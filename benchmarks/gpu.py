@@ -42,7 +42,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from praxis import layers, pax_fiddle, py_utils
+from praxis import pax_fiddle, py_utils
 
 from benchmarks import plan_baseline, reporting
 from spmd_trainer import experiment_registry
@@ -55,7 +55,7 @@ from spmd_trainer.step import opt_state_dtypes
 
 STEPS = 5
 PRODUCT = 8192
-SAVED = layers.AutodiffCheckpointType.SAVE_DOT_EXCEPT_LOGITS
+SAVED = cloud.layers.AutodiffCheckpointType.SAVE_DOT_EXCEPT_LOGITS
 
 
 class LlamaA(llama.Llama3_2_1B):
