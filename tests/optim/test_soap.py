@@ -232,11 +232,6 @@ def test_moments_have_fewer_bits_and_preconditioners_stay_float32(dtype, caplog)
     assert f"{sum(bytes_each):,} bytes of float32 preconditioners" in notes
 
 
-def test_mup_is_refused():
-    with raises_naming(UserError, "task.mup", "Soap", "st.Muon"):
-        optax_bridge.as_optimizer(config()).size(8, 8)
-
-
 def in_the_middle_of_a_run(path, x):
     """A state of Soap whose bases are determined: averages of full rank, with eigenvalues that are far from each other.
 
