@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from spmd_trainer.errors.installation import __version__
     from spmd_trainer.step.muon import Muon
     from spmd_trainer.step.mup import Mup
+    from spmd_trainer.step.soap import Soap
 
 __all__ = [
     "Muon",
     "Mup",
+    "Soap",
     "__version__",
     "decode",
     "evaluate",
@@ -47,6 +49,7 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "errors.installation": ["__version__"],
         "step.muon": ["Muon"],
         "step.mup": ["Mup"],
+        "step.soap": ["Soap"],
     },
 )
 __path__.append(os.path.join(__path__[0], "pax", "import_names"))

@@ -170,8 +170,8 @@ def test_importing_the_package_brings_in_nothing_heavy_and_knows_its_functions()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (
         done.stdout.strip()
-        == "['Muon', 'Mup', '__version__', 'decode', 'evaluate', 'export', 'generate', 'inspect', 'load_variables', 'plan', "
-        "'sweep', 'train']"
+        == "['Muon', 'Mup', 'Soap', '__version__', 'decode', 'evaluate', 'export', 'generate', 'inspect', 'load_variables', "
+        "'plan', 'sweep', 'train']"
     )
     assert st.__version__ == importlib.metadata.version("spmd-trainer")
     with pytest.raises(AttributeError, match="trian"):

@@ -28,7 +28,7 @@ from spmd_trainer.step.matrix_uses import MatrixDims, Uses
 from spmd_trainer.step.product_results import Column
 from spmd_trainer.train_states import NestedWeightHParams, PyTree
 
-# (regex, form): see `Muon.rules`.
+# (regex, form): see `MatrixOptimizer.rules`.
 Rules: TypeAlias = Sequence[tuple[str, str]]
 # The forms of a rule besides a list of `_ROLES`.
 NO_MATRIX = "adam"
@@ -190,29 +190,30 @@ def _why_none(path: str, hparams: base_layer.WeightHParams, use: Uses) -> str | 
     return None
 
 
-def choose(hparams: NestedWeightHParams, rules: Rules, heads: str) -> dict[str, Choice]:
+def choose(hparams: NestedWeightHParams, rules: Rules, heads: str, owner: str) -> dict[str, Choice]:
     """Returns what each variable is, by its path.
 
     Args:
       hparams: WeightHParams of the variables, from `with_uses`; without it, only those of rank 2 are known.
       rules: (regex, form) pairs; the first whose regex is found in the path decides.
       heads: 'joined': heads are a part of rows or columns; 'apart': each head is a matrix.
+      owner: the optimizer's name, for messages.
 
     Raises:
       UserError: a rule that doesn't fit its variable, or a variable of rank 3 or more of which nothing is known.
     """
-    return {path: _choice(path, p, rules, heads) for path, p in masks.with_paths(hparams)}
+    return {path: _choice(path, p, rules, heads, owner) for path, p in masks.with_paths(hparams)}
 
 
-def _choice(path: str, hparams: base_layer.WeightHParams, rules: Rules, heads: str) -> Choice:
+def _choice(path: str, hparams: base_layer.WeightHParams, rules: Rules, heads: str, owner: str) -> Choice:
     shape = tuple(hparams.full_shape)
     for number, (regex, form) in enumerate(rules, start=1):
         if re.search(regex, path):
-            dims = None if form == NO_MATRIX else _of_form(path, hparams, number, form)
+            dims = None if form == NO_MATRIX else _of_form(path, hparams, f"{owner}.rules: rule {number}", form)
             return Choice(dims, shape, f"rule {number}")
     known = next((name for name in hparams.collections if name.startswith((_DIMS, _REASON))), None)
     if known is None:
-        return _unknown(path, hparams)
+        return _unknown(path, hparams, owner)
     if known.startswith(_REASON):
         return Choice(None, shape, known.removeprefix(_REASON))
     stack, rows, cols = (
@@ -230,14 +231,14 @@ def _names(rows: Sequence[int], cols: Sequence[int]) -> str:
     return " x ".join(f"dim{'s' if len(side) > 1 else ''} {'+'.join(map(str, side))}" for side in (rows, cols))
 
 
-def _unknown(path: str, hparams: base_layer.WeightHParams) -> Choice:
+def _unknown(path: str, hparams: base_layer.WeightHParams, owner: str) -> Choice:
     repeats, rank = len(hparams.repeat_prefix or ()), len(hparams.shape)
     shape = tuple(hparams.full_shape)
     if base_layer.var_not_trainable(hparams):
         return Choice(None, shape, "it does not learn")
     if rank > 2:
         raise UserError(
-            f"Muon: nothing says which dimensions of {path}, of shape {shape}, are rows and columns; add a rule, e.g. "
+            f"{owner}: nothing says which dimensions of {path}, of shape {shape}, are rows and columns; add a rule, e.g. "
             f"rules=[({path!r}, 'stack,{'rows,' * (rank - 2)}cols')], or ({path!r}, 'adam')"
         )
     if rank < 2:
@@ -246,12 +247,12 @@ def _unknown(path: str, hparams: base_layer.WeightHParams) -> Choice:
     return Choice(dims, shape, "of two dimensions")
 
 
-def _of_form(path: str, hparams: base_layer.WeightHParams, number: int, form: str) -> MatrixDims:
+def _of_form(path: str, hparams: base_layer.WeightHParams, rule: str, form: str) -> MatrixDims:
     repeats, roles = len(hparams.repeat_prefix or ()), [role.strip() for role in form.split(",")]
     if len(roles) != len(hparams.shape):
         repeated = f", without the {repeats} of its repeated layers" if repeats else ""
         raise UserError(
-            f"Muon.rules: rule {number} gives {form!r} to {path}, of shape {tuple(hparams.shape)}{repeated}; give one of "
+            f"{rule} gives {form!r} to {path}, of shape {tuple(hparams.shape)}{repeated}; give one of "
             f"{_ROLES} for each of its {len(hparams.shape)} dimensions, or {NO_MATRIX!r}"
         )
     found = MatrixDims(
@@ -259,11 +260,11 @@ def _of_form(path: str, hparams: base_layer.WeightHParams, number: int, form: st
         *(tuple(repeats + dim for dim, role in enumerate(roles) if role == side) for side in ("rows", "cols")),
     )
     if not found.inputs or not found.outputs:
-        raise UserError(f"Muon.rules: rule {number} gives {form!r} to {path}; a matrix has both rows and cols")
+        raise UserError(f"{rule} gives {form!r} to {path}; a matrix has both rows and cols")
     return found
 
 
-def check_rules(rules: Rules, owner: str = "Muon.rules", others: Sequence[str] = (NO_MATRIX,)) -> None:
+def check_rules(rules: Rules, owner: str, others: Sequence[str] = (NO_MATRIX,)) -> None:
     """Checks rules that no variable is needed for.
 
     Args:
@@ -291,7 +292,7 @@ def check_rules(rules: Rules, owner: str = "Muon.rules", others: Sequence[str] =
 
 
 def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:
-    """Logs what each variable is to an optimizer with `choices` and `rules`. Returns it by the end of the first moment's path.
+    """Logs what each variable is to a `MatrixOptimizer`. Returns it by the end of the first moment's path.
 
     Raises:
       UserError: no variable is a matrix, or as `choose`.
@@ -303,7 +304,9 @@ def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:
             f"{name} finds no matrix among the variables that learn:\n{text}\nUse Adam, or say with rules what is a matrix, e.g. "
             f"rules=[({next(iter(choices))!r}, 'rows,cols')]"
         )
-    logging.info("%s computes on these matrices, and leaves the rest to Adam:\n%s", name, text)
+    logging.info(
+        "%s computes on these matrices, and leaves the rest to Adam:\n%s%s", name, text, optimizer.notes(choices)
+    )
     for number, (regex, _) in enumerate(optimizer.rules, start=1):
         if not any(re.search(regex, path) for path in choices):
             logging.warning("%s.rules: rule %d (%r) matches no variable that learns", name, number, regex)
@@ -356,7 +359,7 @@ def check_optax_muon(hparams: NestedWeightHParams, opt_states: PyTree) -> None:
     taken = {optax_bridge.variable_of(path, variables) for path, _ in jax.tree_util.tree_leaves_with_path(moments)}
     wrong = []
     for path, p in variables.items():
-        choice = _choice(path_str(path), p, (), HEADS[0])
+        choice = _choice(path_str(path), p, (), HEADS[0], "optax.contrib.muon")
         if path in taken and len(p.shape) != 2:
             return
         if path in taken and choice.dims is None and choice.reason != OUTPUT:

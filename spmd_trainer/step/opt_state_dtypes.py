@@ -5,7 +5,7 @@ last dimension: the row's largest magnitude. A row is a block of Dettmers et al.
 mesh. The byte is logarithmic, in eighths of a power of two.
 
 Parts that begin with values of the variables, as moving averages and schedule-free's `z` do, stay float32: they are variables,
-not moments, and change too slowly for few bits.
+not moments, and change too slowly for few bits. So do the preconditioners of `soap.Soap`.
 
 Both are rounded stochastically: up or down at random, so that the mean is right. Otherwise a moment would stand still if each
 training step changes it by less than half a rounding step, as most do. What is drawn depends on the training step, the path and
@@ -49,6 +49,10 @@ _ROOTS = (2.0 ** (np.arange(_PER_OCTAVE) / _PER_OCTAVE)).astype(np.float32)
 _SECOND_MOMENTS = frozenset({"v", "vr", "vc", "nu", "nu_max", "v_row", "v_col", "sum_of_squares"})
 # Name of the state of moving averages.
 _AVERAGES = "ema"
+# Parts of `soap.Soap`: averages of products of gradients, and their eigenvectors.
+GRAM_ROWS, GRAM_COLS, BASIS_ROWS, BASIS_COLS = "gram_rows", "gram_cols", "basis_rows", "basis_cols"
+# They stay float32: eigenvectors that are rounded are not orthogonal, and small eigenvalues are lost beside large ones.
+_PRECONDITIONERS = frozenset({GRAM_ROWS, GRAM_COLS, BASIS_ROWS, BASIS_COLS})
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes_8bit", "scale_8bit"), meta_fields=("signed",))
@@ -179,7 +183,7 @@ def warn_of_unused_rules(learner: Any, init: Callable[[PyTree], PyTree], variabl
         if not any(re.search(regex, path) for path in may_change):
             logging.warning(
                 "task.train.learner.opt_state_dtype_rules: rule %d (%r) matches no optimizer state but copies of variables, "
-                "scalars and other dtypes than float32; paths are %s",
+                "preconditioners, scalars and other dtypes than float32; paths are %s",
                 number,
                 regex,
                 masks.paths_text(shapes),
@@ -309,7 +313,9 @@ def _parts(init: Callable[[PyTree], PyTree], variables: PyTree) -> tuple[PyTree,
     program, state = jax.make_jaxpr(init, return_shape=True)(shapes)
     parts = zip(masks.with_paths(state), _from_inputs(program.jaxpr, [True] * len(program.in_avals)), strict=True)
     return state, {
-        path: x.shape for (path, x), is_variable in parts if x.shape and x.dtype == jnp.float32 and not is_variable
+        path: x.shape
+        for (path, x), is_variable in parts
+        if x.shape and x.dtype == jnp.float32 and not is_variable and _part_name(path) not in _PRECONDITIONERS
     }
 
 

@@ -20,6 +20,7 @@ import optax
 from praxis import base_layer, optimizers, pax_fiddle
 
 from spmd_trainer.errors import not_a_config
+from spmd_trainer.sharding.variables import path_str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,8 @@ def grad_transformation(
     def init_partition_spec(hparams: Any) -> optax.MaskedState:
         # Some praxis functions read the first variable, and a group of repeated layers may have none.
         if declared is None or not jax.tree.leaves(hparams):
-            return optax.MaskedState(derived_specs(grad_tx, hparams))
+            others = optimizer.part_hparams(hparams) if sees_stacks(optimizer) else {}
+            return optax.MaskedState(derived_specs(grad_tx, hparams, others))
         specs = declared(hparams)
         return specs if isinstance(specs, optax.MaskedState) else optax.MaskedState(specs)
 
@@ -136,12 +138,15 @@ def masked(grad_tx: optimizers.ShardedGradientTransformation, mask: Any) -> opti
     return dataclasses.replace(tx, init_partition_spec=init_partition_spec)
 
 
-def derived_specs(grad_tx: Any, var_weight_hparams: Any) -> Any:
+def derived_specs(
+    grad_tx: Any, var_weight_hparams: Any, declared: Mapping[str, base_layer.WeightHParams] | None = None
+) -> Any:
     """Works out the layout of the state of a transformation that doesn't declare it.
 
     Args:
       grad_tx: anything with optax' `init`.
       var_weight_hparams: WeightHParams of the variables.
+      declared: WeightHParams of parts that don't follow their variable, by 'name of the part/path of the variable'.
 
     Returns:
       WeightHParams in the structure of `grad_tx.init(vars)`. A part of the state whose path holds a variable's path, and
@@ -156,6 +161,8 @@ def derived_specs(grad_tx: Any, var_weight_hparams: Any) -> Any:
     def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> base_layer.WeightHParams:
         own = variable_of(path, variables)
         hparams = None if own is None else variables[own]
+        if declared and own is not None and (part := path_str(path[-len(own) - 1 :])) in declared:
+            return declared[part]
         if hparams is not None and tuple(hparams.full_shape) == tuple(leaf.shape):
             return dataclasses.replace(hparams, dtype=leaf.dtype, init=None, collections=None)
         return base_layer.WeightHParams(shape=tuple(leaf.shape), dtype=leaf.dtype)

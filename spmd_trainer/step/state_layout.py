@@ -302,14 +302,15 @@ def _opt_reasons(opt_hparams: NestedWeightHParams, hparams: NestedWeightHParams,
         return of_layout(path, part) if note is None else f"{of_layout(path, part)}; {note}"
 
     def of_layout(path: tuple[Any, ...], part: base_layer.WeightHParams) -> str:
+        own, shape = optax_bridge.variable_of(path, variables), tuple(part.full_shape)
+        variable_shape = None if own is None else tuple(variables[own].full_shape)
         if not _all_whole(part.full_split_dims_mapping):
-            return "follows its variable"
-        if not part.full_shape:
+            is_like = variable_shape is None or shape == variable_shape
+            return "follows its variable" if is_like else "split over the axes of its variable"
+        if not shape:
             return "replicated: a scalar"
-        own = optax_bridge.variable_of(path, variables)
         if own is None:
             return "replicated: it belongs to no variable, or to several"
-        shape, variable_shape = tuple(part.full_shape), tuple(variables[own].full_shape)
         if shape == variable_shape:
             return "replicated: as its variable"
         return f"replicated: its shape {shape} is not {variable_shape}, that of its variable"

@@ -8,6 +8,8 @@ of the mesh. For each such group:
 - the function computes on them, without exchanges between devices;
 - one all-to-all puts each device's parts back, and one all-gather gives all replicas the whole batch.
 
+Companions of an array, such as its moments and the preconditioners of its rows and columns, travel in the same all-to-alls.
+
 Variables of equal shape that are split in different ways form several groups. A batch that the devices don't divide is filled up
 with matrices of zeros.
 """
@@ -15,6 +17,7 @@ with matrices of zeros.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -26,8 +29,31 @@ from jax.sharding import PartitionSpec
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.host_devices import hold_until_known
-from spmd_trainer.sharding.specs import axes_by_dim, dimension_paddings
+from spmd_trainer.sharding.specs import PyTree, axes_by_dim, dimension_paddings
 from spmd_trainer.step.matrix_uses import MatrixDims
+
+
+class Family(NamedTuple):
+    """Arrays that belong to the same matrices [m, n].
+
+    Attributes:
+      arrays: arrays of the matrices themselves.
+      of_rows: arrays with a square [m, m] for each matrix.
+      of_cols: arrays with a square [n, n] for each matrix.
+    """
+
+    arrays: tuple[jax.Array, ...] = ()
+    of_rows: tuple[jax.Array, ...] = ()
+    of_cols: tuple[jax.Array, ...] = ()
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The number of arrays of each kind."""
+        return len(self.arrays), len(self.of_rows), len(self.of_cols)
+
+    def turned(self) -> Family:
+        """The same with rows and columns in each other's place; its arrays stay."""
+        return Family(self.arrays, self.of_cols, self.of_rows)
 
 
 class Matrices(NamedTuple):
@@ -37,26 +63,68 @@ class Matrices(NamedTuple):
       array: the array, of its logical shape.
       dims: its dimensions that are stacks, rows (inputs) and columns (outputs).
       spec: how it is split over the ambient mesh.
+      companions: `arrays` have the array's shape and spec; `of_rows` and `of_cols` have the shapes [*stack, m, m] and
+        [*stack, n, n] and the spec of `square_axes`.
     """
 
     array: jax.Array
     dims: MatrixDims
     spec: PartitionSpec
+    companions: Family = Family()
+
+    @property
+    def family(self) -> Family:
+        """The array, first, and its companions."""
+        return self.companions._replace(arrays=(self.array, *self.companions.arrays))
+
+
+def square_axes(dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Returns the axes of each dimension of a companion [*stack, m, m] or [*stack, n, n].
+
+    Both of its last dimensions are split, one over the axes of the variable's rows and one over those of its columns, so each
+    device has the same share of it as of the variable.
+
+    Args:
+      dims: the roles of the variable's dimensions.
+      axes: the axes of each dimension of the variable.
+    """
+    sides = (tuple(axis for dim in side for axis in axes[dim]) for side in (dims.inputs, dims.outputs))
+    return [*(axes[dim] for dim in dims.stack), *sides]
 
 
 def apply(
     fn: Callable[[jax.Array], jax.Array], given: Sequence[Matrices], dtype: jax.typing.DTypeLike
 ) -> list[jax.Array]:
-    """Applies a function to every matrix.
+    """Applies a function to every matrix of arrays without companions.
 
     Args:
       fn: [N, m, n] with m <= n -> the same shape and dtype; each matrix for itself, a matrix of zeros gives zeros, and rows and
         columns may change places: fn(x) transposed is fn of x transposed.
-      given: the arrays, split over the ambient mesh. Without a mesh everything is computed here.
-      dtype: of the batches; they are moved in it.
+      given, dtype: as in `apply_to_families`.
 
     Returns:
       For each array the results, in its shape, split as it is, in `dtype`.
+    """
+    found = apply_to_families(lambda batch: Family((fn(batch.arrays[0]),)), given, dtype)
+    return [family.arrays[0] for family in found]
+
+
+def apply_to_families(
+    fn: Callable[[Family], Family], given: Sequence[Matrices], dtype: jax.typing.DTypeLike, num_arrays: int = 1
+) -> list[Family]:
+    """Applies a function to every matrix and its companions.
+
+    Args:
+      fn: a Family of batches [N, m, n], [N, m, m] and [N, n, n], with m <= n -> a Family of `num_arrays` batches [N, m, n] and
+        as many squares as it gets. Each matrix is computed for itself, without NaN where all of its family is zeros. Rows and
+        columns may change places: given everything transposed, squares too, with `of_rows` and `of_cols` exchanged, it returns
+        everything transposed and exchanged.
+      given: the arrays, split over the ambient mesh. Without a mesh everything is computed here.
+      dtype: of the batches; they are moved in it.
+      num_arrays: arrays of the matrices' shape that `fn` returns.
+
+    Returns:
+      For each array the family of results, in the shapes of the given ones, split as they are, in `dtype`.
 
     Raises:
       UserError: under a `jax.shard_map`, where no device knows whole matrices.
@@ -69,35 +137,33 @@ def apply(
         )
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     specs = [_kept(x.spec, x.array.ndim, sizes) for x in given]
-    paddings = [dimension_paddings(spec, x.array.shape, sizes) for x, spec in zip(given, specs, strict=True)]
     members = [_member(number, x, spec, sizes) for number, (x, spec) in enumerate(zip(given, specs, strict=True))]
     groups: dict[_Group, list[_Member]] = {}
     for group, member in members:
         groups.setdefault(group, []).append(member)
 
     @jax.named_scope("whole_matrices")
-    def local(*parts: jax.Array) -> list[jax.Array]:
-        found: dict[int, jax.Array] = {}
-        earlier: Sequence[jax.Array] = parts
+    def local(*parts: Family) -> list[Family]:
+        found: dict[int, Family] = {}
+        earlier: Sequence[jax.Array] = jax.tree.leaves(parts)
         for group, of_group in groups.items():
             pieces = jnp.concatenate([member.pieces(parts[member.number]) for member in of_group]).astype(dtype)
             if sizes:
                 (pieces,) = hold_until_known(earlier, pieces)
-            moved = group.back(fn(group.there(pieces)))[: len(pieces)]
+            results = fn(group.there(pieces))
+            moved = group.back(results)[: len(pieces)]
             earlier, first = [moved], 0
             for member in of_group:
-                found[member.number] = member.put_back(moved[first : first + member.count])
+                found[member.number] = member.put_back(moved[first : first + member.count], results.counts)
                 first += member.count
         return [found[number] for number in range(len(parts))]
 
-    arrays = [
-        # The constraint tells `evenly` that the array has this padding already.
-        _padded(lax.with_sharding_constraint(x.array, spec), padding) if any(padding) else x.array
-        for x, spec, padding in zip(given, specs, paddings, strict=True)
-    ]
+    into = tuple(_specs(x, spec, len(x.family.arrays)) for x, spec in zip(given, specs, strict=True))
+    families = [_with_padding(x.family, of_family, sizes) for x, of_family in zip(given, into, strict=True)]
     if sizes:
-        local = jax.shard_map(local, in_specs=tuple(specs), out_specs=specs, check_vma=False)
-    return [_cut(found, x.array.shape) for found, x in zip(local(*arrays), given, strict=True)]
+        out = [_specs(x, spec, num_arrays) for x, spec in zip(given, specs, strict=True)]
+        local = jax.shard_map(local, in_specs=into, out_specs=out, check_vma=False)
+    return [_without_padding(found, x.family) for found, x in zip(local(*families), given, strict=True)]
 
 
 class _Dim(NamedTuple):
@@ -111,19 +177,15 @@ class _Dim(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Group:
-    """Matrices of equal shape that are split in the same way.
+class _Block:
+    """How matrices are cut into the parts of the devices.
 
     Attributes:
-      short, long: dimensions of the shorter and of the longer side.
-      replicas: axes that split neither matrices nor stacks.
-      num_replicas: their number of devices.
+      short, long: dimensions of the first and of the second side.
     """
 
     short: tuple[_Dim, ...]
     long: tuple[_Dim, ...]
-    replicas: tuple[str, ...]
-    num_replicas: int
 
     @property
     def dims(self) -> tuple[_Dim, ...]:
@@ -131,24 +193,19 @@ class _Group:
         return (*self.short, *self.long)
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes that split the matrices."""
-        return tuple(axis for dim in self.dims for axis in dim.axes)
+    def width(self) -> int:
+        """The elements of a part."""
+        return math.prod(dim.local for dim in self.dims)
 
     @property
-    def num_parts(self) -> int:
-        """The parts of each matrix."""
-        return math.prod(dim.parts for dim in self.dims)
+    def squares(self) -> tuple[_Block, _Block]:
+        """The blocks of squares of the short and of the long side, which are split over the axes of both."""
+        sizes = (math.prod(dim.size for dim in side) for side in (self.short, self.long))
+        short, long = (_Block(*((_over_all(dims, size),) for dims in (self.short, self.long))) for size in sizes)
+        return short, long
 
-    def there(self, pieces: jax.Array) -> jax.Array:
-        """Parts of all matrices [N, elements] -> a share of whole matrices [n, short, long]."""
-        share = -(-len(pieces) // (self.num_parts * self.num_replicas))
-        per_replica = share * self.num_parts
-        x = _padded(pieces, (per_replica * self.num_replicas - len(pieces), 0))
-        if self.replicas:
-            x = lax.dynamic_slice_in_dim(x, lax.axis_index(self.replicas) * per_replica, per_replica)
-        if self.axes:
-            x = lax.all_to_all(x, self.axes, split_axis=0, concat_axis=0, tiled=True)
+    def whole(self, x: jax.Array, share: int) -> jax.Array:
+        """All parts of some matrices [parts * share, width] -> the matrices [share, short, long]."""
         count = len(self.dims)
         x = x.reshape([*(dim.parts for dim in self.dims), share, *(dim.local for dim in self.dims)])
         x = x.transpose([count, *(axis for i in range(count) for axis in (i, count + 1 + i))])
@@ -156,47 +213,104 @@ class _Group:
         x = _cut(x, (share, *(dim.size for dim in self.dims)))
         return x.reshape(share, *(math.prod(dim.size for dim in side) for side in (self.short, self.long)))
 
-    def back(self, x: jax.Array) -> jax.Array:
-        """Inverts `there`; the matrices that fill up the batch are at the end."""
+    def parts(self, x: jax.Array) -> jax.Array:
+        """Inverts `whole`."""
         share, count = len(x), len(self.dims)
         x = x.reshape(share, *(dim.size for dim in self.dims))
         x = _padded(x, (0, *(dim.parts * dim.local - dim.size for dim in self.dims)))
         x = x.reshape([share, *(size for dim in self.dims for size in (dim.parts, dim.local))])
         x = x.transpose([*range(1, 2 * count, 2), 0, *range(2, 2 * count + 1, 2)])
-        x = x.reshape(self.num_parts * share, -1)
+        return x.reshape(-1, self.width)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Matrices of equal shape that are split in the same way, with companions of the same kinds.
+
+    Attributes:
+      block: the parts of the matrices, whose first side is the shorter one.
+      counts: `Family.counts`, with the shorter side as rows.
+      replicas: axes that split neither matrices nor stacks.
+      num_replicas: their number of devices.
+    """
+
+    block: _Block
+    counts: tuple[int, int, int]
+    replicas: tuple[str, ...]
+    num_replicas: int
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that split the matrices."""
+        return tuple(axis for dim in self.block.dims for axis in dim.axes)
+
+    def there(self, pieces: jax.Array) -> Family:
+        """Parts of all families [N, elements] -> a share of whole ones [n, short, long], [n, short, short], [n, long, long]."""
+        num_parts = math.prod(dim.parts for dim in self.block.dims)
+        share = -(-len(pieces) // (num_parts * self.num_replicas))
+        per_replica = share * num_parts
+        x = _padded(pieces, (per_replica * self.num_replicas - len(pieces), 0))
+        if self.replicas:
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(self.replicas) * per_replica, per_replica)
+        if self.axes:
+            x = lax.all_to_all(x, self.axes, split_axis=0, concat_axis=0, tiled=True)
+        blocks = self._blocks(self.counts)
+        parts = _columns(x, [block.width for block in blocks])
+        return _family([block.whole(part, share) for block, part in zip(blocks, parts, strict=True)], self.counts)
+
+    def back(self, found: Family) -> jax.Array:
+        """Inverts `there`; the families that fill up the batch are at the end."""
+        blocks, arrays = self._blocks(found.counts), jax.tree.leaves(found)
+        x = _side_by_side([block.parts(part) for block, part in zip(blocks, arrays, strict=True)])
         if self.axes:
             x = lax.all_to_all(x, self.axes, split_axis=0, concat_axis=0, tiled=True)
         return lax.all_gather(x, self.replicas, tiled=True) if self.replicas else x
 
+    def _blocks(self, counts: tuple[int, int, int]) -> list[_Block]:
+        kinds = (self.block, *self.block.squares)
+        return [block for block, count in zip(kinds, counts, strict=True) for _ in range(count)]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Member:
-    """An array of a group.
+    """An array of a group, and its companions.
 
     Attributes:
       number: its place among the arrays.
-      shape: shape of a device's part.
-      order: its dimensions in the group's order: stacks, short side, long side.
+      order: the array's dimensions in the group's order: stacks, short side, long side.
+      turned: True if its columns are the short side.
       count: stacked matrices of a device.
+      shapes: shapes of a device's parts of each kind in the group's order: the array's, squares of the short and the long side.
     """
 
     number: int
-    shape: tuple[int, ...]
     order: tuple[int, ...]
+    turned: bool
     count: int
+    shapes: tuple[tuple[int, ...], ...]
 
-    def pieces(self, part: jax.Array) -> jax.Array:
-        """Returns [matrices, elements] for a device's part."""
-        return part.transpose(self.order).reshape(self.count, -1)
+    def pieces(self, parts: Family) -> jax.Array:
+        """Returns [matrices, elements] for a device's parts."""
+        squares = jax.tree.leaves((parts.turned() if self.turned else parts)[1:])
+        arrays = [*(x.transpose(self.order) for x in parts.arrays), *map(self._turn, squares)]
+        return _side_by_side([x.reshape(self.count, -1) for x in arrays])
 
-    def put_back(self, pieces: jax.Array) -> jax.Array:
-        """Inverts `pieces`."""
+    def put_back(self, pieces: jax.Array, counts: tuple[int, int, int]) -> Family:
+        """Returns a device's parts of the results, whose `Family.counts` in the group are given."""
+        shapes = [shape for shape, count in zip(self.shapes, counts, strict=True) for _ in range(count)]
+        columns = _columns(pieces, [math.prod(shape) // self.count for shape in shapes])
+        parts = _family([x.reshape(shape) for x, shape in zip(columns, shapes, strict=True)], counts)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return pieces.reshape([self.shape[dim] for dim in self.order]).transpose(inverse)
+        squares = (tuple(map(self._turn, side)) for side in parts[1:])
+        found = Family(tuple(x.transpose(inverse) for x in parts.arrays), *squares)
+        return found.turned() if self.turned else found
+
+    def _turn(self, square: jax.Array) -> jax.Array:
+        return square.swapaxes(-1, -2) if self.turned else square
 
 
 def _member(number: int, given: Matrices, spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[_Group, _Member]:
-    shape, dims = given.array.shape, given.dims
+    shape, dims, family = given.array.shape, given.dims, given.family
     found = []
     for over, size in zip(axes_by_dim(spec, len(shape)), shape, strict=True):
         parts = math.prod(sizes[axis] for axis in over)
@@ -206,13 +320,22 @@ def _member(number: int, given: Matrices, spec: PartitionSpec, sizes: Mapping[st
         (dims.inputs, dims.outputs),
         key=lambda side: (math.prod(shape[dim] for dim in side), [found[dim].axes for dim in side]),
     )
-    short, long = (_merged([found[dim] for dim in side]) for side in sides)
+    turned = sides[0] != dims.inputs
+    block = _Block(*(_merged([found[dim] for dim in side]) for side in sides))
     split = {axis for dim in found for axis in dim.axes}
     replicas = tuple(axis for axis in sizes if axis not in split)
-    group = _Group(short, long, replicas, math.prod(sizes[axis] for axis in replicas))
-    count = math.prod(found[dim].local for dim in dims.stack)
-    order = (*dims.stack, *sides[0], *sides[1])
-    return group, _Member(number, tuple(dim.local for dim in found), order, count)
+    counts = (family.turned() if turned else family).counts
+    group = _Group(block, counts, replicas, math.prod(sizes[axis] for axis in replicas))
+    order, stack = (*dims.stack, *sides[0], *sides[1]), [found[dim].local for dim in dims.stack]
+    squares = ([*stack, *(dim.local for dim in square.dims)] for square in group.block.squares)
+    shapes = tuple(map(tuple, ([found[dim].local for dim in order], *squares)))
+    return group, _Member(number, order, turned, math.prod(stack), shapes)
+
+
+def _over_all(dims: Sequence[_Dim], size: int) -> _Dim:
+    """Returns a dimension of this size that is split over the axes of several."""
+    parts = math.prod(dim.parts for dim in dims)
+    return _Dim(tuple(axis for dim in dims for axis in dim.axes), parts, -(-size // parts), size)
 
 
 def _merged(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
@@ -229,6 +352,41 @@ def _merged(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
 def _kept(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> PartitionSpec:
     """Returns the spec with the axes that split something."""
     return PartitionSpec(*(tuple(a for a in over if a in sizes) or None for over in axes_by_dim(spec, rank)))
+
+
+def _specs(given: Matrices, spec: PartitionSpec, num_arrays: int) -> PyTree:
+    """Returns the PartitionSpecs of a family with `num_arrays` arrays of the matrices' shape, in its structure."""
+    _, num_rows, num_cols = given.family.counts
+    square = PartitionSpec(*(over or None for over in square_axes(given.dims, axes_by_dim(spec, given.array.ndim))))
+    specs: tuple[PyTree, ...] = ((spec,) * num_arrays, (square,) * num_rows, (square,) * num_cols)
+    return Family(*specs)
+
+
+def _with_padding(family: Family, specs: PyTree, sizes: Mapping[str, int]) -> Family:
+    def padded(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        padding = dimension_paddings(spec, x.shape, sizes)
+        # The constraint tells `evenly` that the array has this padding already.
+        return _padded(lax.with_sharding_constraint(x, spec), padding) if any(padding) else x
+
+    return Family(*jax.tree.map(padded, family, specs))
+
+
+def _without_padding(found: Family, given: Family) -> Family:
+    like = given._replace(arrays=given.arrays[:1] * len(found.arrays))
+    return Family(*jax.tree.map(lambda x, same: _cut(x, same.shape), found, like))
+
+
+def _family(arrays: Sequence[jax.Array], counts: tuple[int, int, int]) -> Family:
+    left = iter(arrays)
+    return Family(*(tuple(itertools.islice(left, count)) for count in counts))
+
+
+def _side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=1)
+
+
+def _columns(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
+    return [x] if len(widths) == 1 else list(lax.split(x, widths, axis=1))
 
 
 def _padded(x: jax.Array, paddings: Sequence[int]) -> jax.Array:

@@ -270,9 +270,10 @@ def test_a_model_without_matrices_is_refused():
 MESHES = [(1, 1, 1), (1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2)]
 
 
-def of_experiment(name):
+def of_experiment(name, optimizer_p=None):
     resolved = experiment_config.resolve(name)
-    resolved.task_p.train.learner.optimizer = config(weight_decay=0.1, clip_gradient_norm_to_value=1.0)
+    optimizer_p = optimizer_p or config(weight_decay=0.1, clip_gradient_norm_to_value=1.0)
+    resolved.task_p.train.learner.optimizer = optimizer_p
     source = build(resolved.config.train_datasets[0])
     return tasks_lib.build_task(resolved.task_p), [source.get_next_padded() for _ in range(3)]
 
@@ -283,22 +284,29 @@ def of_nnx(heads):
 
 
 @functools.cache
-def on_one_device(made, argument):
+def on_one_device(made, argument, prepared=None):
+    """The task, its batches, the states of a run, and the first of them, which `prepared` makes of (path, initial value)."""
     built, batches = made(argument)
     partitioner = verify.single_device_partitioner(built, shapes_of(batches[0]))
-    run = list(verify.run_steps(partitioner, batches, KEY))
-    return built, batches, run, jax.tree.map(lambda v: run[0].variables[v.path], partitioner.layout.variables)
+    initial = jax.tree.map(np.asarray, partitioner.initialize_train_state(KEY))
+    if prepared is not None:
+        initial = jax.tree.map(lambda v, x: prepared(v.path, x), partitioner.layout.variables, initial)
+    return built, batches, list(verify.run_steps(partitioner, batches, KEY, initial)), initial
 
 
-def largest_difference(made, argument, sizes):
-    """Of the whole state after each step on a mesh, over the variable's largest element."""
-    built, batches, reference, initial = on_one_device(made, argument)
-    names = built.model.mesh_axis_names
-    axes = list(zip(names, sizes[-len(names) :], strict=True))
-    mesh = sharding.create_device_mesh(axes, devices=jax.devices()[: int(np.prod([size for _, size in axes]))])
-    partitioner = PjitPartitioner(mesh)
+def on_mesh(built, batches, sizes):
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    partitioner = PjitPartitioner(sharding.create_device_mesh(list(sizes.items()), devices=devices))
     partitioner.setup(built, shapes_of(batches[0]))
-    run = verify.run_steps(partitioner, batches, KEY, initial)
+    return partitioner
+
+
+def largest_difference(made, argument, sizes, prepared=None, compiled=None):
+    """Of the whole state after each step on a mesh, over the variable's largest element. `compiled`: see `verify.run_steps`."""
+    built, batches, reference, initial = on_one_device(made, argument, prepared)
+    names = built.model.mesh_axis_names
+    partitioner = on_mesh(built, batches, dict(zip(names, sizes[-len(names) :], strict=True)))
+    run = verify.run_steps(partitioner, batches, KEY, initial, compiled)
     tolerance = verify.Tolerance()
     return max(verify.compare(one, many, tolerance).worst[1] for one, many in zip(reference, run, strict=True))
 
@@ -341,38 +349,36 @@ class Wide(nnx.Module):
         return self.last(jnp.tanh(self.between(x)))
 
 
+def losses(partitioner, state, batches):
+    """The state after these batches, and the losses."""
+    step = partitioner.partition(step_fns.train_step, shapes_of(batches[0]), is_eval=False)
+    found = []
+    for rows in batches:
+        state, output = step(state, KEY, partitioner.layout.put(rows))
+        found.append(float(output.loss))
+    return state, found
+
+
+def moved(path, first, state, second):
+    """A state of one partitioner, saved and restored by another one; checks that nothing changed."""
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save(2, state, first.layout.variables, input_state=None, metadata={})
+    restored = Checkpointer(path, read_only=True).restore(second.layout.variables, second.layout.mesh)
+    given, read = (jax.jit(p.metadata.slice)(x) for p, x in [(first, state), (second, restored.state)])
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), read, given)
+    return restored.state
+
+
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "8bit"])
 def test_a_run_continues_on_another_mesh_with_the_losses_of_one_device(tmp_path, dtype):
     built = task(Config(models.NnxModel, module=Config(Wide)), optimizer=config(), opt_state_dtype=dtype)
     batches = [batch(number) for number in range(4)]
-
-    def on(sizes):
-        devices = jax.devices()[: int(np.prod(sizes))]
-        partitioner = PjitPartitioner(
-            sharding.create_device_mesh(list(zip(("data", "mdl"), sizes, strict=True)), devices=devices)
-        )
-        partitioner.setup(built, shapes_of(batches[0]))
-        return partitioner
-
-    def losses(partitioner, state, batches):
-        step = partitioner.partition(step_fns.train_step, shapes_of(batches[0]), is_eval=False)
-        found = []
-        for rows in batches:
-            state, output = step(state, KEY, partitioner.layout.put(rows))
-            found.append(float(output.loss))
-        return state, found
-
-    one, first, second = on((1, 1)), on((4, 2)), on((2, 3))
+    one, first, second = (on_mesh(built, batches, {"data": x, "mdl": y}) for x, y in [(1, 1), (4, 2), (2, 3)])
     kept = [v for v in first.layout.records() if v.path.startswith("opt_states/") and v.dtype == np.uint8]
     assert [v.logical_shape for v in kept] == ([] if dtype == "float32" else [(64, 72), (2, 64, 64)])
     _, expected = losses(one, one.initialize_train_state(KEY), batches)
     state, before = losses(first, first.initialize_train_state(KEY), batches[:2])
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(2, state, first.layout.variables, input_state=None, metadata={})
-    restored = Checkpointer(tmp_path, read_only=True).restore(second.layout.variables, second.layout.mesh)
-    given, read = (jax.jit(p.metadata.slice)(x) for p, x in [(first, state), (second, restored.state)])
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), read, given)
-    _, after = losses(second, restored.state, batches[2:])
+    _, after = losses(second, moved(tmp_path, first, state, second), batches[2:])
     # A moment that differs in its last bit may be rounded to another level of the 8 bits.
     np.testing.assert_allclose([*before, *after], expected, rtol=1e-5 if dtype == "float32" else 1e-3)
 

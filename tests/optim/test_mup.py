@@ -195,6 +195,11 @@ def test_optimizers_that_look_at_sizes_are_refused():
     raises_naming(UserError, lambda: scales(task_of(optimizer=lamb)), "Lamb", "Adam")
 
 
+def test_soap_is_refused():
+    with raises_naming(UserError, "task.mup", "Soap", "st.Muon"):
+        scales(task_of(optimizer=Config(st.Soap, learning_rate=0.01, lr_schedule=CONSTANT)))
+
+
 # --- experiments ------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,10 @@ def chosen(forward, shapes, heads="joined", rules=()):
     hparams = {"params": {name: base_layer.WeightHParams(shape, dtype=jnp.float32) for name, shape in shapes.items()}}
     known = matrix_dims.with_uses(hparams, lambda mdl_vars: forward(**mdl_vars["params"]))
     optimizer = types.SimpleNamespace(
-        rules=rules, heads=heads, choices=lambda hparams: matrix_dims.choose(hparams, rules, heads)
+        rules=rules,
+        heads=heads,
+        choices=lambda hparams: matrix_dims.choose(hparams, rules, heads, "Muon"),
+        notes=lambda choices: "",
     )
     matrix_dims.log_choices(optimizer, known)
     return {path.removeprefix("params/"): choice for path, choice in optimizer.choices(known).items()}

@@ -16,7 +16,7 @@ from spmd_trainer.planner import topologies
 from spmd_trainer.sharding.even_program import evenly
 from spmd_trainer.step import muon, whole_matrices
 from spmd_trainer.step.matrix_uses import MatrixDims
-from spmd_trainer.step.whole_matrices import Matrices
+from spmd_trainer.step.whole_matrices import Family, Matrices
 from tests.facts import raises_naming
 
 HAS_CUDA = importlib.util.find_spec("jax_plugins") is not None and any(
@@ -99,6 +99,64 @@ def test_any_mesh_and_split_gives_each_matrix_its_own_result(sizes, cases):
 def test_without_a_mesh():
     for ours, theirs in zip(applied(UNEVEN, arrays(UNEVEN)), expected(UNEVEN), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+def with_companions(cases):
+    """For each case one more array, a square of its rows, and for all but the last one of its columns."""
+    rng = np.random.default_rng(1)
+    found = []
+    for number, (x, (shape, dims, _)) in enumerate(zip(arrays(cases), cases, strict=True)):
+        stack, rows, cols = ([shape[dim] for dim in side] for side in (dims.stack, dims.inputs, dims.outputs))
+        sides = [rows, cols] if number < len(cases) - 1 else [rows]
+        squares = [rng.normal(size=(*stack, np.prod(side), np.prod(side))).astype(np.float32) for side in sides]
+        found.append((x, rng.normal(size=shape).astype(np.float32), *squares))
+    return found
+
+
+def of_family(batch):
+    """Needs everything whole, and is the same function for everything transposed."""
+    (x, y), rows, cols = batch
+    found = y
+    for left in rows:
+        found = left @ found
+    for right in cols:
+        found = found @ right
+    return Family((found,), tuple(left @ x @ y.mT for left in rows), tuple(y.mT @ x @ right for right in cols))
+
+
+def applied_to_families(cases, values):
+    given = []
+    for (x, y, rows, *cols), (_, dims, spec) in zip(values, cases, strict=True):
+        given.append(Matrices(x, dims, spec, Family((y,), (rows,), tuple(cols))))
+    return whole_matrices.apply_to_families(of_family, given, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cases"),
+    [
+        ((2, 2, 2), UNEVEN),
+        *(pytest.param((1, 2, 3), cases, marks=pytest.mark.full) for cases in (UNEVEN, EVEN)),
+        *(pytest.param(sizes, UNEVEN, marks=pytest.mark.full) for sizes in [(1, 1, 1), (1, 8, 1), (1, 4, 2)]),
+    ],
+    ids=str,
+)
+def test_companions_come_with_their_matrices(sizes, cases):
+    mesh, values = mesh_of(sizes), with_companions(cases)
+    with jax.set_mesh(mesh):
+        found = jax.jit(evenly(lambda values: applied_to_families(cases, values), mesh))(values)
+    for (x, y, *squares), (_, dims, _), ours in zip(values, cases, found, strict=True):
+        order = (*dims.stack, *dims.inputs, *dims.outputs)
+        stack, (rows, *_) = [x.shape[dim] for dim in dims.stack], (square.shape[-1] for square in squares)
+        flat_x, flat_y = (z.transpose(order).reshape(*stack, rows, -1) for z in (x, y))
+        left, right = (squares[0], squares[1] if len(squares) == 2 else None)
+        result = left @ flat_y if right is None else left @ flat_y @ right
+        result = result.reshape([x.shape[dim] for dim in order]).transpose(np.argsort(order))
+        tolerance = {"rtol": 1e-5, "atol": 1e-4}
+        np.testing.assert_allclose(ours.arrays[0], result, **tolerance)
+        np.testing.assert_allclose(ours.of_rows[0], left @ flat_x @ flat_y.swapaxes(-1, -2), **tolerance)
+        assert len(ours.of_cols) == (right is not None)
+        if right is not None:
+            np.testing.assert_allclose(ours.of_cols[0], flat_y.swapaxes(-1, -2) @ flat_x @ right, **tolerance)
 
 
 def moves(devices, sizes, num_iterations=5):

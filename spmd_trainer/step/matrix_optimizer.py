@@ -1,0 +1,233 @@
+"""The base of optimizers of whole matrices, such as `muon.Muon` and `soap.Soap`: which variables they take; Adam for the rest.
+
+What is a matrix is read from the model's program (`matrix_dims`), for models of any library. A warning says what the program
+leaves open, and rules decide it. What the optimizers compute runs on whole matrices, divided over all devices
+(`whole_matrices`); their states live where the variables do.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+from praxis import base_layer, optimizers, py_utils
+
+from spmd_trainer import sharding
+from spmd_trainer.errors import UserError, require_one_of
+from spmd_trainer.step import masks, matrix_dims
+from spmd_trainer.step.matrix_dims import Choice
+from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
+
+
+class MatrixVariable(NamedTuple):
+    """A variable of matrices in a step.
+
+    Attributes:
+      grad: its gradient.
+      parts: the parts of its state, by name.
+      value: the variable; None if the optimizer isn't given variables.
+      choice: its dimensions by role.
+      spec: how gradient and variable are split over the ambient mesh.
+    """
+
+    grad: jax.Array
+    parts: Mapping[str, jax.Array]
+    value: jax.Array | None
+    choice: Choice
+    spec: PartitionSpec
+
+    def decayed(self, step: jax.Array, decay: float) -> jax.Array:
+        """Returns a step with decoupled weight decay."""
+        return _decayed(step, self.value, decay)
+
+
+class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untyped
+    """Takes the matrices of a model, and leaves all other variables to Adam.
+
+    The rate is `learning_rate` times the schedule for both, unless `adam_learning_rate` is set. Clipping, moving averages and
+    `decoupled_weight_decay` are those of all praxis optimizers.
+
+    A subclass defines `matrix_state` and `matrix_steps`, and `more_parts` if its state has other parts than `m` and `v`.
+
+    Attributes:
+      heads: 'joined': attention's kernels are matrices of all heads; 'apart': of each head, where heads have a dimension of their
+        own. Kernels with one dimension for heads and their columns stay whole, with a warning that names them.
+      rules: (regex, form) pairs, which decide before what is found in the model's program. The first whose regex is found in a
+        variable's path wins. The form is 'adam', or for each dimension of the variable, without those of repeated layers,
+        'rows' (inputs), 'cols' (outputs) or 'stack', such as 'stack,rows,cols'.
+      weight_decay: decay of matrices: each step takes off rate * weight_decay of them.
+      adam_learning_rate: rate of Adam's variables, times the schedule; None for `learning_rate`.
+      adam_beta1, adam_beta2, adam_epsilon: Adam's fields, as of optax.
+      adam_weight_decay: decay of Adam's variables, but not of those that skip regularisation, such as norms and biases.
+    """
+
+    # `Learner` neither vectorises over repeated layers nor has to know of any: the optimizer sees stacks itself.
+    sees_stacks: ClassVar[bool] = True
+    # Names of the state's parts besides `m` and `v`.
+    more_parts: ClassVar[tuple[str, ...]] = ()
+
+    heads: str = "joined"
+    rules: Sequence[tuple[str, str]] = ()
+    weight_decay: float = 0.0
+    adam_learning_rate: float | None = None
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    adam_weight_decay: float = 0.0
+    _var_weight_hparams: Any = dataclasses.field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+          UserError: a field has a value that doesn't exist, or two contradict each other.
+        """
+        super().__post_init__()
+        name = type(self).__name__
+        require_one_of(f"{name}.heads", self.heads, matrix_dims.HEADS)
+        if self.decoupled_weight_decay and (self.weight_decay or self.adam_weight_decay):
+            raise UserError(
+                f"{name} has decoupled_weight_decay, which is of all variables, and weight_decay or adam_weight_decay; set either"
+            )
+        matrix_dims.check_rules(self.rules, f"{name}.rules")
+
+    def matrix_state(self, x: jax.Array, choice: Choice) -> dict[str, jax.Array]:
+        """Returns the parts of the state of a variable of matrices before the first step, by name. Usable under `eval_shape`."""
+        raise NotImplementedError
+
+    def matrix_steps(
+        self, given: Mapping[str, MatrixVariable], count: jax.Array
+    ) -> dict[str, tuple[jax.Array, dict[str, jax.Array]]]:
+        """Returns the step of each variable of matrices, with decay but without the rate, and the new parts of its state.
+
+        Args:
+          given: the variables by path; at least one.
+          count: int32 scalar, the steps taken before.
+        """
+        raise NotImplementedError
+
+    def part_hparams(self, var_weight_hparams: NestedWeightHParams) -> dict[str, base_layer.WeightHParams]:
+        """Returns the WeightHParams of the state's parts that don't follow their variable, by 'name/path of the variable'."""
+        return {}
+
+    def notes(self, choices: Mapping[str, Choice]) -> str:
+        """Returns what the log says of matrices besides the table; may be empty."""
+        return ""
+
+    def size(self, rows: float, cols: float) -> float:
+        """Returns the size of the update of a matrix, for muP.
+
+        Raises:
+          UserError: it is unknown how the optimizer's updates grow with the width.
+        """
+        raise UserError(
+            f"task.mup: no rule is known for the updates of {type(self).__name__} at other widths; use e.g. Adam or st.Muon"
+        )
+
+    def get_grad_transformation(
+        self, var_weight_hparams: NestedWeightHParams = None, include_ema: bool = True
+    ) -> optimizers.ShardedGradientTransformation:
+        """Returns the transformation for variables of these WeightHParams, which say what is a matrix and how it is split."""
+        own = copy.copy(self)
+        own._var_weight_hparams = var_weight_hparams
+        return super(MatrixOptimizer, own).get_grad_transformation(var_weight_hparams, include_ema)
+
+    def choices(self, var_weight_hparams: NestedWeightHParams) -> dict[str, Choice]:
+        """Returns what each variable is, by its path; see `matrix_dims.choose` for the errors."""
+        return matrix_dims.choose(var_weight_hparams, self.rules, self.heads, type(self).__name__)
+
+    def _get_raw_grad_transformation(self, lr: optax.Schedule) -> optax.GradientTransformation:
+        if self._var_weight_hparams is None:
+            name = type(self).__name__
+            raise UserError(
+                f"{name} has to know the variables' WeightHParams, which the optimizer around it doesn't pass on; make {name} "
+                "the learner's optimizer itself, and accumulate gradients with num_minibatches"
+            )
+        return optax.GradientTransformation(self._init, _Update(self, lr))
+
+    def _init(self, mdl_vars: NestedJTensor) -> py_utils.NestedMap:
+        """The state: a tree of the variables' structure for each part, without variables that lack the part."""
+        choices = self.choices(self._var_weight_hparams)
+        treedef, states = jax.tree.structure(mdl_vars), []
+        for path, x in masks.with_paths(mdl_vars):
+            is_matrix = choices[path].dims is not None
+            adam = {"m": jnp.zeros_like(x), "v": jnp.zeros_like(x)}
+            states.append(self.matrix_state(x, choices[path]) if is_matrix else adam)
+        return py_utils.NestedMap(
+            count=jnp.zeros((), jnp.int32),
+            **{
+                name: jax.tree.unflatten(treedef, [state.get(name, optax.MaskedNode()) for state in states])
+                for name in ("m", "v", *self.more_parts)
+            },
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """The update of an optimizer with WeightHParams: (gradients, state, variables) -> (updates, new state)."""
+
+    of: MatrixOptimizer
+    rate: optax.Schedule
+
+    def __call__(self, grads: NestedJTensor, state: Any, mdl_vars: NestedJTensor = None) -> tuple[PyTree, Any]:
+        of, count = self.of, state.count
+        choices, hparams = of.choices(of._var_weight_hparams), dict(masks.with_paths(of._var_weight_hparams))
+        olds = {name: dict(masks.with_paths(state[name])) for name in ("m", "v", *of.more_parts)}
+        paths = [path for path, _ in masks.with_paths(grads)]
+        values = jax.tree.leaves(mdl_vars) if mdl_vars is not None else itertools.repeat(None, len(paths))
+        axes = jax.sharding.get_abstract_mesh().axis_names
+        matrices: dict[str, MatrixVariable] = {}
+        updates: dict[str, jax.Array] = {}
+        news: dict[str, dict[str, jax.Array]] = {}
+        for path, g, value in zip(paths, jax.tree.leaves(grads), values, strict=True):
+            parts = {name: old[path] for name, old in olds.items() if path in old}
+            if choices[path].dims is None:
+                updates[path], news[path] = self._adam(g, parts, value, count, hparams[path])
+                continue
+            mapping = hparams[path].full_split_dims_mapping
+            spec = sharding.to_partition_spec(mapping if axes else (None,) * g.ndim, axes)
+            matrices[path] = MatrixVariable(g, parts, value, choices[path], spec)
+        if matrices:
+            for path, (step, parts) in of.matrix_steps(matrices, count).items():
+                updates[path], news[path] = -self.rate(count) * step, parts
+        new_parts = {
+            name: jax.tree.unflatten(jax.tree.structure(state[name]), [news[path][name] for path in old])
+            for name, old in olds.items()
+        }
+        in_order = [updates[path] for path in paths]
+        return jax.tree.unflatten(jax.tree.structure(grads), in_order), type(state)(count=count + 1, **new_parts)
+
+    def _adam(
+        self,
+        g: jax.Array,
+        old: Mapping[str, jax.Array],
+        value: jax.Array | None,
+        count: jax.Array,
+        hparams: base_layer.WeightHParams,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        of, steps = self.of, (count + 1).astype(jnp.float32)
+        m = (of.adam_beta1 * old["m"] + (1 - of.adam_beta1) * g).astype(old["m"].dtype)
+        v = of.adam_beta2 * old["v"] + (1 - of.adam_beta2) * jnp.square(g)
+        root = jnp.sqrt(v / (1 - of.adam_beta2**steps))
+        step = m / (1 - of.adam_beta1**steps) / (root + of.adam_epsilon)
+        step = _decayed(step, value, 0.0 if base_layer.var_skip_lp_regularization(hparams) else of.adam_weight_decay)
+        rate = self.rate if of.adam_learning_rate is None else self._adam_rate
+        return -rate(count) * step, {"m": m, "v": v}
+
+    def _adam_rate(self, count: jax.Array) -> jax.Array:
+        return jnp.asarray(self.of._lr_schedule_inst.value_at(count) * self.of.adam_learning_rate)
+
+
+def _decayed(step: jax.Array, value: jax.Array | None, decay: float) -> jax.Array:
+    if not decay:
+        return step
+    if value is None:
+        raise ValueError("weight decay needs the variables; call update(gradients, state, variables)")
+    return step + decay * value

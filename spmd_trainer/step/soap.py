@@ -1,0 +1,224 @@
+"""SOAP: Adam in the eigenbases of Shampoo's preconditioners, for a model's matrices; Adam for everything else.
+
+    learner.optimizer = Config(st.Soap, learning_rate=3e-3, lr_schedule=..., weight_decay=0.01)
+
+Published by Vyas et al. 2024 (arXiv:2409.11321, algorithm 3), with code (https://github.com/nikhilvyas/SOAP).
+
+Which variables are matrices, and on which devices they are computed: see `matrix_optimizer`.
+
+Each matrix is computed whole, on one device, in float32. So the same gradients give the same updates on all meshes, up to the
+rounding of products. Gradients themselves differ between meshes by rounding, and a basis makes a small difference large where
+eigenvalues are nearly equal: eigenvectors of one eigenvalue are arbitrary. The first gradient [m, n], m < n, has at most m
+eigenvalues that are not zero, so n - m vectors of the first basis of the longer side are arbitrary. Until averages have full
+rank, losses on two meshes are equally good, but may differ by more than rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from praxis import base_layer
+
+from spmd_trainer.errors import UserError
+from spmd_trainer.step import masks, whole_matrices
+from spmd_trainer.step.matrix_dims import Choice
+from spmd_trainer.step.matrix_optimizer import MatrixOptimizer, MatrixVariable
+from spmd_trainer.step.opt_state_dtypes import BASIS_COLS, BASIS_ROWS, GRAM_COLS, GRAM_ROWS
+from spmd_trainer.step.whole_matrices import Family, Matrices
+from spmd_trainer.train_states import NestedWeightHParams
+
+# Average and basis [N, m, m] of one side of a batch of matrices; () for a side that isn't rotated.
+_Side: TypeAlias = tuple[jax.Array, ...]
+
+
+class Soap(MatrixOptimizer):
+    """SOAP for matrices, Adam for all other variables.
+
+    `MatrixOptimizer` has the fields that say which variables are matrices, and Adam's. A step of a matrix with gradient G is
+    -rate * QL N QR', where QL and QR are eigenvectors of the averages of G G' and G' G, and N is Adam's step for the gradient
+    QL' G QR. Adam's first moment is kept unrotated, and its second one rotated. Bases are replaced every
+    `precondition_frequency` steps, by one power iteration and a QR decomposition.
+
+    As in the published code, the first step begins averages and bases and leaves matrices as they are, so that no gradient is
+    rotated into its own basis; and bases are replaced at the end of a step. Other than there, epsilon is added to the root of
+    the second moment after its bias correction, as optax' Adam does.
+
+    The state has `m` and `v` of the variable's shape, `gram_rows` and `basis_rows` [*stacks, rows, rows], and `gram_cols` and
+    `basis_cols` [*stacks, columns, columns]. Eigenvectors are the columns of `basis_rows`, and the rows of `basis_cols`.
+
+    Attributes:
+      beta1, beta2: decays of Adam's moments of matrices.
+      shampoo_beta: decay of the averages of G G' and G' G; None for `beta2`.
+      epsilon: added to the root of the second moment.
+      precondition_frequency: steps between two replacements of the bases.
+      max_precond_dim: a longer side isn't rotated, and has neither average nor basis.
+    """
+
+    more_parts = (GRAM_ROWS, GRAM_COLS, BASIS_ROWS, BASIS_COLS)
+
+    beta1: float = 0.95
+    beta2: float = 0.95
+    shampoo_beta: float | None = None
+    epsilon: float = 1e-8
+    precondition_frequency: int = 10
+    max_precond_dim: int = 10_000
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+          UserError: a field has a value that doesn't exist, or two contradict each other.
+        """
+        super().__post_init__()
+        for name in ("beta1", "beta2", "shampoo_beta"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise UserError(f"Soap.{name} is {value!r}; it is at least 0 and less than 1, usually 0.95")
+        for name, usual in (("precondition_frequency", 10), ("max_precond_dim", 10_000)):
+            if getattr(self, name) < 1:
+                raise UserError(f"Soap.{name} is {getattr(self, name)!r}; it is at least 1, usually {usual}")
+
+    def matrix_state(self, x: jax.Array, choice: Choice) -> dict[str, jax.Array]:
+        """Moments and preconditioners. See `MatrixOptimizer`."""
+        squares = {name: jnp.zeros(shape, jnp.float32) for name, shape in self._squares(choice).items()}
+        return {"m": jnp.zeros_like(x), "v": jnp.zeros_like(x), **squares}
+
+    def part_hparams(self, var_weight_hparams: NestedWeightHParams) -> dict[str, base_layer.WeightHParams]:
+        """How preconditioners are split: over the axes of their variable. See `MatrixOptimizer`."""
+        found, choices = {}, self.choices(var_weight_hparams)
+        for path, p in masks.with_paths(var_weight_hparams):
+            if (dims := choices[path].dims) is None:
+                continue
+            axes = [
+                () if entry in (None, -1) else (entry,) if isinstance(entry, str) else tuple(entry)
+                for entry in p.full_split_dims_mapping
+            ]
+            mapping = [over or None for over in whole_matrices.square_axes(dims, axes)]
+            for name, shape in self._squares(choices[path]).items():
+                found[f"{name}/{path}"] = base_layer.WeightHParams(
+                    shape, dtype=jnp.float32, tensor_split_dims_mapping=mapping
+                )
+        return found
+
+    def notes(self, choices: Mapping[str, Choice]) -> str:
+        """The memory of the preconditioners, and the sides that have none. See `MatrixOptimizer`."""
+        shapes = [self._squares(choice) for choice in choices.values() if choice.dims is not None]
+        elements = sum(math.prod(shape) for of_one in shapes for shape in of_one.values())
+        text = f"\n{4 * elements:,} bytes of float32 preconditioners, over all devices together, besides two moments"
+        long = [path for path, choice in choices.items() if choice.dims and max(choice.sides) > self.max_precond_dim]
+        return text + (
+            f"\nsides longer than max_precond_dim={self.max_precond_dim} aren't rotated: {long}" if long else ""
+        )
+
+    def matrix_steps(
+        self, given: Mapping[str, MatrixVariable], count: jax.Array
+    ) -> dict[str, tuple[jax.Array, dict[str, jax.Array]]]:
+        """The steps of all matrices. See `MatrixOptimizer`."""
+        firsts, arrays = [], []
+        for x in given.values():
+            old, (rows, cols) = x.parts, (self._is_rotated(size) for size in x.choice.sides)
+            mean = (self.beta1 * old["m"] + (1 - self.beta1) * x.grad).astype(old["m"].dtype)
+            firsts.append(jnp.where(count > 0, mean, old["m"]))
+            companions = Family(
+                (firsts[-1], old["v"]),
+                (old[GRAM_ROWS], old[BASIS_ROWS]) if rows else (),
+                (old[GRAM_COLS], old[BASIS_COLS]) if cols else (),
+            )
+            assert x.choice.dims is not None
+            arrays.append(Matrices(x.grad, x.choice.dims, x.spec, companions))
+        found = whole_matrices.apply_to_families(_Step(self, count), arrays, jnp.float32, num_arrays=2)
+        steps = {}
+        for (path, x), m, of_one in zip(given.items(), firsts, found, strict=True):
+            step, v = (y.astype(x.parts["v"].dtype) for y in of_one.arrays)
+            new = {"m": m, "v": v}
+            for names, side in (((GRAM_ROWS, BASIS_ROWS), of_one.of_rows), ((GRAM_COLS, BASIS_COLS), of_one.of_cols)):
+                new |= dict(zip(names, side, strict=False))
+            decayed = x.decayed(step, self.weight_decay)
+            steps[path] = jnp.where(count > 0, decayed, jnp.zeros_like(decayed)), new
+        return steps
+
+    def _is_rotated(self, size: int) -> bool:
+        return size <= self.max_precond_dim
+
+    def _squares(self, choice: Choice) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the preconditioners of a variable, by name."""
+        assert choice.dims is not None
+        stack = [choice.shape[dim] for dim in choice.dims.stack]
+        named = zip(choice.sides, ((GRAM_ROWS, BASIS_ROWS), (GRAM_COLS, BASIS_COLS)), strict=True)
+        return {name: (*stack, size, size) for size, names in named if self._is_rotated(size) for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The step of whole matrices: (G, M, V), averages and bases -> (step, new V), new averages and bases. `apply_to_families`.
+
+    Attributes:
+      of: the optimizer.
+      count: int32 scalar, the steps taken before.
+    """
+
+    of: Soap
+    count: jax.Array
+
+    def __call__(self, batch: Family) -> Family:
+        of, steps = self.of, jnp.maximum(self.count, 1).astype(jnp.float32)
+        (g, m, v), rows, cols = batch.arrays, batch.of_rows, _transposed(batch.of_cols)
+        rotated = _rotated(g, rows, cols)
+        v = jnp.where(self.count > 0, of.beta2 * v + (1 - of.beta2) * jnp.square(rotated), v)
+        mean, second = _rotated(m, rows, cols) / (1 - of.beta1**steps), v / (1 - of.beta2**steps)
+        step = _rotated(mean / (jnp.sqrt(second) + of.epsilon), _transposed(rows), _transposed(cols))
+        rows, cols = self._averaged(rows, g), self._averaged(cols, g.mT)
+        # 0: bases stay, 1: the first ones, 2: they are replaced.
+        kind = jnp.where(self.count == 0, 1, jnp.where(self.count % of.precondition_frequency == 0, 2, 0))
+        v, rows, cols = lax.switch(kind, [lambda *x: x, _first, _replaced], v, rows, cols)
+        return Family((step, v), rows, _transposed(cols))
+
+    def _averaged(self, side: _Side, g: jax.Array) -> _Side:
+        if not side:
+            return side
+        beta = self.of.beta2 if self.of.shampoo_beta is None else self.of.shampoo_beta
+        return beta * side[0] + (1 - beta) * _product(g, g.mT), side[1]
+
+
+def _first(v: jax.Array, rows: _Side, cols: _Side) -> tuple[jax.Array, _Side, _Side]:
+    """Returns everything with the eigenvectors as bases, those of the largest eigenvalues first."""
+    rows, cols = (side and (side[0], jnp.flip(jnp.linalg.eigh(side[0])[1], axis=-1)) for side in (rows, cols))
+    return v, rows, cols
+
+
+def _replaced(v: jax.Array, rows: _Side, cols: _Side) -> tuple[jax.Array, _Side, _Side]:
+    """Returns everything with new bases, by a power iteration, and the second moment in the order of their vectors."""
+    rows, v = _iterated(rows, v)
+    cols, turned = _iterated(cols, v.mT)
+    return turned.mT, rows, cols
+
+
+def _iterated(side: _Side, v: jax.Array) -> tuple[_Side, jax.Array]:
+    """Returns a side with a new basis, and a second moment [N, m, n], whose rows are the vectors of the basis, in its order."""
+    if not side:
+        return side, v
+    gram, basis = side
+    power = _product(gram, basis)
+    order = jnp.argsort(-jnp.sum(basis * power, axis=-2), axis=-1)
+    new, _ = jnp.linalg.qr(jnp.take_along_axis(power, order[:, None, :], axis=-1))
+    return (gram, new), jnp.take_along_axis(v, order[:, :, None], axis=-2)
+
+
+def _rotated(x: jax.Array, rows: _Side, cols: _Side) -> jax.Array:
+    """Returns QL' x QR."""
+    x = _product(rows[1].mT, x) if rows else x
+    return _product(x, cols[1]) if cols else x
+
+
+def _transposed(side: _Side) -> _Side:
+    return tuple(x.mT for x in side)
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
