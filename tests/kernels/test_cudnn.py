@@ -129,7 +129,8 @@ def test_where_segments_are():
     assert packed.lengths.ravel().tolist() == [2, 3, 1, 6, 0, 0]
     assert packed.offsets.ravel()[:7].tolist() == [0, 2, 5, 6, 12, 12, 12]
     assert packed.offsets.shape == (2, 4)
-    assert packed.fits
+    assert packed.fits and not packed.whole
+    assert packing(jnp.array([[1, 1, 1], [0, 0, 0]]), max_segments=2).whole
 
 
 @pytest.mark.parametrize(
@@ -176,14 +177,23 @@ def emulated(pattern, query, key, value, packed):
 def without_gpu(monkeypatch):
     """Replaces the two calls of cuDNN by `emulated`."""
 
+    def whole_rows(query):
+        return packing(jnp.zeros(query.shape[:2], jnp.int32), max_segments=2)
+
+    def num_statistics(query, packed):
+        return query.shape[0] if packed is None else packed.lengths.size
+
     def forward(pattern, with_statistics, arrays, packed):
         query = arrays[0]
-        statistics = jnp.zeros((packed.lengths.size, query.shape[2], query.shape[1]), jnp.float32)
-        return (emulated(pattern, *arrays, packed), *([statistics] if with_statistics else []))
+        statistics = jnp.zeros((num_statistics(query, packed), query.shape[2], query.shape[1]), jnp.float32)
+        output = emulated(pattern, *arrays, packed or whole_rows(query))
+        return (output, *([statistics] if with_statistics else []))
 
     def backward(pattern, arrays, packed):
-        *inputs, _, _, gradient = arrays
-        return jax.vjp(lambda *args: emulated(pattern, *args, packed), *inputs)[1](gradient)
+        *inputs, statistics, _, gradient = arrays
+        assert statistics.shape[0] == num_statistics(inputs[0], packed)
+        rows = packed or whole_rows(inputs[0])
+        return jax.vjp(lambda *args: emulated(pattern, *args, rows), *inputs)[1](gradient)
 
     monkeypatch.setattr(cudnn, "forward_call", forward)
     monkeypatch.setattr(cudnn, "backward_call", backward)
@@ -204,6 +214,7 @@ def with_gradients(kernel, ids, pattern):
 
 FITTING = [[1, 1, 1, 2, 2, 3, 3, 3, 3], [5, 5, 5, 5, 5, 5, 5, 0, 0]]
 TOO_MANY = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 1, 1, 1, 1, 1, 1, 0, 0]]
+WHOLE = [[1] * 9, [0] * 9]
 IN_TWO_PIECES = [[1, 1, 1, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1]]
 
 
@@ -215,6 +226,7 @@ IN_TWO_PIECES = [[1, 1, 1, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1]]
         pytest.param(FITTING, Pattern(causal=False), marks=pytest.mark.full),
         pytest.param(FITTING, Pattern(window=2), marks=pytest.mark.full),
         (TOO_MANY, Pattern(window=2)),
+        (WHOLE, Pattern(scale=0.3)),
         pytest.param(IN_TWO_PIECES, Pattern(causal=False), marks=pytest.mark.full),
     ],
 )
@@ -276,12 +288,15 @@ def test_the_calls_of_cudnn(pattern, packed, mask, window, segments):
     traced = jax.jit(lambda *args: attend_with_gradients(*args, pattern)).trace(*arguments)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     calls = re.findall(r'custom_call @(__cudnn\$\w+)\(.*?backend_config = "((?:[^"\\]|\\.)*)"', text)
-    assert [name for name, _ in calls] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
-    for _, config in calls:
-        settings = json.loads(config.replace("\\22", '"'))["cudnn_fmha_backend_config"]
-        assert settings["mask_type"] == mask
+    found = [(name, json.loads(config.replace("\\22", '"'))["cudnn_fmha_backend_config"]) for name, config in calls]
+    # Rows that are one segment each go to calls without packing, in the same program.
+    masks = [(mask.removeprefix("PADDING_") if pattern.causal else "NO_MASK", 1), (mask, segments)][not packed :]
+    for call_name in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
+        kinds = [(settings["mask_type"], settings["max_seg_per_batch"]) for name, settings in found if name == call_name]
+        assert sorted(kinds) == sorted(masks)
+    assert len(found) == 2 * len(masks)
+    for _, settings in found:
         assert settings["sliding_window_length"] == window
-        assert settings["max_seg_per_batch"] == segments
         assert settings["fmha_scale"] == pattern.scale
         assert settings["dropout_rate"] == 0
 
