@@ -46,7 +46,7 @@ test-planted: setup
 
 # Plans for NVIDIA topologies, and Muon's exchanges there, with the compiler alone: a tenth of the extra cuda12, half a minute.
 GPU_COMPILER := .gpu-compiler
-GPU_COMPILER_TESTS := tests/planner/test_plan.py tests/planner/test_nvidia.py tests/step/test_whole_matrices.py
+GPU_COMPILER_TESTS := tests/planner/test_plan.py tests/planner/test_nvidia.py tests/step/test_whole_matrices.py tests/kernels/test_grouped_dot.py
 test-gpu-compiler: setup $(GPU_COMPILER)/.synced
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) python -c "import jax_plugins.xla_cuda12"
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) pytest $(GPU_COMPILER_TESTS)

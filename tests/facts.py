@@ -29,11 +29,19 @@ def assert_names(text: object, *facts: object) -> None:
     assert not missing, f"{missing} not named in:\n{text}"
 
 
-@contextlib.contextmanager
 def raises_naming(
     error: type[BaseException] | tuple[type[BaseException], ...], *facts: object
+) -> contextlib.AbstractContextManager[pytest.ExceptionInfo[BaseException]]:
+    """As `with pytest.raises`, for an error whose message names each fact."""
+    if any(map(callable, facts)):
+        raise TypeError("raises_naming takes no function to call: use it with `with`")
+    return _raises(error, facts)
+
+
+@contextlib.contextmanager
+def _raises(
+    error: type[BaseException] | tuple[type[BaseException], ...], facts: tuple[object, ...]
 ) -> Iterator[pytest.ExceptionInfo[BaseException]]:
-    """As `pytest.raises`, for an error whose message names each fact."""
     with pytest.raises(error) as info:
         yield info
     assert_names(info.value, *facts)

@@ -3,8 +3,8 @@
 Each group's rows are cut into blocks of equal size, the last one of a group only partly filled. A scan multiplies one block
 after the other by its group's matrix. A program has static shapes, so the scan is as long as the most blocks that any group
 sizes can need. Host devices skip the blocks that these sizes don't need. GPUs multiply them with zeros: to skip one, the host
-would have to wait for the device. So on GPUs a split of the experts saves no arithmetic yet: a device multiplies all rows that
-it has room for, which are fewer only if it has fewer experts than a token (`token_groups.py`).
+would have to wait for the device. So on GPUs that `hopper.py` doesn't know, a split of the experts saves no arithmetic: a device
+multiplies all rows that it has room for, which are fewer only if it has fewer experts than a token (`token_groups.py`).
 
 The block size is chosen so that the partly filled blocks add at most a sixteenth to the rows, or is `_SMALLEST` if there are few
 rows for each group.

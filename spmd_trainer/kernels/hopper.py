@@ -95,14 +95,14 @@ def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
     num_steps = jnp.where(sizes > 0, -(-ends // _STEP) - first_steps, 0).astype(jnp.int32)
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
-    def body(starts, ends, first_steps, num_steps, rows, others, out) -> None:  # type: ignore[no-untyped-def]
+    def body(starts, ends, first_steps, num_steps, rows, others, out) -> None:
         @plgpu.nd_loop((sizes.shape[0], tiles[0] * tiles[1]), collective_axes="sm")
         def tile(loop: plgpu.NDLoopInfo) -> None:
             group, place = loop.index
             row, column = plgpu.planar_snake(place, tiles, 1, next(n for n in _NEIGHBOURS if tiles[1] % n == 0))
             first = pl.multiple_of(first_steps[group] * _STEP, _STEP)
 
-            def step(index, x, y, total) -> None:  # type: ignore[no-untyped-def]
+            def step(index, x, y, total) -> None:
                 @pl.when((index[0] == 0) | (index[0] == num_steps[group] - 1))
                 def without_others() -> None:
                     number = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (_STEP, _BLOCK), 0), plgpu.Layout.WGMMA)
@@ -113,7 +113,7 @@ def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
 
                 plgpu.wgmma(total, _transposed(x), y)
 
-            def add_up(total) -> jax.Array:  # type: ignore[no-untyped-def]
+            def add_up(total) -> jax.Array:
                 @pl.when(num_steps[group] > 0)
                 def steps() -> None:
                     spec = functools.partial(plgpu.BlockSpec, (_STEP, _BLOCK), delay_release=1, transforms=tiling)
@@ -128,7 +128,7 @@ def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
 
             found = pl.run_scoped(add_up, plgpu.ACC((_BLOCK, _BLOCK)))
 
-            def store(held) -> None:  # type: ignore[no-untyped-def]
+            def store(held) -> None:
                 held[...] = found.astype(held.dtype)
                 plgpu.commit_smem()
                 target = out.at[group, pl.ds(row * _BLOCK, _BLOCK), pl.ds(column * _BLOCK, _BLOCK)]
@@ -137,7 +137,7 @@ def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
 
             pl.run_scoped(store, plgpu.SMEM((_BLOCK, _BLOCK), dtype=out.dtype, transforms=tiling))
 
-    def _transposed(x):  # type: ignore[no-untyped-def]
+    def _transposed(x):
         # JAX 0.11 has a method where 0.10 has a function.
         return x.transpose((1, 0)) if hasattr(x, "transpose") else plgpu.transpose_ref(x, (1, 0))
 

@@ -1,6 +1,5 @@
 """The kernel 'cudnn': what it refuses, how it describes packed rows to cuDNN, and the programs compiled for H100s."""
 
-import importlib.util
 import json
 import re
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import NEEDS_CUDA
 from facts import assert_names
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -26,11 +26,6 @@ from spmd_trainer.training.run_config import make_run_config
 H100 = Target("cuda", "NVIDIA H100 80GB HBM3", (9, 0))
 A100 = Target("cuda", "NVIDIA A100-SXM4-80GB", (8, 0))
 B200 = Target("cuda", "NVIDIA B200", (10, 0))
-NEEDS_CUDA = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None
-    or not any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)),
-    reason="the extra cuda12 (or cuda13), with the compiler for GPUs, is not installed",
-)
 
 
 class Cudnn98:
@@ -129,7 +124,8 @@ def test_where_segments_are():
     assert packed.lengths.ravel().tolist() == [2, 3, 1, 6, 0, 0]
     assert packed.offsets.ravel()[:7].tolist() == [0, 2, 5, 6, 12, 12, 12]
     assert packed.offsets.shape == (2, 4)
-    assert packed.fits and not packed.whole
+    assert packed.fits
+    assert not packed.whole
     assert packing(jnp.array([[1, 1, 1], [0, 0, 0]]), max_segments=2).whole
 
 
@@ -292,7 +288,9 @@ def test_the_calls_of_cudnn(pattern, packed, mask, window, segments):
     # Rows that are one segment each go to calls without packing, in the same program.
     masks = [(mask.removeprefix("PADDING_") if pattern.causal else "NO_MASK", 1), (mask, segments)][not packed :]
     for call_name in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
-        kinds = [(settings["mask_type"], settings["max_seg_per_batch"]) for name, settings in found if name == call_name]
+        kinds = [
+            (settings["mask_type"], settings["max_seg_per_batch"]) for name, settings in found if name == call_name
+        ]
         assert sorted(kinds) == sorted(masks)
     assert len(found) == 2 * len(masks)
     for _, settings in found:

@@ -2,26 +2,23 @@
 
 import dataclasses
 import functools
-import importlib.util
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import NEEDS_CUDA, NEEDS_TPU
 from jax.sharding import NamedSharding, PartitionSpec
 from sparse_experts import Setting, assert_equal, dense, output_and_gradients, sparse
 
 from spmd_trainer import sharding
 from spmd_trainer.errors import UserError
-from spmd_trainer.kernels import grouped_blocks, kernels, megablox
+from spmd_trainer.kernels import chips, grouped_blocks, hopper, kernels, megablox
 from spmd_trainer.kernels.grouped_dot import grouped_dot
 from spmd_trainer.planner import hlo_costs, jaxpr_costs
 from spmd_trainer.planner.topologies import topology_devices
 
-needs_tpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed: uv sync --extra tpu"
-)
 # A layer of Qwen3-30B-A3B. No other dimension is as large as the length, or as the number of tokens.
 QWEN = Setting(experts=128, top=8, batch=2, length=1920, width=2048, hidden=768)
 # Forward, and in the backward pass the gradients of rows and weights, of three products.
@@ -163,7 +160,7 @@ def test_flops_are_counted_once_for_each_pair_on_any_mesh(sizes):
     assert costs.flops - costs.batched_flops == active_flops(setting)
 
 
-@needs_tpu_compiler
+@NEEDS_TPU
 @pytest.mark.full
 def test_tpus_use_megablox_for_the_chosen_experts_only():
     mesh = sharding.create_device_mesh([("data", 2), ("mdl", 2)], devices=topology_devices("v5p:2x2x1"))
@@ -176,6 +173,37 @@ def test_tpus_use_megablox_for_the_chosen_experts_only():
     assert flops(hlo) == active_flops(QWEN) / 2
     assert len(re.findall('custom_call_target="tpu_custom_call"', hlo)) == PRODUCTS
     assert not experts_times_tokens(hlo, QWEN, QWEN.batch * QWEN.length // 2)
+
+
+@NEEDS_CUDA
+@pytest.mark.full
+def test_hopper_gpus_use_its_kernels_for_the_chosen_experts_only():
+    """On two parts of the tokens and two of the experts; the weights' sizes are not multiples of the kernels' blocks."""
+    setting = dataclasses.replace(QWEN, width=328, hidden=200)
+    mesh = sharding.create_device_mesh([("data", 2), ("mdl", 2)], devices=topology_devices("h100:1x4"))
+    by_row, into, back = (PartitionSpec(*axes) for axes in (["data"], ["mdl", "data"], ["mdl", None, "data"]))
+    layer = functools.partial(sparse, batch=("data",), over=("mdl",), embed=("data",))
+    with jax.set_mesh(mesh):
+        hlo = traced(layer, shapes(setting, [by_row] * 3 + [into, into, back], mesh)).lower().compile().as_text()
+    assert len(re.findall('custom_call_target="mosaic_gpu_v2"', hlo)) == PRODUCTS
+    assert not experts_times_tokens(hlo, setting, setting.batch * setting.length // 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "target", "reason"),
+    [
+        (jnp.float32, chips.Target("cuda", "NVIDIA H100 80GB HBM3", (9, 0)), "the rows are float32"),
+        (jnp.bfloat16, chips.Target("cuda", "NVIDIA A100-SXM4-80GB", (8, 0)), "the GPU's is 8.0"),
+        (jnp.bfloat16, chips.Target("cuda", "NVIDIA X", None), "the GPU's is unknown"),
+        (jnp.bfloat16, chips.Target("tpu", "TPU v5p", None), "the device is a tpu"),
+        (jnp.bfloat16, chips.Target("cuda", "NVIDIA H200", (9, 0)), None),
+    ],
+)
+def test_what_hopper_s_kernels_can(rows, target, reason, monkeypatch):
+    monkeypatch.setattr(chips, "current_target", lambda: target)
+    arrays = jax.ShapeDtypeStruct((8, 4), rows), jax.ShapeDtypeStruct((2, 4, 6), rows)
+    found = hopper.KERNEL.reasons_against(*arrays, target.platform)
+    assert [str(reason) in text for text in found] == [True] * (reason is not None)
 
 
 @pytest.mark.parametrize(

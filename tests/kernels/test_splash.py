@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import re
 import tracemalloc
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import NEEDS_TPU
 from jax._src.mesh import AbstractDevice
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -211,9 +211,6 @@ def test_says_why_it_cannot_be_used(call, reason):
 
 # No other dimension of the model below is equal to one of these: a row, and the row padded to two blocks of 768.
 LENGTH, PADDED = 1500, 1536
-needs_tpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed: uv sync --extra tpu"
-)
 
 
 def traced_train_step(
@@ -293,7 +290,7 @@ def test_train_step_lowered_for_tpus_has_splash_kernels_and_no_array_over_querie
     assert not over_both.search(text)
 
 
-@needs_tpu_compiler
+@NEEDS_TPU
 @pytest.mark.parametrize(
     ("topology", "pattern", "packed", "sinks"),
     [
@@ -314,7 +311,7 @@ def test_tpu_train_step_has_splash_kernels_and_no_array_over_queries_and_keys(to
     assert not arrays_over_queries_and_keys(hlo, LENGTH, PADDED)
 
 
-@needs_tpu_compiler
+@NEEDS_TPU
 def test_plain_attention_has_arrays_over_queries_and_keys():
     assert arrays_over_queries_and_keys(
         compiled_train_step("v5e:2x2", Pattern(), packed=False, kernel="reference"), LENGTH, PADDED

@@ -132,7 +132,8 @@ def test_a_mesh_that_pads_trains_as_one_device():
 
 
 def test_convolutions_need_a_rule():
-    raises_naming(UserError, lambda: scales(task_of(Conv)), "conv/kernel", "rows,rows,cols")
+    with raises_naming(UserError, "conv/kernel", "rows,rows,cols"):
+        scales(task_of(Conv))
     scale = scales(task_of(Conv, rules=[("conv/kernel", "stack,rows,cols")]))["params/conv/kernel"]
     assert (scale.rows, scale.cols) == (GROWTH, GROWTH)
 
@@ -192,7 +193,8 @@ def test_updates_of_muon_keep_their_spectral_norm(scale, factor):
 
 def test_optimizers_that_look_at_sizes_are_refused():
     lamb = Config(optimizers.Lamb, learning_rate=0.01, lr_schedule=CONSTANT)
-    raises_naming(UserError, lambda: scales(task_of(optimizer=lamb)), "Lamb", "Adam")
+    with raises_naming(UserError, "Lamb", "Adam"):
+        scales(task_of(optimizer=lamb))
 
 
 def test_soap_is_refused():
@@ -220,15 +222,19 @@ def test_what_the_base_can_not_be_is_refused(tmp_path):
     def with_base(base):
         return type("Other", (coord_models.Decoder,), {"MUP": base})
 
-    raises_naming(UserError, lambda: experiment_config.resolve(with_base({"MODEL_DIM": 64})), "MODEL_DIM", "MODEL_DIMS")
-    raises_naming(UserError, lambda: experiment_config.resolve(with_base({})), "task.mup", "base")
-    raises_naming(UserError, lambda: job_of(with_base({"NUM_LAYERS": 1}), tmp_path), "task.mup.base", "layers")
+    with raises_naming(UserError, "MODEL_DIM", "MODEL_DIMS"):
+        experiment_config.resolve(with_base({"MODEL_DIM": 64}))
+    with raises_naming(UserError, "task.mup", "base"):
+        experiment_config.resolve(with_base({}))
+    with raises_naming(UserError, "task.mup.base", "layers"):
+        job_of(with_base({"NUM_LAYERS": 1}), tmp_path)
 
 
 def test_adapters_and_tied_embeddings_without_a_norm_are_refused():
     adapted = copy.copy(task_of())
     adapted.lora = object()
-    raises_naming(UserError, lambda: mup.base_task(adapted), "task.lora", "task.mup")
+    with raises_naming(UserError, "task.lora", "task.mup"):
+        mup.base_task(adapted)
 
     class Tied(nnx.Module):
         def __init__(self, width, *, rngs):
@@ -237,17 +243,14 @@ def test_adapters_and_tied_embeddings_without_a_norm_are_refused():
         def __call__(self, x):
             return self.embedding.attend(self.embedding(jnp.argsort(x)))[..., 0]
 
-    raises_naming(UserError, functools.partial(scales, task_of(Tied)), "embedding/embedding", "multipliers")
+    with raises_naming(UserError, "embedding/embedding", "multipliers"):
+        scales(task_of(Tied))
 
 
 def test_a_run_goes_on_with_the_multipliers_that_it_began_with(tmp_path):
     wide = ["WIDTH=96", "task.train.num_train_steps=1"]
     st.train(coord_models.Nnx, tmp_path, overrides=wide)
     wide[-1] = "task.train.num_train_steps=2"
-    raises_naming(
-        UserError,
-        lambda: st.train(coord_models.Nnx, tmp_path, overrides=[*wide, "task.mup=None"]),
-        "task.mup.base: {'WIDTH': 64}",
-        "task.mup: None",
-    )
+    with raises_naming(UserError, "task.mup.base: {'WIDTH': 64}", "task.mup: None"):
+        st.train(coord_models.Nnx, tmp_path, overrides=[*wide, "task.mup=None"])
     assert st.train(coord_models.Nnx, tmp_path, overrides=wide).step == 2

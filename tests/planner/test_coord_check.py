@@ -77,11 +77,9 @@ def test_what_has_no_widths_is_refused(tmp_path):
             task_p.mup.base = {"WIDTH": 64, "task.summary_verbosity": None}
             return task_p
 
-    raises_naming(UserError, lambda: job_of(coord_models.Nnx, tmp_path, widths=["1"]).config.multiples, "--widths=1")
-    raises_naming(
-        UserError,
-        lambda: coord_check.check(job_of(coord_models.Nnx, tmp_path, overrides=["task.mup=None"])),
-        "--mode=coord_check",
-        "task.mup",
-    )
-    raises_naming(UserError, lambda: coord_check.check(job_of(NotANumber, tmp_path)), "task.summary_verbosity", "None")
+    with raises_naming(UserError, "--widths=1"):
+        _ = job_of(coord_models.Nnx, tmp_path, widths=["1"]).config.multiples
+    with raises_naming(UserError, "--mode=coord_check", "task.mup"):
+        coord_check.check(job_of(coord_models.Nnx, tmp_path, overrides=["task.mup=None"]))
+    with raises_naming(UserError, "task.summary_verbosity", "None"):
+        coord_check.check(job_of(NotANumber, tmp_path))

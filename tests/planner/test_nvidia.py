@@ -1,17 +1,12 @@
 """GPUs that are not here: what the compiler is told of them, and what happens without the compiler."""
 
-import importlib.util
-
 import pytest
+from compilers import HAS_CUDA, NEEDS_CUDA
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels.chips import BY_TOPOLOGY
 from spmd_trainer.planner import topologies
 from spmd_trainer.planner.topologies import topology_devices
-
-INSTALLED = importlib.util.find_spec("jax_plugins") is not None and any(
-    importlib.util.find_spec(module) for module in topologies._PLUGINS.values()
-)
 
 
 def test_the_compiler_is_told_of_an_h100():
@@ -53,13 +48,13 @@ def test_more_gpus_than_a_host_has_are_refused(topology, form):
         topology_devices(topology)
 
 
-@pytest.mark.skipif(INSTALLED, reason="the compiler for GPUs is installed")
+@pytest.mark.skipif(HAS_CUDA, reason="the compiler for GPUs is installed")
 def test_without_the_compiler_the_extra_is_named():
     with pytest.raises(UserError, match="install it with `uv sync --extra cuda12`"):
         topology_devices("h100:1x8")
 
 
-@pytest.mark.skipif(not INSTALLED, reason="the extra cuda12 (or cuda13), with the compiler for GPUs, is not installed")
+@NEEDS_CUDA
 @pytest.mark.parametrize(
     ("topology", "slices", "count", "capability"),
     [("a100:1x8", 1, 8, "8.0"), ("h100:4x8", 2, 64, "9.0"), ("gb200:18x4", 1, 72, "10.0")],

@@ -1,13 +1,13 @@
 """Plans: what the compiled train step needs, for devices that are here and for topologies that aren't."""
 
 import dataclasses
-import importlib.util
 import json
 import types
 
 import jax
 import numpy as np
 import pytest
+from compilers import NEEDS_CUDA
 from etils import epath
 from facts import assert_names, raises_naming
 
@@ -21,9 +21,6 @@ from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import make_run_config
 
 TINY = "lm.stdlib.StdlibBytesTiny"
-HAS_CUDA = importlib.util.find_spec("jax_plugins") is not None and any(
-    importlib.util.find_spec(f"jax_plugins.xla_{extra}") for extra in ("cuda12", "cuda13")
-)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +128,7 @@ def test_the_state_alone_says_how_many_chips_are_too_few(job, monkeypatch):
     assert plan._least_chips(planned) == 4
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="the extra cuda12 (or cuda13), with the compiler for GPUs, is not installed")
+@NEEDS_CUDA
 def test_a_tiny_step_is_planned_for_a_gpu_topology(tmp_path):
     flags = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_tpu_scoped_vmem_limit_kib": 65536}
     on_gpus = type("OnGpus", (stdlib.StdlibBytesTiny,), {"__module__": __name__, "XLA_FLAGS": flags})

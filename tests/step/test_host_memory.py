@@ -1,7 +1,6 @@
 """Optimizer states and named activations in pinned host memory: the same numbers, and what the program holds where."""
 
 import dataclasses
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import NEEDS_TPU
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -260,9 +260,7 @@ def test_devices_without_memory_kinds_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed: uv sync --extra tpu"
-)
+@NEEDS_TPU
 def test_the_peak_of_a_tpu_program_falls_by_most_of_the_states():
     from benchmarks import host_memory
     from spmd_trainer.planner import topologies

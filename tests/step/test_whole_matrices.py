@@ -1,13 +1,13 @@
 """Whole matrices of split variables: the numbers of one device on any mesh and split, and two moves for each group of shapes."""
 
 import collections
-import importlib.util
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import NEEDS_CUDA, NEEDS_TPU
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
@@ -19,9 +19,6 @@ from spmd_trainer.step.matrix_uses import MatrixDims
 from spmd_trainer.step.whole_matrices import Family, Matrices
 from tests.facts import raises_naming
 
-HAS_CUDA = importlib.util.find_spec("jax_plugins") is not None and any(
-    importlib.util.find_spec(f"jax_plugins.xla_{extra}") for extra in ("cuda12", "cuda13")
-)
 P = PartitionSpec
 STACKED = MatrixDims((0,), (1,), (2,))
 # Shape, roles, split. Some dimensions don't divide, some matrices are fewer than the devices.
@@ -187,16 +184,14 @@ def test_two_moves_for_each_group_of_shapes_and_none_in_an_iteration(sizes, gath
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed: uv sync --extra tpu"
-)
+@NEEDS_TPU
 @pytest.mark.parametrize(("sizes", "gathers"), [((1, 4, 2), 0), ((2, 2, 2), 2)], ids=str)
 def test_the_moves_on_tpus(sizes, gathers):
     found = moves(topologies.topology_devices("v5p:2x2x2"), sizes)
     assert found == collections.Counter({"all-to-all": 4, **({"all-gather": gathers} if gathers else {})})
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="the extra cuda12 (or cuda13), with the compiler for GPUs, is not installed")
+@NEEDS_CUDA
 @pytest.mark.parametrize(("sizes", "gathers"), [((1, 4, 2), 0), ((2, 2, 2), 1)], ids=str)
 def test_the_moves_on_gpus(sizes, gathers):
     """The compiler joins the all-gathers of both groups."""
