@@ -26,8 +26,11 @@ from spmd_trainer.experiments.lm import stdlib_questions
 from spmd_trainer.experiments.lm.chat import Sizes
 
 TRAINER = "spmd_trainer.main"
-# What fits 2 cores and ten minutes: a fifth of the tokens that the rule of `Sizes` asks for, in smaller batches.
+# What fits 2 cores and ten minutes: a fifth of the tokens that the rule of `Sizes` asks for, in smaller batches, at greater rates
+# than the rule has for so small a model.
 SMALL = ("TOKENS_PER_PARAMETER=4", "ROWS=32", "RATE=2")
+# From this depth on, the rules hold as they are.
+DEEP = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,8 @@ def stages(road: pathlib.Path, depth: int, quick: bool) -> Iterator[Stage]:
     def again(name: str, of: str, purpose: str, *flags: str) -> Stage:
         return Stage(name, purpose, TRAINER, (f"--job_log_dir={road / of}", *flags))
 
-    yield run("pretrain", "Pretrain", "Next tokens of sources and reference.", *SMALL)
+    fewer = SMALL if depth < DEEP else ()
+    yield run("pretrain", "Pretrain", "Next tokens of sources and reference.", *fewer)
     yield run("answers", "Answers", "Questions with their answers.")
     yield again("answers asked", "answers", "Answers to three sets of questions.", "--mode=decode_once")
     yield run("prefer", "Prefer", "Pairs of a right and a wrong answer.")
@@ -87,8 +91,11 @@ def stages(road: pathlib.Path, depth: int, quick: bool) -> Iterator[Stage]:
         chosen = run(f"choose_{name}", "Choose", "Right or wrong answer, which is likelier?")
         source = f"--restore_checkpoint_dir={road / name / 'checkpoints'}"
         yield dataclasses.replace(chosen, arguments=(*chosen.arguments, "--mode=eval", source))
+    if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda12"):
+        plan = run("plan", "Pretrain", "Pretraining, compiled for an H100.", *fewer)
+        yield dataclasses.replace(plan, arguments=(*plan.arguments, "--mode=inspect", "--topology=h100:1x1"))
     if importlib.util.find_spec("lm_eval"):
-        tasks = (f"--tasks={stdlib_questions.TASK}", f"--include_path={data / 'lm_eval'}", "--apply_chat_template")
+        tasks = (f"--tasks={stdlib_questions.TASK}", f"--include_path={data / 'lm_eval'}", "--apply_chat_template=True")
         yield again("lm_eval", "prefer", "Four choices, by EleutherAI's lm-eval.", "--mode=lm_eval", *tasks)
 
 

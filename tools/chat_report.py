@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
 from spmd_trainer.experiments.lm import stdlib_questions
-from spmd_trainer.experiments.lm.chat import Sizes
 from spmd_trainer.sharding import page
-from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.sharding.messages import bytes_text, format_duration
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.training.summary_writers import read_metrics
 from spmd_trainer.watch.pages import shared
 from spmd_trainer.watch.pages.run_page import PageData
 
+# What nanochat's README counts for a GPU.
+DOLLARS_AN_HOUR = 3.0
 RUNS = ("pretrain", "answers", "prefer")
+_OF_LM_EVAL = f"lm_eval_{stdlib_questions.TASK}"
 _WHAT = {
     "trained": "asked in training",
     "new_phrasing": "new phrasing of a question of training",
@@ -42,7 +45,7 @@ def write(road: pathlib.Path, depth: int, rows: Sequence[Mapping[str, Any]], tal
     """
     seconds = sum(row["seconds"] for row in rows)
     scores = {name: scores_of(road, name) for name in RUNS[1:]}
-    bits = _last(road / "pretrain", "bits_per_byte")
+    bits = _last(road / "pretrain", "eval_heldout", "bits_per_byte")
     parameters = json.loads((road / "pretrain" / "run.json").read_text())["parameters"]
     of_talk = [[row["question"], row["said"], row["answer"], _WHAT[row["set"]]] for row in talk]
     best = scores["prefer"]
@@ -54,22 +57,10 @@ def write(road: pathlib.Path, depth: int, rows: Sequence[Mapping[str, Any]], tal
             *([_WHAT[name].capitalize(), f"{best[name]:.0%}", "right to the letter"] for name in stdlib_questions.SETS),
         ],
         "stages": [_stage(road, row) for row in rows],
-        "scores": {
-            "names": ["", *("after " + name for name in scores)],
-            "rows": [
-                *(
-                    [f"questions: {text}", *(f"{found[name]:.1%}" for found in scores.values())]
-                    for name, text in _WHAT.items()
-                ),
-                [
-                    "pairs, half of new phrasings, half of new names",
-                    *(f"{found['pairs']:.1%}" for found in scores.values()),
-                ],
-            ],
-            "note": _NOTE,
-        },
+        "commands": [row["command"] for row in rows],
+        "scores": _score_table(scores),
         "talk": of_talk,
-        "plan": _plan(Sizes(depth)),
+        "plan": _plan(road),
     }
     data = PageData([epath.Path(road / name) for name in RUNS]).read()
     here = pathlib.Path(__file__).parent
@@ -86,20 +77,37 @@ def write(road: pathlib.Path, depth: int, rows: Sequence[Mapping[str, Any]], tal
 
 
 def scores_of(road: pathlib.Path, run: str) -> dict[str, float]:
-    """Returns the share of right answers of a run in each set, and of pairs ('pairs')."""
+    """Returns a run's share of right answers in each set, of 'pairs' and, if lm-eval was there, of 'choices'."""
     found = {}
     for name in stdlib_questions.SETS:
         right = [json.loads(line)["answer"] for line in (road / "data" / "asked" / f"{name}.jsonl").open()]
         (newest,) = (road / run / "decode_out" / name).glob("step_*.jsonl")
         said = {row["index"]: row["output"] for row in map(json.loads, newest.open())}
         found[name] = sum(said[index].strip() == answer for index, answer in enumerate(right)) / len(right)
-    return {**found, "pairs": _last(road / f"choose_{run}", "rewards/accuracies")}
+    found["pairs"] = _last(road / f"choose_{run}", "eval_heldout", "rewards/accuracies")
+    if (road / run / "summaries" / _OF_LM_EVAL).exists():
+        found["choices"] = _last(road / run, _OF_LM_EVAL, "acc")
+    return found
 
 
-def _last(run: pathlib.Path, name: str) -> float:
-    """Returns the last value of a scalar of the held-out text or pairs."""
-    records = read_metrics(run, "eval_heldout")
+def _last(run: pathlib.Path, folder: str, name: str) -> float:
+    """Returns the last value of a scalar."""
+    records = read_metrics(run, folder)
     return float(records[max(records)][name])
+
+
+def _score_table(scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    names = {
+        **{name: f"questions: {text}" for name, text in _WHAT.items()},
+        "pairs": "pairs, half of new phrasings, half of new names",
+        "choices": "one of four, of new phrasings, by lm-eval",
+    }
+    rows = [
+        [text, *(f"{found[name]:.1%}" if name in found else "-" for found in scores.values())]
+        for name, text in names.items()
+        if any(name in found for found in scores.values())
+    ]
+    return {"names": ["", *("after " + run for run in scores)], "rows": rows, "note": _NOTE}
 
 
 def _stage(road: pathlib.Path, row: Mapping[str, Any]) -> list[Any]:
@@ -108,11 +116,28 @@ def _stage(road: pathlib.Path, row: Mapping[str, Any]) -> list[Any]:
     if name := files.get(row["name"]):
         path = road / "data" / name
         with path.open("rb") as file:
-            data = f"{name}: {sum(1 for _ in file):,} records, {path.stat().st_size / 1e6:.1f} MB"
-    has_page = row["name"] in RUNS
-    link = {"href": f"{row['name']}/run.html", "text": "run.html"} if has_page else "-"
-    return [row["name"], row["purpose"], data, format_duration(row["seconds"]), link, {"text": row["command"]}]
+            data = f"{name}: {sum(1 for _ in file):,} records, {bytes_text(path.stat().st_size)}"
+    page_of_run = {"href": f"{row['name']}/run.html", "text": "run.html"} if row["name"] in RUNS else "-"
+    return [row["name"], row["purpose"], data, page_of_run, format_duration(row["seconds"])]
 
 
-def _plan(sizes: Sizes) -> list[str]:
-    return []
+def _plan(road: pathlib.Path) -> list[str]:
+    """Returns sentences about pretraining on one H100: what the compiled program says, if the compiler was there."""
+    plan = road / "plan" / "plan.json"
+    if not plan.exists():
+        return [
+            "The compiler for NVIDIA's GPUs was not there. It needs no GPU: after make .gpu-compiler/.synced, "
+            "PYTHONPATH=.gpu-compiler make chat adds the plan."
+        ]
+    found, settings = json.loads(plan.read_text()), (road / "pretrain" / "config.txt").read_text()
+    steps = int(re.search(r"^task.train.num_train_steps: (\d+)$", settings, re.MULTILINE)[1])
+    shortest, longest = (found["estimate"][name] for name in ("shortest", "longest"))
+    seconds = [format_duration(steps * one) for one in (shortest, longest)]
+    tokens = found["model_flops"] / 6 / found["num_params"]
+    cost = [steps * one / 3600 * DOLLARS_AN_HOUR for one in (shortest, longest)]
+    return [
+        f"Pretraining as here, {steps:,} steps of {tokens:,.0f} tokens: {seconds[0]} to {seconds[1]}, "
+        f"{tokens / longest:,.0f} to {tokens / shortest:,.0f} tokens/s, {cost[0]:.4f} to {cost[1]:.4f} dollars at "
+        f"{DOLLARS_AN_HOUR} dollars an hour. Starting and compiling take longer than that.",
+        "Estimated from the step that was compiled for an H100; nothing ran on one.",
+    ]

@@ -26,7 +26,8 @@ and of the logits, without the embedding:
 | training | 20 N tokens (Hoffmann et al. 2022, arXiv:2203.15556) |
 | batch | 2^19 tokens at d12, times (tokens / those of d12)^0.383 (Bergsma et al. 2025, arXiv:2505.13738); here 2^k rows |
 | rate | Muon 0.02, Adam 0.008 sqrt(768 / D), both times sqrt(batch / 2^19) |
-| schedule | warm-up over 40 steps, at most a tenth; decay over the last 65%, to 5% |
+| schedule | warm-up over 40 steps, here at most a tenth of all; decay over the last 65%, to 5% |
+| weight decay | 0.28 of the matrices, less for more tokens; here none |
 """
 
 from __future__ import annotations
@@ -134,10 +135,11 @@ class Stage(experiment.DecoderExperiment):
       ROAD: the folder with `data`, `tokenizer` and the stages' runs.
       FROM: run whose newest variables this one begins with; None: that of the stage before.
       TOKENS_PER_PARAMETER: see `Sizes`.
-      RATE: learning rates, as a share of those of pretraining.
+      RATE: factor of the learning rates of `Sizes`.
       STEPS: steps of training.
       ROWS: rows of a batch; None: as many as `Sizes.rows`.
       FPROP_DTYPE: dtype of the computation; None: bfloat16 from a width of 512 on, below it float32, which CPUs are quicker in.
+      CHECKPOINT_POLICY: rematerialisation policy; None: from that width on products are saved, below it everything.
     """
 
     DEPTH = 2
@@ -150,8 +152,8 @@ class Stage(experiment.DecoderExperiment):
 
     ICI_MESH_SHAPE = (1, -1, 1)
     FPROP_DTYPE: Any = None
-    CHECKPOINT_POLICY = layers.AutodiffCheckpointType.SAVE_EVERYTHING
-    # The stage before, and the tokens of a row.
+    CHECKPOINT_POLICY: Any = None
+    # Name of the run of the stage before.
     _before: str | None = None
 
     def sizes(self) -> Sizes:
@@ -189,9 +191,12 @@ class Stage(experiment.DecoderExperiment):
         )
 
     def model(self) -> Config[DecoderLanguageModel]:
-        usual = jnp.bfloat16 if self.sizes().width >= _WIDE else jnp.float32
-        generation = Config(GenerationSettings, max_tokens=48)
-        return super().model().set(generation=generation, fprop_dtype=self.FPROP_DTYPE or usual)
+        is_wide, policies = self.sizes().width >= _WIDE, layers.AutodiffCheckpointType
+        policy = policies.SAVE_DOT_WITH_NO_BATCH_DIM if is_wide else policies.SAVE_EVERYTHING
+        model_p = super().model().set(generation=Config(GenerationSettings, max_tokens=48))
+        model_p.fprop_dtype = self.FPROP_DTYPE or (jnp.bfloat16 if is_wide else jnp.float32)
+        model_p.lm_tpl.checkpoint_policy = self.CHECKPOINT_POLICY or policy
+        return model_p
 
     def task(self) -> Config[tasks_lib.SingleTask]:
         task_p = super().task()
@@ -213,7 +218,7 @@ class Stage(experiment.DecoderExperiment):
         return task_p
 
     def _input(self, cls: Any, name: str, **fields: Any) -> Any:
-        """Returns an input that reads texts or messages; the first one of training is 'train'."""
+        """Returns an input; the one called 'train' is for training."""
         if name == "train":
             fields = {**fields, "is_training": True, "input_random_seed": 17}
         shared = {"tokenizer": self.file("tokenizer"), "seq_len": _CHAT_ROW}
@@ -251,7 +256,7 @@ class Answers(Stage):
     """Learns to answer: questions and answers, of which the answers count. Begins with `Pretrain`'s variables."""
 
     RATE = 1.0
-    STEPS = 600
+    STEPS = 300
     ROWS = 32
     _before = "pretrain"
 

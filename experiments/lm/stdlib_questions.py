@@ -83,13 +83,29 @@ HELDOUT_ONE_IN = 10
 WHERE, DOES, TAKES = "where", "does", "takes"
 # The last phrasing of each is only for evaluation.
 PHRASINGS: Mapping[str, Sequence[str]] = {
-    WHERE: ("In which module is {name}?", "Where do I find {name}?", "Which module has {name}?", "Where is {name}?"),
-    DOES: ("What does {path} do?", "What is {path} for?", "Explain {path}.", "Describe {path}."),
+    WHERE: (
+        "In which module is {name}?",
+        "Where do I find {name}?",
+        "Which module has {name}?",
+        "From where do I import {name}?",
+        "Where is {name}?",
+        "Which module is {name} in?",
+    ),
+    DOES: (
+        "What does {path} do?",
+        "What is {path} for?",
+        "Explain {path}.",
+        "Tell me about {path}.",
+        "Describe {path}.",
+        "What is the purpose of {path}?",
+    ),
     TAKES: (
         "What arguments does {path} take?",
         "Which parameters does {path} have?",
         "How do I call {path}?",
+        "List the arguments of {path}.",
         "What do I pass to {path}?",
+        "What are the parameters of {path}?",
     ),
 }
 TEMPLATE = (
@@ -194,7 +210,7 @@ def write(
     for name in SETS:
         rows = _spread(asked[name], _PER_SET)
         _write(folder / "asked" / f"{name}.jsonl", ({"messages": _chat(q), "answer": a} for q, a, _ in rows))
-    _write(folder / "pairs.jsonl", map(_pair, asked["trained"]))
+    _write(folder / "pairs.jsonl", map(_pair, asked["pairs"]))
     heldout = [*_spread(asked["new_phrasing"], _PER_SET), *_spread(asked["new_names"], _PER_SET)]
     _write(folder / "pairs_heldout.jsonl", map(_pair, heldout))
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -206,9 +222,9 @@ Asked = tuple[str, str, tuple[str, str, str]]
 
 
 def questions(known: Sequence[Entry]) -> dict[str, list[Asked]]:
-    """Returns the questions about some entries: 'chats', all of training, and the sets of `SETS`."""
+    """Returns the questions about some entries: 'chats', all of training; 'pairs', one phrasing of each; and those of `SETS`."""
     answers = {kind: list(dict.fromkeys(e.answers()[kind] for e in known if kind in e.answers())) for kind in PHRASINGS}
-    found: dict[str, list[Asked]] = {name: [] for name in ("chats", *SETS)}
+    found: dict[str, list[Asked]] = {name: [] for name in ("chats", "pairs", *SETS)}
     for entry in known:
         for kind, answer in entry.answers().items():
             wrong = _wrong(answer, answers[kind], f"{entry.path} {kind}")
@@ -217,6 +233,7 @@ def questions(known: Sequence[Entry]) -> dict[str, list[Asked]]:
                 found["new_names"].append(made[0])
                 continue
             found["chats"] += made[:-1]
+            found["pairs"].append(made[zlib.crc32(entry.path.encode()) % (len(made) - 1)])
             found["trained"].append(made[0])
             found["new_phrasing"].append(made[-1])
     return found
