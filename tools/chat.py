@@ -9,6 +9,7 @@ Each stage is a command that is printed, so that it can be run alone; the experi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         print(f"\n== {stage.name}: {stage.purpose}\n{shown}\n", flush=True)
         begun = time.time()
-        if status := subprocess.run(stage.command(), check=False).returncode:
+        if status := _status(stage.command()):
             sys.exit(f"\n{stage.name} ended with status {status}; `make chat` again goes on from here")
         row = {"name": stage.name, "purpose": stage.purpose, "command": shown, "seconds": time.time() - begun}
         with log.open("a") as file:
@@ -130,6 +131,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     talk = _talk(road, given.depth)
     chat_report.write(road, given.depth, [finished[stage.name] for stage in planned], talk)
     print(f"\n{road / 'report.html'}")
+
+
+def _status(command: Sequence[str]) -> int:
+    """Runs a command and returns its exit status. After Ctrl-C, which it gets too, waits until it has saved its state."""
+    program = subprocess.Popen(command)
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            return program.wait()
 
 
 def _talk(road: pathlib.Path, depth: int) -> list[dict[str, str]]:
