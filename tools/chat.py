@@ -30,6 +30,14 @@ TRAINER = "spmd_trainer.main"
 # What fits 2 cores and ten minutes: a fifth of the tokens that the rule of `Sizes` asks for, in smaller batches, at greater rates
 # than the rule has for so small a model.
 SMALL = ("TOKENS_PER_PARAMETER=4", "ROWS=32", "RATE=2")
+# The set and the kind of each question of the talk.
+TALK = (
+    ("trained", stdlib_questions.DOES),
+    ("trained", stdlib_questions.TAKES),
+    ("new_phrasing", stdlib_questions.WHERE),
+    ("new_phrasing", stdlib_questions.DOES),
+    ("new_names", stdlib_questions.TAKES),
+)
 # From this depth on, the rules hold as they are.
 DEEP = 12
 
@@ -143,7 +151,7 @@ def _status(command: Sequence[str]) -> int:
 
 def _talk(road: pathlib.Path, depth: int) -> list[dict[str, str]]:
     """Asks five questions, prints and returns them with the answers."""
-    asked = [*_asked(road, "trained")[::-1][:2], *_asked(road, "new_phrasing")[:2], *_asked(road, "new_names")[:1]]
+    asked = [_asked(road, name, kind) for name, kind in TALK]
     overrides = [f"DEPTH={depth}", f"ROAD={road}"]
     said = st.generate("lm.chat.Prefer", road / "prefer", [row["question"] for row in asked], overrides=overrides)
     for row, answer in zip(asked, said, strict=True):
@@ -152,9 +160,12 @@ def _talk(road: pathlib.Path, depth: int) -> list[dict[str, str]]:
     return asked
 
 
-def _asked(road: pathlib.Path, name: str) -> list[dict[str, str]]:
+def _asked(road: pathlib.Path, name: str, kind: str) -> dict[str, str]:
+    """Returns the question in the middle of those of a set and a kind."""
     rows = map(json.loads, (road / "data" / "asked" / f"{name}.jsonl").read_text().splitlines())
-    return [{"set": name, "question": row["messages"][0]["content"], "answer": row["answer"]} for row in rows]
+    found = [row for row in rows if row["kind"] == kind]
+    row = found[len(found) // 2]
+    return {"set": name, "question": row["messages"][0]["content"], "answer": row["answer"]}
 
 
 if __name__ == "__main__":

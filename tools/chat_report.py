@@ -21,6 +21,7 @@ from spmd_trainer.watch.pages.run_page import PageData
 # What nanochat's README counts for a GPU.
 DOLLARS_AN_HOUR = 3.0
 RUNS = ("pretrain", "answers", "prefer")
+_KINDS = tuple(stdlib_questions.PHRASINGS)
 _OF_LM_EVAL = f"lm_eval_{stdlib_questions.TASK}"
 _WHAT = {
     "trained": "asked in training",
@@ -54,7 +55,10 @@ def write(road: pathlib.Path, depth: int, rows: Sequence[Mapping[str, Any]], tal
         "facts": [
             ["Time", format_duration(seconds), "all stages"],
             ["Held-out text", f"{bits:.3f}", "bits per byte, after pretraining"],
-            *([_WHAT[name].capitalize(), f"{best[name]:.0%}", "right to the letter"] for name in stdlib_questions.SETS),
+            *(
+                [_WHAT[name].capitalize(), f"{best[name][0]:.0%}", "right to the letter"]
+                for name in stdlib_questions.SETS
+            ),
         ],
         "stages": [_stage(road, row) for row in rows],
         "commands": [row["command"] for row in rows],
@@ -76,17 +80,20 @@ def write(road: pathlib.Path, depth: int, rows: Sequence[Mapping[str, Any]], tal
     write_atomically(epath.Path(road / "report.html"), text.split("\n"))
 
 
-def scores_of(road: pathlib.Path, run: str) -> dict[str, float]:
-    """Returns a run's share of right answers in each set, of 'pairs' and, if lm-eval was there, of 'choices'."""
+def scores_of(road: pathlib.Path, run: str) -> dict[str, tuple[float, str]]:
+    """Returns a run's share of right answers in each set, of 'pairs' and, with lm-eval, of 'choices'; each with a note."""
     found = {}
     for name in stdlib_questions.SETS:
-        right = [json.loads(line)["answer"] for line in (road / "data" / "asked" / f"{name}.jsonl").open()]
+        asked = [json.loads(line) for line in (road / "data" / "asked" / f"{name}.jsonl").open()]
         (newest,) = (road / run / "decode_out" / name).glob("step_*.jsonl")
         said = {row["index"]: row["output"] for row in map(json.loads, newest.open())}
-        found[name] = sum(said[index].strip() == answer for index, answer in enumerate(right)) / len(right)
-    found["pairs"] = _last(road / f"choose_{run}", "eval_heldout", "rewards/accuracies")
+        right = [said[index].strip() == row["answer"] for index, row in enumerate(asked)]
+        of_kind = {kind: [one for one, row in zip(right, asked, strict=True) if row["kind"] == kind] for kind in _KINDS}
+        note = ", ".join(f"{kind} {sum(some)}/{len(some)}" for kind, some in of_kind.items())
+        found[name] = (sum(right) / len(right), note)
+    found["pairs"] = (_last(road / f"choose_{run}", "eval_heldout", "rewards/accuracies"), "")
     if (road / run / "summaries" / _OF_LM_EVAL).exists():
-        found["choices"] = _last(road / run, _OF_LM_EVAL, "acc")
+        found["choices"] = (_last(road / run, _OF_LM_EVAL, "acc"), "")
     return found
 
 
@@ -96,14 +103,18 @@ def _last(run: pathlib.Path, folder: str, name: str) -> float:
     return float(records[max(records)][name])
 
 
-def _score_table(scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def _score_table(scores: Mapping[str, Mapping[str, tuple[float, str]]]) -> dict[str, Any]:
     names = {
         **{name: f"questions: {text}" for name, text in _WHAT.items()},
         "pairs": "pairs, half of new phrasings, half of new names",
         "choices": "one of four, of new phrasings, by lm-eval",
     }
+
+    def shown(share: float, note: str) -> str:
+        return f"{share:.1%} ({note})" if note else f"{share:.1%}"
+
     rows = [
-        [text, *(f"{found[name]:.1%}" if name in found else "-" for found in scores.values())]
+        [text, *(shown(*found[name]) if name in found else "-" for found in scores.values())]
         for name, text in names.items()
         if any(name in found for found in scores.values())
     ]
@@ -134,10 +145,10 @@ def _plan(road: pathlib.Path) -> list[str]:
     shortest, longest = (found["estimate"][name] for name in ("shortest", "longest"))
     seconds = [format_duration(steps * one) for one in (shortest, longest)]
     tokens = found["model_flops"] / 6 / found["num_params"]
-    cost = [steps * one / 3600 * DOLLARS_AN_HOUR for one in (shortest, longest)]
+    dollars = steps * longest / 3600 * DOLLARS_AN_HOUR
+    cost = "less than a cent" if dollars < 0.01 else f"at most {dollars:.2f} dollars"
     return [
-        f"Pretraining as here, {steps:,} steps of {tokens:,.0f} tokens: {seconds[0]} to {seconds[1]}, "
-        f"{tokens / longest:,.0f} to {tokens / shortest:,.0f} tokens/s, {cost[0]:.4f} to {cost[1]:.4f} dollars at "
-        f"{DOLLARS_AN_HOUR} dollars an hour. Starting and compiling take longer than that.",
+        f"Pretraining as here, {steps:,} steps of {tokens:,.0f} tokens: {seconds[0]} to {seconds[1]}, {tokens / longest:,.0f} to "
+        f"{tokens / shortest:,.0f} tokens/s, {cost} at {DOLLARS_AN_HOUR:g} dollars an hour. Starting and compiling take longer.",
         "Estimated from the step that was compiled for an H100; nothing ran on one.",
     ]

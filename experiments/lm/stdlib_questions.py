@@ -9,7 +9,7 @@ writes these files of JSON lines:
 | `train.jsonl`, `heldout.jsonl` | {"text"}: the sources, in the parts of `stdlib_text`; the former also has the reference |
 | `chats.jsonl` | {"messages"}: questions and answers |
 | `pairs.jsonl`, `pairs_heldout.jsonl` | {"prompt", "chosen", "rejected"}: the right answer, and that of a similar question |
-| `asked/SET.jsonl` | {"messages", "answer"}: questions to score; SET is one of `SETS` |
+| `asked/SET.jsonl` | {"messages", "answer", "kind"}: questions to score; SET is one of `SETS` |
 
 `chat_template.jinja`, the form of a conversation; and `lm_eval/stdlib_questions.yaml`, a task of four choices for EleutherAI's
 lm-eval, with its records.
@@ -33,6 +33,7 @@ import pathlib
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from spmd_trainer.inputs import stdlib_text
 
@@ -205,11 +206,11 @@ def write(
     _write(folder / "train.jsonl", _texts(stdlib_text.stdlib_train_files(), source_bytes, filter(None, reference)))
     _write(folder / "heldout.jsonl", _texts(stdlib_text.stdlib_heldout_files(), source_bytes))
     asked = questions(known)
-    chats = [{"messages": _chat(q, a)} for q, a, _ in asked["chats"]]
-    _write(folder / "chats.jsonl", chats)
+    _write(folder / "chats.jsonl", ({"messages": _chat(one.question, one.answer)} for one in asked["chats"]))
     for name in SETS:
         rows = _spread(asked[name], _PER_SET)
-        _write(folder / "asked" / f"{name}.jsonl", ({"messages": _chat(q), "answer": a} for q, a, _ in rows))
+        records = ({"messages": _chat(one.question), "answer": one.answer, "kind": one.kind} for one in rows)
+        _write(folder / "asked" / f"{name}.jsonl", records)
     _write(folder / "pairs.jsonl", map(_pair, asked["pairs"]))
     heldout = [*_spread(asked["new_phrasing"], _PER_SET), *_spread(asked["new_names"], _PER_SET)]
     _write(folder / "pairs_heldout.jsonl", map(_pair, heldout))
@@ -217,8 +218,13 @@ def write(
     _write_task(folder / "lm_eval", _spread(asked["new_phrasing"], _PER_SET))
 
 
-# A question, its answer, and three wrong answers of the same kind.
-Asked = tuple[str, str, tuple[str, str, str]]
+class Asked(NamedTuple):
+    """A question of a kind, its answer, and three wrong answers of that kind."""
+
+    kind: str
+    question: str
+    answer: str
+    wrong: tuple[str, str, str]
 
 
 def questions(known: Sequence[Entry]) -> dict[str, list[Asked]]:
@@ -228,7 +234,7 @@ def questions(known: Sequence[Entry]) -> dict[str, list[Asked]]:
     for entry in known:
         for kind, answer in entry.answers().items():
             wrong = _wrong(answer, answers[kind], f"{entry.path} {kind}")
-            made = [(entry.question(kind, number), answer, wrong) for number in range(len(PHRASINGS[kind]))]
+            made = [Asked(kind, entry.question(kind, n), answer, wrong) for n in range(len(PHRASINGS[kind]))]
             if entry.is_heldout:
                 found["new_names"].append(made[0])
                 continue
@@ -298,11 +304,9 @@ def _chat(question: str, answer: str | None = None) -> list[dict[str, str]]:
 
 
 def _pair(asked: Asked) -> dict[str, list[dict[str, str]]]:
-    question, right, wrong = asked
-    sides = {
-        name: [{"role": "assistant", "content": text}] for name, text in (("chosen", right), ("rejected", wrong[0]))
-    }
-    return {"prompt": _chat(question), **sides}
+    texts = {"chosen": asked.answer, "rejected": asked.wrong[0]}
+    sides = {name: [{"role": "assistant", "content": text}] for name, text in texts.items()}
+    return {"prompt": _chat(asked.question), **sides}
 
 
 def _spread(rows: Sequence[Asked], most: int) -> list[Asked]:
@@ -319,7 +323,7 @@ def _write(path: pathlib.Path, rows: Iterable[Mapping[str, object]]) -> None:
 def _write_task(folder: pathlib.Path, rows: Sequence[Asked]) -> None:
     """Writes a task of lm-eval: the right answer stands at a place that depends on the question."""
     records = []
-    for question, right, wrong in rows:
+    for _, question, right, wrong in rows:
         place = zlib.crc32(question.encode()) % (len(wrong) + 1)
         choices = [*wrong[:place], right, *wrong[place:]]
         records.append({"question": question, "choices": choices, "answer": place})

@@ -84,14 +84,14 @@ def test_questions_are_kept_apart():
     known = stdlib_questions.entries()
     heldout = {entry.name for entry in known if entry.is_heldout}
     asked = stdlib_questions.questions(known)
-    trained = {question for question, _, _ in asked["chats"]}
+    trained = {one.question for one in asked["chats"]}
     assert len(known) > 500
     assert 0.05 < len(heldout) / len(known) < 0.15
     for name in ("new_phrasing", "new_names"):
-        assert not trained & {question for question, _, _ in asked[name]}
-    assert trained >= {question for question, _, _ in asked["trained"]}
+        assert not trained & {one.question for one in asked[name]}
+    assert trained >= {one.question for one in [*asked["trained"], *asked["pairs"]]}
     right = collections.defaultdict(set)
-    for question, answer, wrong in (one for some in asked.values() for one in some):
+    for _, question, answer, wrong in (one for some in asked.values() for one in some):
         right[question].add(answer)
         assert answer not in wrong
     assert {question for question, answers in right.items() if len(answers) > 1} == set()
