@@ -21,10 +21,12 @@ import time
 from collections.abc import Iterator, Sequence
 
 import chat_report
+from etils import epath
 
 import spmd_trainer as st
 from spmd_trainer.experiments.lm import stdlib_questions
 from spmd_trainer.experiments.lm.chat import Sizes
+from spmd_trainer.storage import run_files
 
 TRAINER = "spmd_trainer.main"
 # What fits 2 cores and ten minutes: a fifth of the tokens that the rule of `Sizes` asks for, in smaller batches, at greater rates
@@ -50,12 +52,14 @@ class Stage:
       name: unique.
       purpose: a sentence for the report.
       module, arguments: the command is `python -m module arguments`.
+      trained: directory of the run that it trains; None for other commands.
     """
 
     name: str
     purpose: str
     module: str
     arguments: tuple[str, ...]
+    trained: pathlib.Path | None = None
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", self.module, *self.arguments]
@@ -85,7 +89,7 @@ def stages(road: pathlib.Path, depth: int, quick: bool) -> Iterator[Stage]:
     def run(name: str, experiment: str, purpose: str, *overrides: str) -> Stage:
         given = (f"DEPTH={depth}", f"ROAD={road}", *overrides, *(["STEPS=10", "ROWS=4"] if quick else []))
         flags = (f"--exp=lm.chat.{experiment}", f"--job_log_dir={road / name}", *(f"--fdl.{one}" for one in given))
-        return Stage(name, purpose, TRAINER, flags)
+        return Stage(name, purpose, TRAINER, flags, road / name)
 
     def again(name: str, of: str, purpose: str, *flags: str) -> Stage:
         return Stage(name, purpose, TRAINER, (f"--job_log_dir={road / of}", *flags))
@@ -99,10 +103,12 @@ def stages(road: pathlib.Path, depth: int, quick: bool) -> Iterator[Stage]:
     for name in ("answers", "prefer"):
         chosen = run(f"choose_{name}", "Choose", "Right or wrong answer, which is likelier?")
         source = f"--restore_checkpoint_dir={road / name / 'checkpoints'}"
-        yield dataclasses.replace(chosen, arguments=(*chosen.arguments, "--mode=eval", source))
+        yield dataclasses.replace(chosen, trained=None, arguments=(*chosen.arguments, "--mode=eval", source))
     if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda12"):
         plan = run("plan", "Pretrain", "Pretraining, compiled for an H100.", *fewer)
-        yield dataclasses.replace(plan, arguments=(*plan.arguments, "--mode=inspect", "--topology=h100:1x1"))
+        yield dataclasses.replace(
+            plan, trained=None, arguments=(*plan.arguments, "--mode=inspect", "--topology=h100:1x1")
+        )
     if importlib.util.find_spec("lm_eval"):
         tasks = (f"--tasks={stdlib_questions.TASK}", f"--include_path={data / 'lm_eval'}", "--apply_chat_template=True")
         yield again("lm_eval", "prefer", "Four choices, by EleutherAI's lm-eval.", "--mode=lm_eval", *tasks)
@@ -130,8 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         print(f"\n== {stage.name}: {stage.purpose}\n{shown}\n", flush=True)
         begun = time.time()
-        if status := _status(stage.command()):
-            sys.exit(f"\n{stage.name} ended with status {status}; `make chat` again goes on from here")
+        if problem := _problem(stage):
+            sys.exit(f"\n{stage.name} {problem}; make chat again goes on from here")
         row = {"name": stage.name, "purpose": stage.purpose, "command": shown, "seconds": time.time() - begun}
         with log.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -141,12 +147,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\n{road / 'report.html'}")
 
 
-def _status(command: Sequence[str]) -> int:
-    """Runs a command and returns its exit status. After Ctrl-C, which it gets too, waits until it has saved its state."""
-    program = subprocess.Popen(command)
-    while True:
+def _problem(stage: Stage) -> str:
+    """Runs a stage and returns why it isn't finished, or ''. After Ctrl-C, which the stage gets too, waits until it has saved."""
+    program = subprocess.Popen(stage.command())
+    status = None
+    while status is None:
         with contextlib.suppress(KeyboardInterrupt):
-            return program.wait()
+            status = program.wait()
+    if status:
+        return f"ended with status {status}"
+    # A run that was interrupted has saved its state, and status 0.
+    is_finished = stage.trained is None or run_files.read_record(epath.Path(stage.trained)).get("status") == "finished"
+    return "" if is_finished else "was interrupted"
 
 
 def _talk(road: pathlib.Path, depth: int) -> list[dict[str, str]]:

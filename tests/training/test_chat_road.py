@@ -96,8 +96,8 @@ def test_questions_are_kept_apart():
         assert answer not in wrong
     assert {question for question, answers in right.items() if len(answers) > 1} == set()
     assert right["In which module is namedtuple?"] == {"It is in collections."}
-    assert right["What arguments does os.path.join take?"] == {"It takes a, *p."}
-    assert right["What does textwrap.dedent do?"] == {"Remove any common leading whitespace from every line in `text`."}
+    assert right["What arguments does shlex.quote take?"] == {"It takes s."}
+    assert right["What does shlex.quote do?"] == {"Return a shell-escaped version of the string *s*."}
 
 
 def test_files_of_the_data(road):
@@ -116,13 +116,27 @@ def test_bytes_of_a_label(tmp_path):
     assert stdlib.bytes_per_label(Documents(str(path)), None) == 7 / 9
 
 
-@pytest.mark.full
-def test_the_road_from_end_to_end_and_again(tmp_path, monkeypatch, capfd):
+@pytest.fixture
+def tool(monkeypatch):
+    """tools/chat.py as a module."""
     monkeypatch.syspath_prepend(TOOLS)
     spec = importlib.util.spec_from_file_location("chat_tool", TOOLS / "chat.py")
-    tool = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "chat_tool", tool)
-    spec.loader.exec_module(tool)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "chat_tool", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("status", "problem"), [("stopped", "was interrupted"), ("finished", "")])
+def test_a_stage_that_was_interrupted_is_not_finished(tool, tmp_path, status, problem):
+    """Its status is 0: it has saved its state."""
+    (tmp_path / "run.json").write_text(json.dumps({"experiment": "lm.chat.Pretrain", "status": status}))
+    assert tool._problem(tool.Stage("pretrain", "", "keyword", (), tmp_path)) == problem
+    assert tool._problem(tool.Stage("other", "", "no_such_module", ())) == "ended with status 1"
+
+
+@pytest.mark.full
+def test_the_road_from_end_to_end_and_again(tool, tmp_path, capfd):
     tool.main([str(tmp_path / "road"), "--quick", "--depth=1"])
     first = capfd.readouterr().out
     assert "python -m spmd_trainer.main --exp=lm.chat.Prefer" in first
