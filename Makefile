@@ -8,7 +8,7 @@ JOB_DIR ?= runs/stdlib_bytes
 # More flags for `make train`, e.g. TRAIN_FLAGS='--fdl.set=task.train.num_train_steps=20'.
 TRAIN_FLAGS ?=
 
-.PHONY: setup train test test-all test-planted nightly test-gpu-compiler test-installed docs test-docs interop faults lint format bench plan clean
+.PHONY: setup train chat test test-all test-planted nightly test-gpu-compiler test-installed docs test-docs interop faults lint format bench plan clean
 
 setup: .venv/.synced
 
@@ -25,6 +25,13 @@ $(UV_DIR)/bin/uv:
 train: setup
 	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=train $(TRAIN_FLAGS)
 	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=decode_once $(TRAIN_FLAGS)
+
+# From the sources of Python's library to a model that answers questions about it, and CHAT_DIR/report.html. Ten minutes on 2 cores.
+# DEPTH is the one dial, see docs/chat.md.
+CHAT_DIR ?= runs/chat
+DEPTH ?= 2
+chat: setup
+	$(RUN) python tools/chat.py $(CHAT_DIR) --depth=$(DEPTH)
 
 # The suite of every change: ten minutes on 2 cores. `make test-all` runs every case of every matrix, three quarters of an hour.
 PYTEST := $(RUN) pytest -n 2 --dist loadgroup

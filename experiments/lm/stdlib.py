@@ -9,7 +9,9 @@ from typing import Any
 from praxis import base_hyperparams, base_layer, decoder_hparams, layers, pax_fiddle, py_utils
 
 from spmd_trainer import base_experiment, experiment_registry, sharding, task_defaults, tasks_lib
-from spmd_trainer.inputs import stdlib_text, text
+from spmd_trainer.inputs import Documents, stdlib_text, text, tokenizer_field
+from spmd_trainer.inputs.corpus.documents import BadRecord
+from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.tasks.lm import cheaper_layers
 
 # 256 bytes and end-of-text. 257 is prime, so no mesh divides it and every run exercises padding.
@@ -18,20 +20,44 @@ END_OF_TEXT = 256
 
 
 class BitsPerByte(base_hyperparams.FiddleBaseParameterizable):
-    """Adds `bits_per_byte`, the cross-entropy in bits, to a byte-level language model's metrics.
+    """Adds `bits_per_byte`, the cross-entropy in bits, to a language model's metrics.
 
     Attributes:
-      source: the metric in nats per byte.
+      source: the metric in nats per label.
+      bytes_per_label: 1 of a byte-level model; see `bytes_per_label`.
     """
 
     source: str = "avg_xent"
+    bytes_per_label: float = 1.0
 
     def __call__(self, weighted_scalars: Any) -> Any:
         """Returns {name: (mean, weight)} with `bits_per_byte` added. ValueError if the metric `source` is missing."""
         if self.source not in weighted_scalars:
             raise ValueError(f"BitsPerByte reads {self.source!r}; the model's outputs are {sorted(weighted_scalars)}")
         nats, weight = weighted_scalars[self.source]
-        return type(weighted_scalars)({**weighted_scalars, "bits_per_byte": (nats / math.log(2), weight)})
+        bits = nats / (math.log(2) * self.bytes_per_label)
+        return type(weighted_scalars)({**weighted_scalars, "bits_per_byte": (bits, weight)})
+
+
+def bytes_per_label(source: Documents, tokenizer: Any) -> float:
+    """Returns the bytes of a text over its labels: its tokens, and the end of each document.
+
+    The number of bits per byte of a model's evaluation on this text is exact; of other text it is an estimate.
+
+    Args:
+      source: the text.
+      tokenizer: path of a tokenizer, see `text_base.TokenizedInput`.
+    """
+    made = tokenizer_field.make_tokenizer(tokenizer)
+    read = open_documents(source)
+    size = labels = 0
+    for document in (one for chunk in range(read.num_chunks) for one in read.read_chunk(chunk, 0)):
+        if isinstance(document, BadRecord):
+            continue
+        assert isinstance(document.content, bytes)
+        size += len(document.content)
+        labels += len(made.encode(document.content, document.where)) + 1
+    return size / max(1, labels)
 
 
 @experiment_registry.register

@@ -15,7 +15,7 @@ TOKENIZER_FILE = "tokenizer.json"
 # Files next to a tokenizer.json that name its special tokens. The first file that names a token wins.
 STATING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # The chat template, in newer folders; older ones have it in tokenizer_config.json.
-_TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FILE = "chat_template.jinja"
 # Further chat templates, each named as its file: additional_chat_templates/tool_use.jinja.
 _TEMPLATE_FOLDER = "additional_chat_templates"
 _DEFAULT = "default"
@@ -84,7 +84,7 @@ def _template_files(folder: str) -> dict[str, str]:
         for name in reading.names(more):
             if name.endswith(".jinja"):
                 found[name.removesuffix(".jinja")] = _read_text(os.path.join(more, name))
-    path = os.path.join(folder, _TEMPLATE_FILE)
+    path = os.path.join(folder, TEMPLATE_FILE)
     if reading.exists(path):
         found[_DEFAULT] = _read_text(path)
     return found

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from spmd_trainer.inputs.corpus.documents import Documents
 
 _text = functools.partial(setting, group="Text (--mode=tokenise and --mode=tokenizer)")
-_conversations = functools.partial(setting, group="Conversations (--mode=tokenise)")
+_conversations = functools.partial(setting, group="Conversations (--mode=tokenise and --mode=tokenizer)")
+# Suffix of an output that is a SentencePiece model.
+MODEL_SUFFIX = ".model"
+_TEMPLATE_HELP = (
+    "Name, path or text of the chat template. Default: the tokenizer's own. With --mode=tokenizer: path or text of the one to "
+    "write beside the tokenizer."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +84,7 @@ class TokeniseConfig(_TextConfig):
     )
     conversations: bool = _conversations(False, "The records are conversations.")
     seq_len: int | None = _conversations(None, "Tokens per row of the input.", value="N", at_least=1)
-    chat_template: str | None = _conversations(
-        None, "Name, path or text of the template. Default: the tokenizer's own.", value="TEMPLATE"
-    )
+    chat_template: str | None = _conversations(None, _TEMPLATE_HELP, value="TEMPLATE")
     turns: str | None = _conversations(
         None, "Which of the assistant's messages count: all, the default, or last.", value="all|last"
     )
@@ -133,8 +137,11 @@ class TokenizerConfig(_TextConfig):
         value="TOKEN,...",
         read=names,
     )
+    chat_template: str | None = _conversations(None, _TEMPLATE_HELP, value="TEMPLATE")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.output.endswith(".json"):
             raise UserError(f"--output={self.output}: give the folder to write, which gets a tokenizer.json")
+        if self.chat_template and self.output.endswith(MODEL_SUFFIX):
+            raise UserError(f"--chat_template: {self.output} is one file, of SentencePiece; give --output a folder")

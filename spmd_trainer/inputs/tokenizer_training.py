@@ -25,15 +25,16 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.errors import UserError, require_one_of, terminal
+from spmd_trainer.inputs.chat_template import template_of
 from spmd_trainer.inputs.corpus import encoding
 from spmd_trainer.inputs.corpus.documents import BadRecord
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.token_store import TokenStore
 from spmd_trainer.inputs.files import listed
-from spmd_trainer.inputs.huggingface_files import STATING_FILES, TOKENIZER_FILE
+from spmd_trainer.inputs.huggingface_files import STATING_FILES, TEMPLATE_FILE, TOKENIZER_FILE
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
-from spmd_trainer.inputs.text_settings import TokenizerConfig
+from spmd_trainer.inputs.text_settings import MODEL_SUFFIX, TokenizerConfig
 from spmd_trainer.inputs.tokenizers import SPACE_MARK, decode_utf8
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import access, files, is_remote, reading
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 _Made = TypeVar("_Made")
 
-# Suffix of an output that is a SentencePiece model.
-_MODEL_SUFFIX = ".model"
 # SentencePiece skips longer sentences, so longer lines are split.
 _MAX_LINE_CHARACTERS = 1024
 # Characters that a tokenizer of Hugging Face gets at a time.
@@ -62,24 +61,25 @@ def train_tokenizer(config: TokenizerConfig) -> None:
     """Trains a tokenizer, writes it and prints what it is.
 
     Raises:
-      UserError: the files or the output can't be used, or the text is too small for `vocab_size`.
+      UserError: the files, the output or the chat template can't be used, or the text is too small for `vocab_size`.
     """
-    to_model = config.output.endswith(_MODEL_SUFFIX)
+    to_model = config.output.endswith(MODEL_SUFFIX)
     path = directory("--output", config.output)
     if to_model:
         if is_remote(path):
             raise UserError(f"--output={path} is in an object store; give a local file, and copy it there")
         files.check_target("--output", path, "words.model")
     access.check_writable("--output", path.parent if to_model else path)
+    template = template_of(None, config.chat_template, has_tools=False).text if config.chat_template else None
     if not to_model:
-        _refuse_other_files(path)
+        _refuse_other_files(path, has_template=template is not None)
     config = _with_special_tokens(config, _SENTENCEPIECE_EOS if to_model else _EOS)
     texts = Texts(config)
     try:
         if to_model:
             _replace(path, _in_thread(lambda: train_sentencepiece(texts, config)))
         else:
-            _write_folder(path, _in_thread(lambda: train_huggingface(texts, config)), config.eos or _EOS)
+            _write_folder(path, _in_thread(lambda: train_huggingface(texts, config)), config.eos or _EOS, template)
     except OSError as error:
         raise UserError(f"--output={path} can't be written: {reading.problem(os.fspath(path), error)}") from error
     terminal.write(f"{config.output}: {config.vocab_size:,} tokens of {config.algorithm} from {texts.counted()}\n")
@@ -93,7 +93,7 @@ def _with_special_tokens(config: TokenizerConfig, eos: str) -> TokenizerConfig:
     """
     eos = config.eos or eos
     special = tuple(dict.fromkeys(token for token in config.special_tokens if token != eos))
-    if config.algorithm == "unigram" or config.output.endswith(_MODEL_SUFFIX):
+    if config.algorithm == "unigram" or config.output.endswith(MODEL_SUFFIX):
         for token in (eos, *special):
             if token in _UNKNOWN_OR_NEWLINE or _BYTE.fullmatch(token):
                 raise UserError(
@@ -295,22 +295,25 @@ def _in_thread(train: Callable[[], _Made]) -> _Made:
     return done.result()
 
 
-def _refuse_other_files(folder: epath.Path) -> None:
+def _refuse_other_files(folder: epath.Path, *, has_template: bool) -> None:
     """Refuses a folder that holds more than an earlier tokenizer, e.g. a model, whose tokenizer would be replaced."""
-    own = {TOKENIZER_FILE, STATING_FILES[0]}
+    own = {TOKENIZER_FILE, STATING_FILES[0], *([TEMPLATE_FILE] if has_template else [])}
     held = reading.names(os.fspath(folder)) if folder.exists() else []
     if others := [name for name in held if name not in own]:
         raise UserError(f"--output={folder} holds other files ({listed(others)}); give a new folder")
 
 
-def _write_folder(folder: epath.Path, made: huggingface.Tokenizer, eos: str) -> None:
+def _write_folder(folder: epath.Path, made: huggingface.Tokenizer, eos: str, template: str | None) -> None:
     """Writes what `HuggingFaceTokenizer` and transformers read. Raises OSError if it can't."""
     found = HuggingFaceTokenizer(made, eos=eos)
     usual = {"eos_token": found.eos_id, "bos_token": found.bos_id, "pad_token": found.pad_id}
     stated = {name: made.id_to_token(index) for name, index in usual.items() if index is not None}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **stated}
     # The larger one first: if the disk has no room for it, an earlier tokenizer stays whole.
-    for name, content in ((TOKENIZER_FILE, made.to_str()), (STATING_FILES[0], json.dumps(settings, indent=2))):
+    contents = {TOKENIZER_FILE: made.to_str(), STATING_FILES[0]: json.dumps(settings, indent=2)}
+    for name, content in (
+        contents | ({} if template is None else {TEMPLATE_FILE: template.removesuffix("\n")})
+    ).items():
         files.write_atomically(folder / name, [content])
 
 

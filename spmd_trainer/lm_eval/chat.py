@@ -22,6 +22,7 @@ from spmd_trainer.inputs.chat_template import template_of
 from spmd_trainer.lm_eval.mode import tokenizer_of
 from spmd_trainer.lm_eval.requests import Prompt, Requests, Source, no_progress
 from spmd_trainer.lm_eval.settings import ChatSettings
+from spmd_trainer.lm_eval.steps import training_rows
 from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.models.base import vocabulary_size
 from spmd_trainer.training import averages, checkpoints
@@ -145,7 +146,7 @@ class Talk:
                 "--system needs a tokenizer with a chat template, and the experiment's has none; leave it out"
             )
         texts = Texts(tokenizer, start_id, vocab_size=vocab_size, chat_template=has_template)
-        rows, length = job.inputs_shape_dtype.ids.shape
+        rows, length = training_rows(job.inputs_shape_dtype)
         requests = Requests(
             task,
             job.partitioner,

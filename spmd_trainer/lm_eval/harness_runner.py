@@ -26,6 +26,7 @@ from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval import task_code
 from spmd_trainer.lm_eval.requests import Answers, Progress, Requests, Source, no_progress, request_key
 from spmd_trainer.lm_eval.settings import BOOTSTRAP_ITERS, LmEvalSettings
+from spmd_trainer.lm_eval.steps import training_rows
 from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.models.base import vocabulary_size
 from spmd_trainer.models.config_lines import lines_of
@@ -191,7 +192,7 @@ class HarnessRunner:
         texts = Texts(
             tokenizer, start_id, arguments=arguments, vocab_size=vocab_size, chat_template=settings.apply_chat_template
         )
-        rows, length = _training_rows(batch)
+        rows, length = training_rows(batch)
         max_positions = getattr(getattr(getattr(task.model, "lm_tpl", None), "spec", None), "max_positions", 0)
         self.requests = Requests(
             task,
@@ -291,21 +292,6 @@ class HarnessRunner:
             )
         assert results is not None
         return dict(results), tracker
-
-
-def _training_rows(batch: PyTree) -> tuple[int, int]:
-    """Returns the rows of a training batch as the model sees them, and their number of tokens."""
-    chosen = batch.get("chosen") if isinstance(batch, Mapping) else None
-    # The model reads a batch of pairs as one batch of the chosen and the rejected answers.
-    rows, answers = (chosen, 2) if isinstance(chosen, Mapping) else (batch, 1)
-    ids = rows.get("ids") if isinstance(rows, Mapping) else None
-    if ids is None or len(ids.shape) != 2:
-        raise UserError(
-            "judging needs a language model: its training batch has token ids [batch, time] as `ids`, or as `chosen.ids` for "
-            "pairs of answers, and this experiment's has "
-            f"{', '.join(map(str, batch)) if isinstance(batch, Mapping) else 'none'}"
-        )
-    return answers * int(ids.shape[0]), int(ids.shape[1])
 
 
 @contextlib.contextmanager

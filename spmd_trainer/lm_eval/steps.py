@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
-from spmd_trainer.train_states import TrainState
+from spmd_trainer.train_states import PyTree, TrainState
 
 # Most shapes for the requests of one kind.
 MAX_SHAPES = 8
@@ -210,3 +210,22 @@ def generate_step(
     index = lengths[:, None] + jnp.arange(settings.max_tokens)
     tokens = jnp.take_along_axis(found.output_ids[:, 0], index, axis=1)
     return None, (tokens, found.decode_lengths[:, 0] - lengths, inputs.row_index)
+
+
+def training_rows(batch: PyTree) -> tuple[int, int]:
+    """Returns the rows of a training batch as the model sees them, and their number of tokens.
+
+    Raises:
+      UserError: the batch is not one of a language model.
+    """
+    chosen = batch.get("chosen") if isinstance(batch, Mapping) else None
+    # The model reads a batch of pairs as one batch of the chosen and the rejected answers.
+    rows, answers = (chosen, 2) if isinstance(chosen, Mapping) else (batch, 1)
+    ids = rows.get("ids") if isinstance(rows, Mapping) else None
+    if ids is None or len(ids.shape) != 2:
+        raise UserError(
+            "only a language model can be judged or talked to: its training batch has token ids [batch, time] as `ids`, or "
+            "as `chosen.ids` for pairs of answers, and this experiment's has "
+            f"{', '.join(map(str, batch)) if isinstance(batch, Mapping) else 'none'}"
+        )
+    return answers * int(ids.shape[0]), int(ids.shape[1])

@@ -162,10 +162,10 @@ def plan(job: Job) -> Plan:
         step = start_up.compile_train_step(job)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            least = _least_chips(job)
+            least = _least_chips(job) or 0
             raise UserError(
                 f"the train step doesn't fit: {_shortened(str(error))}"
-                + (f"\n{_least_text(least)}" if least else "")
+                + (f"\n{_least_text(least)}" if least > 1 else "")
                 + f"\n{_CLIMB}"
             ) from error
         chips_text = topology or "these devices"
@@ -305,8 +305,10 @@ def misfit(result: Plan, topology: str | None) -> str | None:
     """Returns the error message for a step that doesn't fit its chips; None if it fits or the memory is unknown."""
     if result.fits is not False:
         return None
-    least = _least_text(result.least_chips) if result.least_chips else "use more chips"
+    least = result.least_chips or 0
+    # That the state needs one chip explains nothing.
+    why = _least_text(least) if least > 1 else _advice(result)
     return (
         f"the train step doesn't fit {topology}: it needs {bytes_text(result.total)} per chip, "
-        f"{_fits(result).partition('in ')[2]}; {least}. {_CLIMB}"
+        f"{_fits(result).partition('in ')[2]}; {why}. {_CLIMB}"
     )

@@ -9,6 +9,7 @@ of praxis' layers and of experts decide besides the program. Rules of the user c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter
@@ -291,6 +292,12 @@ def check_rules(rules: Rules, owner: str, others: Sequence[str] = (NO_MATRIX,)) 
                 raise UserError(f"{owner}: rule {number} has the form {rule[1]!r}; give {known}{meant}")
 
 
+@functools.lru_cache(maxsize=16)
+def _log_table(name: str, text: str) -> None:
+    """Logs a table once: a search for meshes lays the same variables out for each of its candidates."""
+    logging.info("%s computes on these matrices, and leaves the rest to Adam:\n%s", name, text)
+
+
 def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:
     """Logs what each variable is to a `MatrixOptimizer`. Returns it by the end of the first moment's path.
 
@@ -304,9 +311,7 @@ def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:
             f"{name} finds no matrix among the variables that learn:\n{text}\nUse Adam, or say with rules what is a matrix, e.g. "
             f"rules=[({next(iter(choices))!r}, 'rows,cols')]"
         )
-    logging.info(
-        "%s computes on these matrices, and leaves the rest to Adam:\n%s%s", name, text, optimizer.notes(choices)
-    )
+    _log_table(name, text + optimizer.notes(choices))
     for number, (regex, _) in enumerate(optimizer.rules, start=1):
         if not any(re.search(regex, path) for path in choices):
             logging.warning("%s.rules: rule %d (%r) matches no variable that learns", name, number, regex)

@@ -78,6 +78,22 @@ def test_the_same_texts_give_the_same_tokenizer_also_from_files_of_text(corpus, 
     assert sorted(one) == ["tokenizer.json", "tokenizer_config.json"]
 
 
+def test_a_chat_template_comes_beside_the_tokenizer(corpus, tmp_path):
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    given = {"column": "body", "special_tokens": ["<user>"]}
+    for text in (template, str(tmp_path / "chat.jinja")):
+        made = train(corpus, tmp_path / "new", chat_template=text, **given)
+        assert made["chat_template.jinja"] == f"{template}\n"  # which Jinja leaves out
+        assert HuggingFaceTokenizer(tmp_path / "new").chat_templates == {"default": f"{template}\n"}
+    with raises_naming(UserError, f"--output={tmp_path / 'new'} holds other files", "chat_template.jinja"):
+        train(corpus, tmp_path / "new", **given)
+    with raises_naming(UserError, "is not a chat template"):
+        train(corpus, tmp_path / "other", chat_template="{% for", **given)
+    with raises_naming(UserError, "--chat_template", "words.model", "folder"):
+        TokenizerConfig([str(corpus)], output=str(tmp_path / "words.model"), chat_template=template)
+
+
 def test_long_texts_are_learned_from_in_parts_that_end_with_a_line(monkeypatch):
     monkeypatch.setattr(tokenizer_training, "_BLOCK_CHARACTERS", 10)
     parts = list(tokenizer_training._blocks(["one\ntwo\nthree\n", "", "x" * 25, "short"]))

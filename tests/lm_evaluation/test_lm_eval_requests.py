@@ -150,10 +150,10 @@ def test_rows_of_a_batch():
 
 def test_a_batch_of_pairs_has_two_rows_for_each_pair():
     ids = jax.ShapeDtypeStruct((6, 10), np.int32)
-    assert harness_runner._training_rows({"ids": ids}) == (6, 10)
-    assert harness_runner._training_rows({"chosen": {"ids": ids}, "rejected": {"ids": ids}}) == (12, 10)
+    assert steps.training_rows({"ids": ids}) == (6, 10)
+    assert steps.training_rows({"chosen": {"ids": ids}, "rejected": {"ids": ids}}) == (12, 10)
     with raises_naming(UserError, "`ids`", "`chosen.ids`", "has images"):
-        harness_runner._training_rows({"images": ids})
+        steps.training_rows({"images": ids})
 
 
 def test_texts_begin_as_in_training():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compilers import NEEDS_CUDA
 from etils import epath
-from facts import assert_names, raises_naming
+from facts import assert_names, missing_facts, raises_naming
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import stdlib
@@ -117,6 +117,9 @@ def test_a_plan_that_does_not_fit_is_printed_and_then_refused(job, result, monke
     with raises_naming(UserError, "doesn't fit h100:1x8", "per chip", "memory of 3 chips"):
         inspect_sharding.write_plan(dataclasses.replace(job, config=config))
     assert "DOES NOT FIT" in capsys.readouterr().out
+    on_one = plan.misfit(dataclasses.replace(small, least_chips=1), "h100:1x8")
+    assert missing_facts(on_one, "doesn't fit h100:1x8", "temporaries: use a smaller batch per chip") == []
+    assert "the state alone" not in on_one
     assert json.loads((tmp_path / "plan.json").read_text())["fits"] is False
 
 

@@ -197,3 +197,11 @@ def test_heads_apart_that_share_a_dimension_with_their_columns_stay_joined_and_i
     assert "heads='apart'" in text
     assert "params/k, params/o, params/q, params/v" in text
     assert "params/d" not in text
+
+
+def test_the_table_of_the_same_variables_is_logged_once(monkeypatch):
+    logged = []
+    monkeypatch.setattr(matrix_dims.logging, "info", lambda text, *values: logged.append(values))
+    for width in (17, 17, 18):
+        chosen(lambda a, b: jnp.sum(X @ a @ b), {"a": (D, width), "b": (width, D)}, rules=[("", "rows,cols")])
+    assert [f"x {width} " in text for (_, text), width in zip(logged, (17, 18), strict=True)] == [True, True]
