@@ -163,13 +163,18 @@ def test_help_is_a_page_and_helpfull_has_every_flag():
     assert page.returncode == 0
     for word in (
         "Usage: spmd-trainer",
-        "--mode=decode_once",
+        "  decode_once ",
         "--fdl.set=PATH=VALUE",
+        "--help=MODE",
+        "--help=all",
         "Examples",
-        "Exit status",
-        "Pax's flags",
     ):
         assert word in page.stdout
+    assert len(page.stdout.splitlines()) <= 56
+    assert "--export_dir" not in page.stdout
+    complete = spmd_trainer("--help=all")
+    for word in ("--mode=decode_once", "--export_dir", "Exit status", "Pax's flags"):
+        assert word in complete.stdout
     assert "repeat this option" not in page.stdout
     full = spmd_trainer("--helpfull")
     assert full.returncode == 0
@@ -181,9 +186,20 @@ def test_every_flag_stands_on_the_help_page():
 
     from spmd_trainer.cli import flag_parsing, run_flags
 
-    page = flag_parsing.help_page()
+    page = flag_parsing.help_page("all")
     for flag in flags.FLAGS.flags_by_module_dict()[run_flags.__name__]:
         assert re.search(rf"^  --(no)?{re.escape(flag.name)}\b", page, re.MULTILINE), flag.name
+
+
+def test_help_of_a_mode_shows_its_flags():
+    page = spmd_trainer("--help=export").stdout
+    assert page == spmd_trainer("--mode=export", "--help").stdout
+    assert page.index("--export_dir=DIR") < page.index("--job_log_dir=DIR\n")
+    assert "--restore_checkpoint_step" in page
+    assert "--tasks" not in page
+    unknown = spmd_trainer("--help=exprt")
+    assert unknown.returncode == 2
+    assert "--help=export" in unknown.stderr
 
 
 def test_list_and_dump():

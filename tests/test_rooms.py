@@ -103,7 +103,7 @@ def says(call):
     except (UserError, SystemExit) as error:
         sys.stderr.write(f"{error}\\n")
 
-assert "--mode=lm_eval" in flag_parsing.help_page()
+assert "--mode=lm_eval" in flag_parsing.help_page("all")
 for setting in ({"hang_seconds": 900}, {"check_repeat_every": 2}, {"track": ["wandb"]}):
     says(lambda: make_run_config("lm.stdlib.StdlibBytesTiny", sys.argv[1], **setting))
 for command in (["--mode=lm_eval", "--tasks=a"], ["--mode=plan", "--topology=v5e:2x2"], ["--mode=page"], ["--exp=x"]):

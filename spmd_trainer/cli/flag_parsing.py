@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from absl import flags
 
 from spmd_trainer.cli import pax_flags
 from spmd_trainer.cli.modes import MODES
-from spmd_trainer.cli.run_flags import all_settings, run_of_directories
+from spmd_trainer.cli.run_flags import all_settings, mode_settings, run_of_directories
 from spmd_trainer.errors import UserError, did_you_mean, terminal
 from spmd_trainer.settings import Setting
 from spmd_trainer.sharding.messages import suggestion_text
@@ -26,9 +27,17 @@ _EXAMPLES = """\
   spmd-trainer --job_log_dir=runs/mine --mode=decode_once
   spmd-trainer --exp=my_pkg.my_module.MyExperiment --mode=inspect --mesh=data:4,mdl:2
 """
+_EXIT_STATUS = """
+Exit status: 0 success; 1 internal error, --mode=verify found a difference, or --mode=port a name without a
+counterpart; 2 user error, the message says how to fix it; 3 another process of the job was lost; 5 checkpoints are
+damaged or none is whole.
+Pax's flags (--fdl_config, --multiprocess_gpu, --jax_*, ...) are understood: each does what it means here, or a
+message says what to use instead. --helpfull lists all flags, including those of libraries.
+"""
+_GENERAL_GROUPS = ("What to run", "Information")
 _INDENT = " " * 4
 _WHERE_SETTINGS_ARE = (
-    "; --help shows the flags, and --fdl.set=PATH=VALUE sets a field of the experiment (--dump shows all)"
+    "; --help=MODE shows the flags, and --fdl.set=PATH=VALUE sets a field of the experiment (--dump shows all)"
 )
 
 # Flags that are gone, and what takes their place.
@@ -46,8 +55,9 @@ def parse(argv: Sequence[str]) -> list[str]:
         if "helpfull" in asked:
             terminal.write(f"{flags.FLAGS.get_help()}\n\nflags of Pax:\n{_of_pax.get_help()}\n")
             raise SystemExit(0)
-        if asked & {"help", "h", "?", "helpshort"}:
-            terminal.write(help_page())
+        if asked & {"help", "h", "?", "helpshort"} or any(one.startswith("help=") for one in asked):
+            topic = next((one.partition("=")[2] for one in asked if one.startswith("help=")), _value("mode", argv))
+            terminal.write(help_page(topic or ""))
             raise SystemExit(0)
         return parse_into(flags.FLAGS, _of_pax, argv)
     except UserError as error:
@@ -138,26 +148,45 @@ def leave(message: str, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
-def help_page() -> str:
-    """Returns the text of `--help`, wrapped to the terminal's width (at most 100 columns)."""
+def help_page(topic: str = "") -> str:
+    """Returns the text of `--help`, wrapped to the terminal's width (at most 100 columns).
+
+    Args:
+      topic: a mode, for its flags; 'all' for those of all modes; '' for the modes and what every command needs.
+
+    Raises:
+      UserError: there is no such mode.
+    """
+    if topic and topic != "all" and topic not in MODES:
+        near = did_you_mean(topic, [*MODES, "all"], prefix="--help=")
+        raise UserError(f"--help={topic}: there is no such mode{near}")
     width = min(100, shutil.get_terminal_size().columns)
-    parts = ["Usage: spmd-trainer --exp=NAME --job_log_dir=DIR [--mode=MODE] [FLAGS]\n\nModes\n"]
-    parts += [_entry(f"--mode={name}", mode.help, width) for name, mode in MODES.items()]
+    parts = ["Usage: spmd-trainer --exp=NAME --job_log_dir=DIR [--mode=MODE] [FLAGS]\n"]
+    if topic:
+        shown = MODES.items() if topic == "all" else [(topic, MODES[topic])]
+        parts.append("\nModes\n" if topic == "all" else "\n")
+        parts += [_entry(f"--mode={name}", mode.help, width) for name, mode in shown]
+    else:
+        parts.append("\nModes (--help=MODE shows what one does, and its flags; --help=all shows all)\n")
+        parts += [f"  {name:<12}{_first_sentence(mode.help)}\n" for name, mode in MODES.items()]
     groups: dict[str, list[Setting]] = {}
-    for about in all_settings():
-        groups.setdefault(about.group, []).append(about)
-    for group, members in groups.items():
+    for about in all_settings() if topic in ("", "all") else mode_settings(topic):
+        if topic or about.group in _GENERAL_GROUPS:
+            groups.setdefault(about.group, []).append(about)
+    # What one mode alone has comes first on its page.
+    for group, members in sorted(
+        groups.items(), key=lambda item: bool(topic) and topic != "all" and "--mode=" not in item[0]
+    ):
         parts.append(f"\n{group}\n")
-        parts += [_entry(_head(about), about.off or about.help, width) for about in members]
+        for about in members:
+            what = about.off or about.help
+            parts.append(_entry(_head(about), what if topic else _first_sentence(what), width))
     parts.append(f"\nExamples\n{_EXAMPLES}")
-    parts.append(
-        "\nExit status: 0 success; 1 internal error, --mode=verify found a difference, or --mode=port a name without a\n"
-        "counterpart; 2 user error, the message says how to fix it; 3 another process of the job was lost; 5 checkpoints are\n"
-        "damaged or none is whole.\n"
-        "Pax's flags (--fdl_config, --multiprocess_gpu, --jax_*, ...) are understood: each does what it means here, or a\n"
-        "message says what to use instead. --helpfull lists all flags, including those of libraries.\n"
-    )
-    return "".join(parts)
+    return "".join([*parts, _EXIT_STATUS] if topic == "all" else parts)
+
+
+def _first_sentence(what: str) -> str:
+    return re.split(r"(?<!e\.g)\. (?=[A-Z-])", what)[0].rstrip(".")
 
 
 def _head(about: Setting) -> str:

@@ -19,7 +19,7 @@ class Mode:
     """One mode.
 
     Attributes:
-      help: a sentence for `--help`.
+      help: what it does, for `--help`; the first sentence alone stands in the list of modes.
       module: the module of `spmd_trainer` that defines the program. Imported only when the mode runs.
       function: name of the program's function in that module; it takes a `Job`.
       has_run: True if the mode reads or writes a run's directory.
@@ -58,14 +58,14 @@ class Mode:
 
 MODES = {
     "train": Mode(
-        "Train, resuming from the newest checkpoint in JOB_LOG_DIR if there is one. Ctrl-C and SIGTERM save a checkpoint "
-        "before exiting.",
+        "Train the experiment. A run with checkpoints in JOB_LOG_DIR goes on from the newest one. Ctrl-C and SIGTERM save a "
+        "checkpoint before exiting.",
         "training.train",
         "train",
     ),
     "sweep": Mode(
-        "Train the experiment several times with other values (--sweep), one after the other, and compare the results in "
-        "JOB_LOG_DIR/sweep.html. The same command goes on where it ended.",
+        "Train the experiment several times with other values. --sweep says which; the trials run one after the other, and "
+        "JOB_LOG_DIR/sweep.html compares their results. The same command goes on where it ended.",
         "sweeps.run",
         "run",
         has_run=False,
@@ -87,64 +87,65 @@ MODES = {
     ),
     "infer": Mode("Like decode_once, with the random seed of task.infer.", "training.decode", "decode_once"),
     "inspect": Mode(
-        "Print how every variable is sharded on the mesh, and why, without allocating anything.",
+        "Print how every variable is sharded on the mesh, and why. Nothing is allocated.",
         "planner.inspect_sharding",
         "inspect_job",
         has_run=False,
     ),
     "plan": Mode(
-        "Search the meshes (and, with --search, rematerialisation, minibatches and batch) for --topology: compile the most "
-        "promising ones, and print their estimated step, their bytes per chip and the flags of the best. With --search=memory, "
-        "find what makes the experiment fit. Needs no such chips.",
+        "Search for the fastest mesh on chips that need not be here. It searches the meshes (and, with --search, "
+        "rematerialisation, minibatches and batch) for --topology, compiles the most promising ones, and prints their estimated "
+        "step, their bytes per chip and the flags of the best. With --search=memory, it finds what makes the experiment fit.",
         "planner.plan_mode",
         "search",
         has_run=False,
         builder="build_job",
     ),
     "data": Mode(
-        "Print the first rows of each dataset: their text, with the labels that count in the loss in colour (in brackets if the "
-        "output is not a terminal), how long their segments are, and how much is padding.",
+        "Print the first rows of each dataset. Shown are their text, with the labels that count in the loss in colour (in "
+        "brackets if the output is not a terminal), how long their segments are, and how much is padding.",
         "watch.pages.show_data",
         "show_data",
         has_run=False,
         builder="build_job",
     ),
     "verify": Mode(
-        "Train for a few steps on one device and on the mesh, and compare losses, gradient norms and variables.",
+        "Compare a few training steps on one device and on the mesh. Losses, gradient norms and variables are compared.",
         "training.verify",
         "verify",
         has_run=False,
     ),
     "coord_check": Mode(
-        "Train the model of task.mup for a few steps at several --widths, and print how the changes of each layer's products "
-        "depend on the width. Exit status 1: some do.",
+        "Check muP: print how the layers' changes depend on the width. It trains the model of task.mup for a few steps at "
+        "several --widths. Exit status 1: the changes of some products depend on it.",
         "planner.coord_check",
         "check",
         has_run=False,
     ),
     "replay": Mode(
-        "Take step --step of the run in JOB_LOG_DIR again, from the newest checkpoint before it, and print where its first NaN "
-        "or infinity came from, layer by layer.",
+        "Take a step of a run again, and print where its first NaN came from. It starts from the newest checkpoint before "
+        "--step, and shows layer by layer where the first NaN or infinity was made.",
         "planner.replay",
         "replay",
     ),
     "export": Mode(
-        "Write one checkpoint, the newest or --restore_checkpoint_step, as a Hugging Face folder (--export_dir).",
+        "Write one checkpoint as a Hugging Face folder. It is the newest, or --restore_checkpoint_step; the folder is "
+        "--export_dir.",
         "hf.export_mode",
         "export",
     ),
     "lm_eval": Mode(
-        "Evaluate one checkpoint, the newest or --restore_checkpoint_step, on --tasks of EleutherAI's lm-eval harness.",
+        "Evaluate one checkpoint on tasks of EleutherAI's lm-eval harness. It is the newest, or --restore_checkpoint_step.",
         "lm_eval.mode",
         "evaluate",
     ),
     "chat": Mode(
-        "Talk to one checkpoint, the newest or --restore_checkpoint_step: answer --prompt, a pipe, or what is typed.",
+        "Talk to one checkpoint. It is the newest, or --restore_checkpoint_step, and answers --prompt, a pipe, or what is typed.",
         "lm_eval.chat",
         "chat",
     ),
     "page": Mode(
-        "Write a page with the curves, times, samples and settings of the run in --job_log_dir: run.html. More directories may "
+        "Write run.html: curves, times, samples and settings of a run. The run is that in --job_log_dir. More directories may "
         "follow as arguments; their runs are compared. Needs no --exp. Training writes it too, at its end.",
         "watch.pages.page_mode",
         "show",
@@ -152,15 +153,15 @@ MODES = {
         alone=True,
     ),
     "port": Mode(
-        "Print what an experiment file written for paxml (--module=FILE) needs here, and its renamed imports as a diff. "
-        "Runs nothing of the file. Exit status 1: it uses something that has no counterpart.",
+        "Print what an experiment file written for paxml needs here. The file is --module; its renamed imports are shown as "
+        "a diff. Runs nothing of the file. Exit status 1: it uses something that has no counterpart.",
         "pax.port",
         "print_reports",
         has_run=False,
     ),
     "tokenise": Mode(
-        "Tokenise the files that follow as arguments into --output, a store of tokens that inputs read: text, or conversations. "
-        "Needs no --exp.",
+        "Tokenise files of text or conversations into a store of tokens. The files follow as arguments, the store is "
+        "--output, and inputs read it. Needs no --exp.",
         "inputs.corpus.prepare",
         "tokenise",
         has_run=False,
@@ -168,8 +169,8 @@ MODES = {
         after_interrupt="the same command goes on: finished parts are kept",
     ),
     "tokenizer": Mode(
-        "Train a tokenizer on the files that follow as arguments, and write --output: a folder with a tokenizer.json, or a "
-        "SentencePiece .model. Needs no --exp.",
+        "Train a tokenizer on files. They follow as arguments; --output is a folder with a tokenizer.json, or a SentencePiece "
+        ".model. Needs no --exp.",
         "inputs.tokenizer_training",
         "train_tokenizer",
         has_run=False,

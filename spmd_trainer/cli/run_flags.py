@@ -123,8 +123,16 @@ class _Parser(flags.ArgumentParser[Any]):
 
 def all_settings() -> Iterator[Setting]:
     """Yields every setting once, in the order of the help page."""
+    return _once(CommandFlags, *(config_class(mode) for mode in MODES), ProcessFlags)
+
+
+def mode_settings(mode: str) -> Iterator[Setting]:
+    """Yields the settings that a mode uses, in the order of its help page."""
+    return _once(CommandFlags, config_class(mode), *(cls for cls in _classes(mode) if cls is ProcessFlags))
+
+
+def _once(*classes: type) -> Iterator[Setting]:
     seen: set[str] = set()
-    classes: list[type] = [CommandFlags, *(config_class(mode) for mode in MODES), ProcessFlags]
     for cls in classes:
         for about in settings_of(cls).values():
             if about.flag not in seen:

@@ -51,7 +51,7 @@ def test_names_are_separated_by_commas_or_given_several_times():
     assert names("--track", ["wandb, mlflow", "trackio", ""]) == ("wandb", "mlflow", "trackio")
     values = flags.FLAGS
     assert "track" in values
-    assert "--track=NAME,..." in flag_parsing.help_page()
+    assert "--track=NAME,..." in flag_parsing.help_page("train")
 
 
 def test_python_takes_a_list(tmp_path):
