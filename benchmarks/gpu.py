@@ -20,8 +20,8 @@ The bars are published figures of other trainers on one H100 or H200, or a fifth
 are of Muon and a squared ReLU. First comes the rate of a product of two 8,192 x 8,192 bfloat16 matrices, which bounds all.
 
 Each case times windows of the trainer's compiled step, after one that isn't timed, on a batch that is already on the device.
-MFU "6N" is `chips.model_flops`; MFU "products" is what the field publishes, `matrix_flops`. Neither counts experts that a token
-doesn't choose, nor recomputation.
+MFU "6N" is `chips.model_flops`; MFU "products" is what the field publishes, `DecoderSpec.matrix_flops`. Neither counts experts
+that a token doesn't choose, nor recomputation.
 
 Exits with 2 without a GPU. `--tiny` runs the same code with tiny models on any device; its figures mean nothing. `--plan`
 compiles for a chip that isn't here, and prints memory.
@@ -49,7 +49,7 @@ from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm import cloud, gpt2, llama
 from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder, TinySizes
 from spmd_trainer.kernels import chips
-from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
+from spmd_trainer.models.decoder_spec import MoeSpec
 from spmd_trainer.planner import topologies
 from spmd_trainer.step import opt_state_dtypes
 
@@ -169,30 +169,6 @@ def tiny(experiment: type[SyntheticDecoder]) -> type[SyntheticDecoder]:
     return type(f"Tiny{experiment.__name__}", (experiment,), sizes)
 
 
-def matrix_flops(spec: DecoderSpec, num_params: float, num_frozen: float, length: int) -> float:
-    """Returns the FLOPs of the matrix products for one token, forward and backward: no lookup of embeddings, half of attention.
-
-    Args:
-      spec: the model. Its parameters are counted by the next two, its attention by its layers.
-      num_params: the parameters of a token that learn.
-      num_frozen: those that don't, whose gradient is not computed.
-      length: tokens of a row. A token sees half of them on average, and at most its window in a local layer.
-    """
-    lookups = 0 if spec.tied_embeddings else spec.vocab_size * spec.model_dims
-    lookups += spec.max_positions * spec.model_dims if spec.positions == "learned" else 0
-    keys = {"global": length / 2, "local": _mean_keys(length, spec.window or length)}
-    kinds = (*spec.first_layers, *(spec.repeated_pattern * spec.num_repeats), *spec.last_layers)
-    attention = 12.0 * spec.num_heads * spec.head_dims * sum(keys[kind] for kind in kinds)
-    # The lookup is of a variable that learns, or of one that doesn't.
-    params, frozen = (num_params, num_frozen - lookups) if num_frozen else (num_params - lookups, 0.0)
-    return 6.0 * params + 4.0 * frozen + attention
-
-
-def _mean_keys(length: int, window: int) -> float:
-    """Keys of a token in a local layer, on average over a row; as many as in a global layer if the window is the row."""
-    return window / 2 if window >= length else window - window * window / (2 * length)
-
-
 def job_of(experiment: type[SyntheticDecoder], directory: str, topology: str | None = None) -> Any:
     """Returns the trainer's job on one device."""
     from spmd_trainer.training.job import Job
@@ -225,7 +201,7 @@ def measure(report: reporting.Report, name: str, case: Case, device: Any, window
     tokens = rows * length
     flops = {
         "6N": chips.model_flops(round(params), tokens, num_frozen=round(frozen)),
-        "products": tokens * matrix_flops(spec, params, frozen, length),
+        "products": tokens * spec.matrix_flops(params, frozen, length),
     }
     size = f"{layout.num_params():,} parameters learn, {layout.num_frozen_params():,} don't; batch {rows} x {length}"
     for what, line in (("model", f"{case.experiment.__name__}, {size}"), *(("kernel", x) for x in compiled.attention)):

@@ -1,5 +1,6 @@
 """The hand-written step that plans are compared with has the same variables in the same layout, and trains."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from praxis import pax_fiddle
 
 from benchmarks import gpu, plan_baseline
 from spmd_trainer.errors import UserError
+from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.planner import plan
 from spmd_trainer.training import experiment_config
 from spmd_trainer.training.job import Job
@@ -94,12 +96,24 @@ def test_the_gpu_benchmark_refuses_to_run_without_a_gpu(capsys):
     assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
+def test_a_tokens_products_leave_out_lookups_and_what_a_window_hides():
+    sizes = {"vocab_size": 10, "model_dims": 4, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_dims": 8}
+    spec = DecoderSpec(**sizes, hidden_dims=5, layer_pattern=("local", "global"), window=4)
+    # Rows of 16: 8 keys in the global layer, and in the two local ones 4, less a triangle of 8 of 64.
+    attention = 12 * 2 * 8 * (8 + 2 * (4 - 0.5))
+    assert spec.matrix_flops(1000, 0, 16) == 6 * (1000 - 40) + attention
+    assert spec.matrix_flops(7, 1000, 16) == 6 * 7 + 4 * (1000 - 40) + attention  # adapters alone learn
+    tied = dataclasses.replace(spec, tied_embeddings=True, positions="learned", max_positions=16)
+    assert tied.matrix_flops(1000, 0, 16) == 6 * (1000 - 64) + attention
+    assert spec.matrix_flops(0, 0, 2) == -6 * 40 + 12 * 2 * 8 * 3, "a window as long as the row hides nothing"
+
+
 @pytest.mark.parametrize(("name", "gigaflops"), [("A", 8.22), ("B", 21.4)])
 def test_a_tokens_products_are_those_that_are_published(name, gigaflops):
     """Llama 3.2's sizes, rows of 4,096: products of the parameters, and of attention with half of the keys."""
     params = {"A": 1_235_814_400, "B": 3_212_749_824}[name]
     spec = pax_fiddle.build(gpu.CASES[name].experiment().spec())
-    assert round(gpu.matrix_flops(spec, params, 0.0, 4096) / 1e9, 2 if name == "A" else 1) == gigaflops
+    assert round(spec.matrix_flops(params, 0.0, 4096) / 1e9, 2 if name == "A" else 1) == gigaflops
 
 
 def test_the_tiny_model_of_small_moments_has_some(tmp_path):

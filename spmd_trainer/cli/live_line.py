@@ -275,8 +275,9 @@ def _training_columns(training: TrainingStatus) -> dict[str, Text]:
     if seconds := training.seconds_per_step:
         columns["seconds"] = _labelled("", f"{seconds * 1e3:.0f} ms/step")
         columns["rate"] = _labelled("", f"{training.items_per_step / seconds:,.0f} {training.unit}/s")
-    if training.mfu is not None:
-        columns["mfu"] = _labelled("MFU", f"{training.mfu:.1%}")
+    for name, label in (("mfu_6n", "MFU 6N"), ("mfu", "MFU")):  # one of them: the line is narrow
+        if name in training.utilization:
+            columns["mfu"] = _labelled(label, f"{training.utilization[name]:.1%}")
     if seconds:
         left = training.num_steps - training.step if training.steps_left is None else training.steps_left
         columns["eta"] = _labelled("ETA", format_seconds(left * seconds), "cyan")

@@ -3,19 +3,17 @@
     task_p.model = Config(lm.DecoderLanguageModel, name="lm")
     task_p.model.lm_tpl.spec = Config(spec.DecoderSpec, vocab_size=32000, model_dims=4096, ...)
 
-`DecoderLanguageModel` trains and evaluates like praxis' `LanguageModel`, and generates text by the settings in its field
-`generation`. For praxis' own decoders, use a praxis `LanguageModel` with a `DecoderLm` as its `lm_tpl`. A decode loop runs in
-a method of the model, with the collection `base_layer.DECODE_CACHE` mutable:
+`DecoderLanguageModel` generates text by the settings in its field `generation`; for praxis' own decoders, use a praxis
+`LanguageModel` with a `DecoderLm`. A decode loop runs in a method of the model, with `base_layer.DECODE_CACHE` mutable:
 
     logits = self.lm.prefill(ids, lengths, cache_length)   # ids int32 [B, T], prompts at the left, any right padding
     ...                                                    # logits float32 [B, V], of the token after each prompt
     logits = self.lm.extend_step(token).logits             # token int32 [B]; logits float32 [B, V], of the next token
 
-The rows' prompts may have different lengths. `prefill` moves them to the right end of [0, T), so that the tokens of all rows
-at a step have the same index in the cache, T + step. Variables of the collection, below `lm`: `time_step`, int32, the next
-index to write; `first_index`, int32 [B], the index of each row's first token; and for each layer `attention/key_state` and
-`attention/value_state`, [B, cache_length, K, H] (with a leading dimension of R for stacked layers; with `unroll_in_decode`,
-separate variables below `layer{r}`).
+`prefill` moves prompts to the right end of [0, T), so that all rows' tokens at a step have the same index in the cache, T + step.
+Variables of the collection, below `lm`: `time_step`, int32, the next index to write; `first_index`, int32 [B], of each row's
+first token; and for each layer `attention/key_state` and `attention/value_state`, [B, cache_length, K, H] (stacked layers have a
+leading dimension of R; with `unroll_in_decode` they have separate variables below `layer{r}`).
 """
 
 from __future__ import annotations
@@ -375,15 +373,15 @@ class DecoderLm(SpecLayer):
 
 
 class DecoderLanguageModel(layers.LanguageModel):
-    """praxis' `LanguageModel` with a `DecoderLm`.
-
-    Attributes:
-      lm_tpl: the decoder.
-      generation: how `decode` continues prompts, in place of praxis' `decoder_tpl`.
-    """
+    """praxis' `LanguageModel` with a `DecoderLm`, `lm_tpl`; `generation` says how `decode` continues prompts."""
 
     lm_tpl: pax_fiddle.Config[base_layer.BaseLayer] = base_layer.template_field(DecoderLm)
     generation: GenerationSettings = base_layer.instance_field(GenerationSettings)
+
+    def matrix_flops(self, num_params: float, num_frozen: float, length: int) -> float:
+        """See `DecoderSpec.matrix_flops`."""
+        flops: float = pax_fiddle.build(self.lm_tpl.spec).matrix_flops(num_params, num_frozen, length)
+        return flops
 
     def decode(
         self, input_batch: NestedMap, result_callback: None = None, return_result_for_suffix_score: bool = False

@@ -301,6 +301,23 @@ class DecoderSpec:
         widths = dense * self.hidden_dims + (self.num_layers - dense) * width
         return self.vocab_size * self.model_dims + self.num_layers * attention + 2 * self.model_dims * widths
 
+    def matrix_flops(self, num_params: float, num_frozen: float, length: int) -> float:
+        """Returns the FLOPs of a token's matrix products, forward and backward: no lookup of embeddings, half of attention.
+
+        Args:
+          num_params: parameters of a token that learn.
+          num_frozen: those that don't, whose gradient is not computed.
+          length: tokens of a row. A token sees half of them on average, and at most its window in a local layer.
+        """
+        lookups = 0 if self.tied_embeddings else self.vocab_size * self.model_dims
+        lookups += self.max_positions * self.model_dims if self.positions == "learned" else 0
+        window = min(self.window or length, length)
+        keys = {"global": length / 2, "local": window - window * window / (2 * length)}
+        attention = 12.0 * self.num_heads * self.head_dims * sum(keys[kind] for kind in self.layer_kinds)
+        # The lookup is of a variable that learns, or of one that doesn't.
+        params, frozen = (num_params, num_frozen - lookups) if num_frozen else (num_params - lookups, 0.0)
+        return 6.0 * params + 4.0 * frozen + attention
+
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each, beginning with the field."""
         sizes = ["vocab_size", "model_dims", "num_layers", "num_heads", "num_kv_heads", "head_dims"]

@@ -110,9 +110,7 @@ class TrialCallback(Callback):
 
 def training_flops(run: Run, steps: int) -> float:
     """Returns the model's FLOPs of a run's steps; 0 if it has no tokens."""
-    per_token = progress.flops_per_item(run)
-    if per_token is None:
-        return 0.0
+    per_token = progress.flops_per_item(run).get("mfu_6n", 0.0)
     stages, like_the_last = ramps.stages_of(run.task.train), float(steps)
     if stages and (rows := ramps.stage_at(stages, max(steps - 1, 0)).rows):
         like_the_last = ramps.steps_left(stages, 0, steps) * (stages[0].rows or rows) / rows

@@ -44,7 +44,7 @@ class TrainingStatus:
       seconds_per_step: mean over the last steps; None until measured.
       items_per_step: tokens (or examples) in a global batch.
       unit: name of an item.
-      mfu: model FLOPs utilization, from 0 to 1; None if unknown.
+      utilization: model FLOPs utilization, from 0 to 1, by the names of `watch.progress.flops_per_item`; {} if unknown.
       memory: of this process's devices; None if the backend doesn't report it.
       due: step of the next 'save', 'eval' and 'decode'; omits disabled ones.
       steps_left: the work that is left, in steps like the current ones; None: num_steps - step.
@@ -57,7 +57,7 @@ class TrainingStatus:
     seconds_per_step: float | None = None
     items_per_step: int = 0
     unit: str = "examples"
-    mfu: float | None = None
+    utilization: Mapping[str, float] = dataclasses.field(default_factory=dict)
     memory: Memory | None = None
     due: Mapping[str, int] = dataclasses.field(default_factory=dict)
     steps_left: float | None = None

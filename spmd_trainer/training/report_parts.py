@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import fiddle as fdl
@@ -31,6 +31,12 @@ def traced(trace: Callable[[], _T]) -> tuple[_T, list[str]]:
     with kernels.recording() as recorded:
         result = trace()
     return result, kernels.choice_lines(recorded)
+
+
+def log_choices(lines: Iterable[str]) -> None:
+    """Logs the lines of `traced`; a kernel that takes the place of the device's own, with the reason, as a warning."""
+    for line in lines:
+        logging.log(logging.WARNING if "(not " in line else logging.INFO, "%s", line)
 
 
 def of_forward_pass(job: Job) -> list[str]:

@@ -232,8 +232,7 @@ def start(
         run.times.begin("start")
         # Here each process waits for the others' compilers. In the first step its collectives would wait, and give up after 30 s.
         same_settings.check_same_code()
-        for line in step.attention:
-            logging.info("%s", line)
+        report_parts.log_choices(step.attention)
         said = f"training from step {run.step} to {run.num_steps}"
     if not jax.process_index():  # only now, because the compiled step names the attention kernels
         run_directory.write_report(job.sharding_report(step.attention), config.job_log_dir)

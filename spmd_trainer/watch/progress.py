@@ -36,7 +36,7 @@ class Progress:
     Attributes:
       items_per_step: tokens (or examples) in a global batch.
       unit: name of an item.
-      flops_per_item: the model's FLOPs as counted by `kernels.chips.model_flops`; None if unknown.
+      flops_per_item: the model's FLOPs, by the names of `flops_per_item`; {} if unknown.
       peak_flops: peak FLOP/s of all devices; None if unknown. If both are known, the line shows the model FLOPs
         utilization.
       memory: of this process's devices, for the live line; None if unknown.
@@ -50,14 +50,14 @@ class Progress:
         items_per_step: int,
         unit: str,
         interval: int,
-        flops_per_item: float | None = None,
+        flops_per_item: Mapping[str, float] | None = None,
         peak_flops: float | None = None,
         steps_left: Callable[[int], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.items_per_step = items_per_step
         self.unit = unit
-        self.flops_per_item = flops_per_item
+        self.flops_per_item = flops_per_item or {}
         self.peak_flops = peak_flops
         self._num_steps = num_steps
         self._steps_left = steps_left or (lambda step: num_steps - step)
@@ -110,7 +110,7 @@ class Progress:
             seconds_per_step=seconds,
             items_per_step=self.items_per_step,
             unit=self.unit,
-            mfu=self._mfu(self.items_per_step / seconds) if seconds else None,
+            utilization=self._utilization(self.items_per_step / seconds) if seconds else {},
             memory=self.memory,
             steps_left=self._steps_left(step),
         )
@@ -124,16 +124,17 @@ class Progress:
         left = self._steps_left(step) * seconds
         parts += [f"{rate:,.0f} {self.unit}/s", f"{seconds * 1e3:.0f} ms/step"]
         timing = {"steps_per_sec": 1.0 / seconds, f"{self.unit}_per_sec": rate}
-        if (mfu := self._mfu(rate)) is not None:
-            timing["mfu"] = mfu
-            parts.append(f"MFU {mfu:.1%}")
+        if utilization := self._utilization(rate):
+            timing |= utilization
+            parts.append(utilization_text(utilization))
         parts.append(f"ETA {format_seconds(left)}")
         logging.info("%s", "  ".join(parts))
         return timing
 
-    def _mfu(self, rate: float) -> float | None:
-        """Returns the model FLOPs utilization at a rate of items per second; None if unknown."""
-        return rate * self.flops_per_item / self.peak_flops if self.flops_per_item and self.peak_flops else None
+    def _utilization(self, rate: float) -> dict[str, float]:
+        """Returns the model FLOPs utilization at a rate of items per second, in each count; {} if unknown."""
+        peak = self.peak_flops
+        return {name: rate * flops / peak for name, flops in self.flops_per_item.items()} if peak else {}
 
 
 class ProgressLines(Callback):
@@ -158,6 +159,7 @@ class ProgressLines(Callback):
         """Starts the clock again: evaluations, saves and compilation don't count as training."""
         self._progress = self._progress or _make_progress(run)
         self._progress.items_per_step = items_per_step(run)[0]
+        self._progress.flops_per_item = flops_per_item(run)
         self._progress.peak_flops = _peak_flops(run)
         self._progress.memory = _memory(run)
         self._progress.start(step)
@@ -203,13 +205,27 @@ def items_per_step(run: Run) -> tuple[int, str]:
     return (run.num_rows, "examples") if tokens is None else (math.prod(tokens.shape), "tokens")
 
 
-def flops_per_item(run: Run) -> float | None:
-    """Returns the model's FLOPs of a token in training; None for a run without tokens, or without the room that counts them."""
+def flops_per_item(run: Run) -> dict[str, float]:
+    """Returns the model's FLOPs of a token in training, in two counts: {'mfu': ..., 'mfu_6n': ...}.
+
+    'mfu_6n' is `kernels.chips.model_flops`. 'mfu' counts what is computed for a token: the matrix products of the chosen
+    experts and of causal attention (half of all keys), without lookups of embeddings and rematerialisation. It is left out for
+    models without `matrix_flops`, e.g. other models than `DecoderLanguageModel`. Rows of several texts count as one text.
+    Empty for a run without tokens, or without the room that counts.
+    """
     if items_per_step(run)[1] != "tokens" or (chips := rooms.find("kernels.chips")) is None:
-        return None
+        return {}
     metadata = run.partitioner.metadata
     trained, frozen = metadata.num_params(per_token=True), metadata.num_frozen_params(per_token=True)
-    return float(chips.model_flops(trained, 1, num_frozen=frozen))
+    found = {"mfu_6n": float(chips.model_flops(trained, 1, num_frozen=frozen))}
+    matrix_flops = getattr(run.task.model, "matrix_flops", None)
+    return found if matrix_flops is None else {"mfu": matrix_flops(trained, frozen, run.batch.ids.shape[1]), **found}
+
+
+def utilization_text(utilization: Mapping[str, float]) -> str:
+    """Returns e.g. 'MFU 42.9% (6N 38.7%)'; 'MFU 6N 38.7%' if the other count is unknown."""
+    of_6n = f"6N {utilization['mfu_6n']:.1%}"
+    return f"MFU {utilization['mfu']:.1%} ({of_6n})" if "mfu" in utilization else f"MFU {of_6n}"
 
 
 def _make_progress(run: Run) -> Progress:
@@ -220,7 +236,6 @@ def _make_progress(run: Run) -> Progress:
         items_per_step=items,
         unit=unit,
         interval=train_p.log_train_output_interval_steps or train_p.summary_interval_steps,
-        flops_per_item=flops_per_item(run),
         peak_flops=_peak_flops(run),
         steps_left=functools.partial(ramps.steps_left, ramps.stages_of(train_p), num_steps=run.num_steps),
     )

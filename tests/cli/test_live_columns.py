@@ -18,7 +18,7 @@ TRAINING = TrainingStatus(
     seconds_per_step=0.2345,
     items_per_step=16_384,
     unit="tokens",
-    mfu=0.423,
+    utilization={"mfu_6n": 0.4, "mfu": 0.423},
     memory=Memory(61 * GIB, 70 * GIB, 79 * GIB),
     due={"save": 2000, "eval": 1500, "decode": 2000},
 )

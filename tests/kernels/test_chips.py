@@ -82,10 +82,14 @@ def line(caplog, **speeds) -> tuple[str, dict[str, float]]:
 
 def test_the_line_says_the_utilization_of_known_chips(caplog):
     flops = chips.model_flops(10**9, 1)
-    said, timing = line(caplog, flops_per_item=flops, peak_flops=chips.peak_flops("TPU v5e", 1))
+    peak = chips.peak_flops("TPU v5e", 1)
+    said, timing = line(caplog, flops_per_item={"mfu_6n": flops}, peak_flops=peak)
     # 5,000 tokens/s of a model of 1B parameters: 3e13 of 1.97e14 FLOP/s.
-    assert timing["mfu"] == pytest.approx(3e13 / 1.97e14)
-    assert "MFU 15.2%" in said
+    assert timing["mfu_6n"] == pytest.approx(3e13 / 1.97e14)
+    assert "MFU 6N 15.2%" in said
+    said, timing = line(caplog, flops_per_item={"mfu": 2 * flops, "mfu_6n": flops}, peak_flops=peak)
+    assert timing["mfu"] == 2 * timing["mfu_6n"]
+    assert "MFU 30.5% (6N 15.2%)" in said
 
 
 def test_frozen_parameters_have_no_gradient_of_their_own():
@@ -108,7 +112,7 @@ def test_experts_that_a_token_does_not_choose_do_not_count():
 
 
 def test_the_line_of_unknown_chips_is_what_it_was(caplog):
-    said, timing = line(caplog, flops_per_item=6e9, peak_flops=None)
+    said, timing = line(caplog, flops_per_item={"mfu_6n": 6e9}, peak_flops=None)
     assert "MFU" not in said
     assert said.endswith("5,000 tokens/s  200 ms/step  ETA 2s")
     assert set(timing) == {"steps_per_sec", "tokens_per_sec"}

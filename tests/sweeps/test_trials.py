@@ -111,7 +111,7 @@ def test_the_flops_of_a_trial_are_six_for_each_parameter_and_token(ramp, steps, 
     last = 4 if ramp is None or steps > 3 else 2
     run = types.SimpleNamespace(
         batch={"ids": jax.ShapeDtypeStruct((last, 8), np.int32)},
-        task=types.SimpleNamespace(train=types.SimpleNamespace(batch_ramp=ramp, sequence_ramp=None)),
+        task=types.SimpleNamespace(model=None, train=types.SimpleNamespace(batch_ramp=ramp, sequence_ramp=None)),
         partitioner=types.SimpleNamespace(
             metadata=types.SimpleNamespace(num_params=lambda per_token: 100, num_frozen_params=lambda per_token: 0)
         ),

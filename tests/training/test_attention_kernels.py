@@ -8,6 +8,7 @@ from absl import logging
 from facts import raises_naming
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.kernels import kernels
 from spmd_trainer.planner import plan
 from spmd_trainer.training import report_parts, run_directory, train
 from spmd_trainer.training.job import Job
@@ -35,6 +36,18 @@ def test_the_plan_and_the_report_name_the_kernel():
 @pytest.mark.full
 def test_a_model_without_attention_kernels_has_no_lines():
     assert report_parts.of_forward_pass(job_of("lm.stdlib.StdlibBytesTiny")) == []
+
+
+def test_a_kernel_that_takes_the_place_of_the_devices_own_is_a_warning(caplog):
+    against = {"cudnn": ["head width 320 is over 256"]}
+    recorded = {"layer": kernels.Choice("chunked", against), "moe": kernels.Choice("hopper", of="experts")}
+    with caplog.at_level("INFO", logger="absl"):
+        report_parts.log_choices(kernels.choice_lines(recorded))
+    assert [(record.levelname, record.message.split(":")[0]) for record in caplog.records] == [
+        ("WARNING", "attention kernel"),
+        ("INFO", "experts kernel"),
+    ]
+    assert "head width 320" in caplog.messages[0]
 
 
 def test_a_kernel_that_cannot_be_used_is_refused_with_the_reason():

@@ -61,23 +61,30 @@ def test_a_pause_counts_for_no_step(clock, caplog):
 
 def test_the_live_line_reads_the_latest_step_and_the_speed_of_the_interval(clock):
     progress = Progress(
-        num_steps=10, items_per_step=100, unit="tokens", interval=5, flops_per_item=6.0, peak_flops=1200.0, clock=clock
+        num_steps=10,
+        items_per_step=100,
+        unit="tokens",
+        interval=5,
+        flops_per_item={"mfu_6n": 6.0},
+        peak_flops=1200.0,
+        clock=clock,
     )
     assert progress.status() is None
     progress.start(0)
     status = progress.status()
-    assert (status.step, status.num_steps, status.loss, status.seconds_per_step, status.mfu) == (
+    assert (status.step, status.num_steps, status.loss, status.seconds_per_step, status.utilization) == (
         0,
         10,
         None,
         None,
-        None,
+        {},
     )
     for step in range(1, 6):
         clock.now += 1.0
         progress.report(step, Scalars(2.0 - step))
     status = progress.status()
-    assert (status.step, status.loss, status.seconds_per_step, status.mfu) == (5, -3.0, 1.0, 0.5)
+    assert (status.step, status.loss, status.seconds_per_step) == (5, -3.0, 1.0)
+    assert status.utilization == {"mfu_6n": 0.5}
     # A slower interval begins. Its first step says little; after two seconds the interval has its own speed.
     clock.now += 1.5
     progress.report(6, Scalars(0.0))

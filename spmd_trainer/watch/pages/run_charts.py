@@ -55,6 +55,7 @@ _AFTER: Sequence[tuple[str, str, str]] = (
     (r"tokens_per_sec", "Tokens per second", ""),
     (r"examples_per_sec", "Examples per second", ""),
     (r"mfu", "Model FLOPs utilization (MFU)", "share"),
+    (r"mfu_6n", "MFU, counted as 6N", "share"),
     (r"device_peak_bytes", "Device memory, peak", "bytes"),
     (r"device_bytes_in_use", "Device memory in use", "bytes"),
 )

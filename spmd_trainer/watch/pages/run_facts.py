@@ -96,8 +96,11 @@ def _speed(found: Found) -> Iterator[tuple[str, str, str, str]]:
         if rate is not None:
             each = f"{format_milliseconds(1 / steps)} a step" if steps else ""
             yield "Throughput", f"{rate:,.0f}", f"{unit}{', ' if each else ''}{each}", ""
-    if (mfu := _finite(found, "mfu")) is not None:
-        yield "MFU", f"{mfu:.1%}", "of the chips' peak FLOP/s", ""
+    mfu, of_6n = _finite(found, "mfu"), _finite(found, "mfu_6n")
+    if mfu is not None:
+        yield "MFU", f"{mfu:.1%}", "of the chips' peak FLOP/s" + ("" if of_6n is None else f"; 6N: {of_6n:.1%}"), ""
+    elif of_6n is not None:
+        yield "MFU 6N", f"{of_6n:.1%}", "of the chips' peak FLOP/s", ""
     if (peak := _finite(found, "device_peak_bytes")) is not None:
         yield "Device memory", bytes_text(peak), "peak of a device", ""
 
