@@ -189,7 +189,8 @@ def grouped_dot(
     Args:
       rows: [S, X, M, K]; those of each part are sorted by expert.
       weights: [E, K, N].
-      sizes: int32 [S, X, G], rows of each expert of a part. The sum over a part is at most M; rows after it are ignored.
+      sizes: int32 [S, X, G], rows of each expert of a part. The sum over a part is at most M; rows after it count for
+        nothing, but must be finite.
       split: how the arrays are split over the ambient mesh (`jax.set_mesh`).
       pair: int32 [S, X, M], which pair of a token and one of its experts each row is, as an index into [batch, time, experts of
         a token]. The product does not need it; LoRA's dropout and adapters by row do. None if no one needs it.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,26 +81,43 @@ def _filled(x: jax.Array) -> jax.Array:
     return jnp.pad(x, [(0, size) for size in missing]) if any(missing) else x
 
 
+class _Groups(NamedTuple):
+    """Where groups of rows lie, int32 [G]: first row, row after the last one, first step, number of steps (of `_STEP` rows)."""
+
+    starts: jax.Array
+    ends: jax.Array
+    first_steps: jax.Array
+    num_steps: jax.Array
+
+    @classmethod
+    def of(cls, sizes: jax.Array) -> _Groups:
+        """Returns where groups of these sizes lie. Empty groups have no steps."""
+        ends = jnp.cumsum(sizes).astype(jnp.int32)
+        starts = (ends - sizes).astype(jnp.int32)
+        first_steps = starts // _STEP
+        return cls(
+            starts, ends, first_steps, jnp.where(sizes > 0, -(-ends // _STEP) - first_steps, 0).astype(jnp.int32)
+        )
+
+
 def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
     """Sums the outer products of each group's rows: [M, K], [M, N], int32 [G] -> [G, K, N]. Blocks divide K and N.
 
-    Each multiprocessor takes a block [128, 128] of a group's result after the other, and adds up the group's rows in steps. Steps
-    begin at multiples of `_STEP`, so the first and the last one can hold rows of other groups: these are set to zero.
+    Each multiprocessor takes one block [128, 128] of a group's result after the other, and adds up the group's rows in steps.
+    Steps begin at multiples of `_STEP`, so the first and the last one can hold rows of other groups, which are set to zero.
+    `rows` and `others` must be finite everywhere.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     tiles = (rows.shape[1] // _BLOCK, others.shape[1] // _BLOCK)
-    ends = jnp.cumsum(sizes).astype(jnp.int32)
-    starts = (ends - sizes).astype(jnp.int32)
-    first_steps = starts // _STEP
-    num_steps = jnp.where(sizes > 0, -(-ends // _STEP) - first_steps, 0).astype(jnp.int32)
+    neighbours = next(n for n in _NEIGHBOURS if tiles[1] % n == 0)
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
     def body(starts, ends, first_steps, num_steps, rows, others, out) -> None:
         @plgpu.nd_loop((sizes.shape[0], tiles[0] * tiles[1]), collective_axes="sm")
         def tile(loop: plgpu.NDLoopInfo) -> None:
             group, place = loop.index
-            row, column = plgpu.planar_snake(place, tiles, 1, next(n for n in _NEIGHBOURS if tiles[1] % n == 0))
+            row, column = plgpu.planar_snake(place, tiles, 1, neighbours)
             first = pl.multiple_of(first_steps[group] * _STEP, _STEP)
 
             def step(index, x, y, total) -> None:
@@ -127,19 +145,9 @@ def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
                 return total[...]
 
             found = pl.run_scoped(add_up, plgpu.ACC((_BLOCK, _BLOCK)))
-
-            def store(held) -> None:
-                held[...] = found.astype(held.dtype)
-                plgpu.commit_smem()
-                target = out.at[group, pl.ds(row * _BLOCK, _BLOCK), pl.ds(column * _BLOCK, _BLOCK)]
-                plgpu.copy_smem_to_gmem(held, target)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
+            target = out.at[group, pl.ds(row * _BLOCK, _BLOCK), pl.ds(column * _BLOCK, _BLOCK)]
+            store = functools.partial(_store, found=found, target=target)
             pl.run_scoped(store, plgpu.SMEM((_BLOCK, _BLOCK), dtype=out.dtype, transforms=tiling))
-
-    def _transposed(x):
-        # JAX 0.11 has a method where 0.10 has a function.
-        return x.transpose((1, 0)) if hasattr(x, "transpose") else plgpu.transpose_ref(x, (1, 0))
 
     result: jax.Array = plgpu.kernel(
         body,
@@ -147,8 +155,25 @@ def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
         grid=(_num_cores(),),
         grid_names=("sm",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )(starts, ends, first_steps, num_steps, rows, others)
+    )(*_Groups.of(sizes), rows, others)
     return result
+
+
+def _store(held, found: jax.Array, target) -> None:
+    """Writes a block of results by way of shared memory."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    held[...] = found.astype(held.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(held, target)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _transposed(x):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    # JAX 0.11 has a method where 0.10 has a function.
+    return x.transpose((1, 0)) if hasattr(x, "transpose") else plgpu.transpose_ref(x, (1, 0))
 
 
 def _num_cores() -> int:

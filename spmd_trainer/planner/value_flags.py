@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.sharding import PartitionSpec
 
-from spmd_trainer.sharding.even_products import scan_sizes
+from spmd_trainer.sharding.even_products import CALLS, REMAT, scan_sizes
 from spmd_trainer.sharding.even_program import source_of
 from spmd_trainer.sharding.even_rules import bind
 
@@ -32,10 +32,7 @@ LITERAL = -1
 # In the scope of an operation: the iteration of a loop around it.
 ITERATION = "[*]"
 # Operations on parts of the program that are evaluated in place.
-_CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
-)
-_REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
+_CALLS = CALLS | REMAT
 # Operations that move or rename values: a result has the flag of its operand, so none is computed.
 _MOVES = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "copy", "copy_p", "neg", "rev"}
@@ -206,7 +203,7 @@ def _one(
     if name in _CALLS:
         inner = params.get("jaxpr") or params["call_jaxpr"]
         closed = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
-        if name in _REMATERIALISED and params["prevent_cse"]:
+        if name in REMAT and params["prevent_cse"]:
             # As JAX does: otherwise the compiler would keep the first pass instead of computing it again.
             values = list(lax.optimization_barrier(tuple(values))) if values else values
         const_ids = [recorder.value(x) for x in closed.consts]

@@ -12,6 +12,7 @@ from flax.core import meta
 from praxis import base_layer
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.sharding.even_products import REMAT
 from spmd_trainer.sharding.specs import axes_by_dim
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step import collectives
@@ -87,7 +88,6 @@ class GatheredOnUse(meta.AxisMetadata[Any]):
 base_layer.BoxedParam.register(GatheredOnUse)
 
 # The names of `jax.checkpoint`'s primitive in past and present versions of JAX.
-_REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
 
 # Primitives whose results are computed again in the backward pass: gathering parameters, and plain data movement.
 _NOT_KEPT = frozenset(
@@ -108,7 +108,7 @@ def without_keeping_gathered(fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         flat: Callable[..., Any] = jax.extend.core.jaxpr_as_fun(jaxpr)
-        if not _contains(jaxpr.jaxpr, _REMATERIALISED):
+        if not _contains(jaxpr.jaxpr, REMAT):
             flat = jax.checkpoint(flat, policy=_is_kept)
         return jax.tree.unflatten(jax.tree.structure(shapes), flat(*jax.tree.leaves(args)))
 

@@ -14,14 +14,13 @@ import jax
 import jax.extend
 import jax.interpreters.partial_eval
 
-from spmd_trainer.sharding.even_products import scan_sizes
+from spmd_trainer.sharding.even_products import REMAT, scan_sizes
 from spmd_trainer.step import product_results
 from spmd_trainer.step import tracked_dims as dims_lib
 from spmd_trainer.train_states import PyTree
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 GROUPED = "grouped_dot"
-REMATERIALISED = frozenset({"checkpoint", "remat", "remat2"})
 # The dimensions of `grouped_dot` in the form of `dot_general`: ((contracted of the rows, of the weights), (batch)).
 GROUPED_NUMBERS = (((3,), (1,)), ((1,), (0,)))
 _OWN_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
@@ -144,7 +143,7 @@ def _one(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
         return [dataclasses.replace(product, result=_result(eqn, values, found))]
     if name == GROUPED and not values[0].path:
         return [_product(GROUPED_NUMBERS, values[:2], found)]
-    if name in CALLS | REMATERIALISED or name in found.also & _OWN_DERIVATIVES:
+    if name in CALLS | REMAT or name in found.also & _OWN_DERIVATIVES:
         return _walk(_body(eqn), values, found)
     if name in ("scan", "while"):
         return _loop(eqn, values, found)
@@ -173,7 +172,7 @@ def _of_activations(eqn: Any, values: list[_Value], found: _Found) -> list[_Valu
         return _plain(eqn, values, found)
     if name in ("scan", "while"):
         return _loop(eqn, values, found)
-    if name in CALLS | REMATERIALISED | _OWN_DERIVATIVES:
+    if name in CALLS | REMAT | _OWN_DERIVATIVES:
         return [dataclasses.replace(v, is_mask=_is_mask(eqn, values)) for v in _walk(_body(eqn), values, found)]
     return _plain(eqn, values, found)
 

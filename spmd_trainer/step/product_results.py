@@ -3,7 +3,7 @@
 `matrix_uses` follows weights to their products; this module follows a product's result until the next product reads it. Each
 dimension of an array keeps the dimensions of variables that it counts, its columns:
 
-- A matrix routes if a softmax, a top_k, a sort or an argmax reads its results.
+- A matrix routes if a softmax, a top_k, a sort or an argmax over its columns reads its results.
 - Two dimensions are aligned where an operation or a product pairs them element by element. A dimension of a weight that is
   aligned with the columns of a router counts experts.
 - Of columns that are read one by one, such as queries, keys and values that one product makes, each is a result for itself.
@@ -128,7 +128,7 @@ def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted
     if name == "dot_general":
         return [_of_two_activations(eqn, values, notes)]
     if name in _CHOICES or (name == "reduce_sum" and values[0].function == "exp"):
-        for path in of:
+        for path in _read_together(eqn, values[0], of):
             notes[path].routes = True
     if name in _CHOICES:
         sizes = zip(_columns(values[0], eqn.invars[0]), eqn.invars[0].aval.shape, strict=True)
@@ -152,6 +152,15 @@ def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted
             function = next((value.function for value in values if value != NOTHING), "")
         results.append(Result(_completed(moved, var.aval.shape, chosen), of, function, chosen))
     return results
+
+
+def _read_together(eqn: Any, value: Result, of: frozenset[str]) -> Iterator[str]:
+    """Yields the paths whose columns lie along the dimensions over which an operation sums or chooses, or lie anywhere."""
+    params, groups = eqn.params, _columns(value, eqn.invars[0])
+    last = params.get("dimension", params.get("reduction_dimension", params.get("axis", len(groups) - 1)))
+    over = {path for i in params.get("axes", (last,)) for path, _ in groups[i]}
+    known = {path for group in groups for path, _ in group}
+    yield from (path for path in of if path in over or path not in known)
 
 
 def _of_two_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted]) -> Result:
@@ -197,7 +206,7 @@ def _moved(eqn: Any, number: int, values: Sequence[Result]) -> Columns | None:
         return tuple(first[kept[i]] if i in kept else _NONE for i in range(len(shape)))
     if name in ("top_k", "approx_top_k"):
         return tuple(first[i] if shape[i] == eqn.invars[0].aval.shape[i] else _NONE for i in range(len(shape)))
-    if name.startswith("reduce_") or name in ("argmax", "argmin"):
+    if (name.startswith("reduce_") and "axes" in params) or name in ("argmax", "argmin"):  # not reduce_window
         return tuple(columns for i, columns in enumerate(first) if i not in params["axes"])
     if name in ("concatenate", "pad"):
         joined = [value.columns for value in values if value.columns]

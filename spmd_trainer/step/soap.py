@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -81,8 +82,11 @@ class Soap(MatrixOptimizer):
             if value is not None and not 0 <= value < 1:
                 raise UserError(f"Soap.{name} is {value!r}; it is at least 0 and less than 1, usually 0.95")
         for name, usual in (("precondition_frequency", 10), ("max_precond_dim", 10_000)):
-            if getattr(self, name) < 1:
-                raise UserError(f"Soap.{name} is {getattr(self, name)!r}; it is at least 1, usually {usual}")
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Integral) or value < 1:
+                raise UserError(f"Soap.{name} is {value!r}; it is a whole number of at least 1, usually {usual}")
+        if not self.epsilon >= 0:
+            raise UserError(f"Soap.epsilon is {self.epsilon!r}; it is at least 0, usually 1e-8")
 
     def matrix_state(self, x: jax.Array, choice: Choice) -> dict[str, jax.Array]:
         """Moments and preconditioners. See `MatrixOptimizer`."""

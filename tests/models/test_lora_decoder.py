@@ -12,6 +12,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.decoder import lora
+from spmd_trainer.sharding.even_products import scan_sizes
 from spmd_trainer.step import masks, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.step.matrix_uses import MatrixDims
@@ -222,7 +223,7 @@ def test_the_policy_of_rematerialisation_keeps_no_more_than_without_adapters(pol
         run = functools.partial(step_fns.gradients, LogicalLayout(task, hparams))
         jaxpr = jax.make_jaxpr(lambda v, batch, run=run: run(v, KEY, batch)[::2])(mdl_vars, batch)
         forward = next(eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "scan")
-        kept = forward.outvars[forward.params["num_carry"] :]
+        kept = forward.outvars[scan_sizes(forward.params)[1] :]
         sizes[name] = sum(var.aval.size for var in kept if var.aval.ndim > 2)
     assert 0 < sizes["adapters"] <= sizes["base"]
 

@@ -111,6 +111,8 @@ def test_what_is_no_matrix_moves_as_with_adam_and_has_no_preconditioner():
     [
         ({"beta1": 1.0}, ["Soap.beta1", "1.0", "0.95"]),
         ({"precondition_frequency": 0}, ["precondition_frequency", "0", "10"]),
+        ({"precondition_frequency": 2.5}, ["precondition_frequency", "2.5", "whole number"]),
+        ({"epsilon": -1.0}, ["epsilon", "-1.0"]),
         ({"heads": "joint"}, ["Soap.heads", "joined"]),
         ({"rules": [("w", "rows,col")]}, ["Soap.rules", "rule 1", "cols"]),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_trainer.sharding.even_products import Operands, asked_splits, safe_split
+from spmd_trainer.sharding.even_products import Operands, asked_splits, safe_split, scan_sizes
 from spmd_trainer.sharding.even_program import evenly
 
 MESHES = [(2, 2), (4, 2), (2, 4), *[(2, 2, 2)] * 4]
@@ -238,3 +239,12 @@ def test_windows_of_a_scalar():
     step = lambda x, y: lax.reduce_window(x.sum(), 0.0, lax.add, (), (), ()) + (x @ y).sum()  # noqa: E731
     x, y = np.ones((2, 8, 8), np.float32)
     assert jax.jit(evenly(step, probe.mesh_of((2, 2, 2))))(x, y) == 64 + 512
+
+
+def test_the_operands_of_a_scan_are_counted_in_every_version_of_jax():
+    w, xs = jnp.ones(3), jnp.ones((4, 3))
+    program = jax.make_jaxpr(lambda w, x, xs: jax.lax.scan(lambda c, x: (c * w + x, c.sum()), x, xs))(w, xs[0], xs)
+    assert [scan_sizes(eqn.params) for eqn in program.eqns if eqn.primitive.name == "scan"] == [(1, 1)]
+    # As JAX 0.11 describes them: a tree with a leaf for each operand.
+    tree = types.SimpleNamespace(unpack=lambda: ((None, None), (None,), (None, None, None)))
+    assert scan_sizes({"ft_in": tree}) == (2, 1)

@@ -96,6 +96,27 @@ def test_the_gate_of_a_feed_forward_layer_is_no_router(caplog):
     assert not any(record.levelname == "WARNING" for record in caplog.records)
 
 
+def test_a_softmax_over_another_dimension_makes_no_router():
+    def forward(a, b, d):
+        weights = jax.nn.softmax(X @ a, axis=1)  # over time, as attention with linear cost has it
+        x = jnp.einsum("btf,btd->bfd", weights, X @ b)
+        return jnp.sum(jnp.square(x @ d))
+
+    found = chosen(forward, {"a": (D, F), "b": (D, D), "d": (D, D)})
+    assert [dims(found[name]) for name in "ab"] == [((), (0,), (1,))] * 2
+
+
+@pytest.mark.parametrize("pooled", [jax.lax.add, jax.lax.max])
+def test_matrices_are_found_beside_pooling(pooled):
+    def forward(a, b, d):
+        rows = jax.nn.relu(X @ a)
+        rows = jax.lax.reduce_window(rows, 0.0, pooled, (1, 2, 1), (1, 2, 1), "VALID")
+        return jnp.sum(jnp.square(jnp.tanh(rows @ b) @ d))
+
+    found = chosen(forward, {"a": (D, F), "b": (F, D), "d": (D, D)})
+    assert [dims(found[name]) for name in "ab"] == [((), (0,), (1,))] * 2
+
+
 def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 

@@ -19,11 +19,11 @@ from jax import lax
 from spmd_trainer.decoder.lora import adapted_weight, products
 from spmd_trainer.decoder.lora.adapted_weight import AdaptedWeight
 from spmd_trainer.errors import UserError
-from spmd_trainer.sharding.even_products import scan_sizes
+from spmd_trainer.sharding.even_products import REMAT, scan_sizes
 from spmd_trainer.sharding.even_program import source_of
 from spmd_trainer.sharding.even_rules import bind
 from spmd_trainer.step import tracked_dims as dims
-from spmd_trainer.step.matrix_uses import CALLS, GROUPED, REMATERIALISED
+from spmd_trainer.step.matrix_uses import CALLS, GROUPED
 
 
 def is_adapted(x: Any) -> bool:
@@ -79,7 +79,7 @@ class Interpreter:
         if name in CALLS:
             inner = params.get("jaxpr") or params["call_jaxpr"]
             return self.run(inner.jaxpr, inner.consts, values)
-        if name in REMATERIALISED:
+        if name in REMAT:
             inside = self._inside(self._fresh_key())
             run = jax.checkpoint(
                 lambda *args: inside.run(params["jaxpr"], (), args),
