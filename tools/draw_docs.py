@@ -1,9 +1,17 @@
-"""Draws the pictures of docs/pictures: `python tools/draw_docs.py`. The layouts are computed with the sharding library."""
+"""Draws the pictures of docs/pictures: `python tools/draw_docs.py`. The layouts are computed with the sharding library.
+
+With `--pages` it also runs README's example, and photographs the pages of the run with Chromium.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import pathlib
+import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from html import escape
 
@@ -12,7 +20,8 @@ from jax.sharding import PartitionSpec
 from spmd_trainer.sharding import to_partition_spec, uneven_paddings
 from spmd_trainer.sharding.specs import axes_by_dim
 
-PICTURES = pathlib.Path(__file__).parents[1] / "docs" / "pictures"
+ROOT = pathlib.Path(__file__).parents[1]
+PICTURES = ROOT / "docs" / "pictures"
 MESH = {"replica": 1, "data": 4, "mdl": 2}
 # One colour for each part of the first split dimension.
 COLOURS = ("#cfe3fb", "#d5efd2", "#fce3c5", "#eadcf5", "#f9d3d6", "#d3eeee", "#f3efc3", "#e3e3e3")
@@ -208,10 +217,28 @@ def step_flow() -> str:
 DRAWINGS = {"split_mappings.svg": split_mappings, "padding.svg": padding, "step_flow.svg": step_flow}
 
 
+def photograph_pages() -> None:
+    """Trains README's example, and photographs the pages that it writes."""
+    (example,) = re.findall(r"^```python\n(import .*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [sys.executable, "-c", example], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True
+        )
+        for name, height in (("sharding_report", 560), ("run", 880)):
+            picture = f"--screenshot={PICTURES / name}.png"
+            window = [f"--window-size=1000,{height}", "--virtual-time-budget=4000", "--hide-scrollbars"]
+            page = f"file://{folder}/runs/waves/{name}.html"
+            subprocess.run(
+                ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *window, picture, page], check=True
+            )
+
+
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     for name, draw in DRAWINGS.items():
         (PICTURES / name).write_text(draw())
+    if "--pages" in sys.argv:
+        photograph_pages()
 
 
 if __name__ == "__main__":
