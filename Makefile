@@ -8,7 +8,7 @@ JOB_DIR ?= runs/stdlib_bytes
 # More flags for `make train`, e.g. TRAIN_FLAGS='--fdl.set=task.train.num_train_steps=20'.
 TRAIN_FLAGS ?=
 
-.PHONY: setup train chat test test-all test-planted nightly test-gpu-compiler test-installed docs test-docs interop faults lint format bench plan clean
+.PHONY: setup train chat test test-all test-planted nightly test-gpu-compiler test-installed test-newest-jax docs test-docs interop faults lint format bench plan clean
 
 setup: .venv/.synced
 
@@ -40,6 +40,13 @@ test: setup
 
 test-all: setup
 	$(PYTEST) -m "not slow and not installed and not docs"
+
+# `make test` with the newest JAX that the wheel admits, on Python 3.12; the lock has the newest for 3.11. NEWEST_TESTS: what to run.
+NEWEST_TESTS ?= tests
+test-newest-jax: setup
+	$(UV) venv --quiet --allow-existing --python 3.12 .venv-newest
+	$(UV) pip install --quiet --upgrade --python .venv-newest/bin/python --editable . --group dev
+	.venv-newest/bin/python -m pytest -n 2 --dist loadgroup -m "not full and not slow and not installed and not docs" $(NEWEST_TESTS)
 
 # Both compile with XLA's optimisations reduced, because compilation is most of their time. This runs `make test-all` at XLA's normal
 # level, as users compile. NIGHTLY_TESTS: files or folders to run.

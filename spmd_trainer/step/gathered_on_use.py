@@ -93,7 +93,7 @@ base_layer.BoxedParam.register(GatheredOnUse)
 _NOT_KEPT = frozenset(
     {
         *("all_gather", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "name"),
-        *("pad", "reshape", "rev", "slice", "split", "squeeze", "transpose"),
+        *("pad", "reshape", "rev", "slice", "split", "squeeze", "transpose", "unstack"),
     }
 )
 

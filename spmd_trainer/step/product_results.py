@@ -26,7 +26,7 @@ Columns: TypeAlias = tuple[frozenset[Column], ...]
 _NONE: frozenset[Column] = frozenset()
 _CHOICES = frozenset({"top_k", "approx_top_k", "sort", "argmax", "argmin"})
 _CUTS = frozenset({"slice", "dynamic_slice", "split"})
-_MOVES = _CUTS | {"transpose", "squeeze", "reshape"}
+_MOVES = _CUTS | {"transpose", "squeeze", "reshape", "unstack"}
 # Of exponentials and sigmoids, these return exponentials and sigmoids.
 _KEEP_FUNCTION = dims_lib.SAME_DIMENSIONS | {"convert_element_type", "select_n", "stop_gradient", "div"}
 _BY_ELEMENT = _KEEP_FUNCTION | {
@@ -147,6 +147,9 @@ def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted
             _weigh(value, notes)
         if name in _CUTS:
             _cut(moved, eqn.invars[0].aval.shape, var.aval.shape, notes)
+        if name == "unstack":
+            for path, dim in _columns(values[0], eqn.invars[0])[eqn.params["axis"]]:
+                notes[path].one_by_one.add(dim)
         function = name if name in ("exp", "logistic") else ""
         if name in _KEEP_FUNCTION | _MOVES | {"broadcast_in_dim"}:
             function = next((value.function for value in values if value != NOTHING), "")

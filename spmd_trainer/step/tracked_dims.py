@@ -95,6 +95,10 @@ def moves(eqn: Any, dims: Dims) -> list[Move] | None:
     if eqn.primitive.name == "split":
         name, ends = dims[eqn.params["axis"]].name, list(itertools.accumulate(eqn.params["sizes"]))
         return [Move(dims, (Slice(name, end - n, n),)) for n, end in zip(eqn.params["sizes"], ends, strict=True)]
+    if eqn.primitive.name == "unstack":  # from JAX 0.11 on: `q, k, v = array`
+        axis = eqn.params["axis"]
+        kept, name = (*dims[:axis], *dims[axis + 1 :]), dims[axis].name
+        return [Move(kept, (Slice(name, i, 1), Squeeze(name))) for i in range(len(eqn.outvars))]
     found = _move(eqn, dims)
     return None if found is None else [found]
 
