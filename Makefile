@@ -41,10 +41,12 @@ test: setup
 test-all: setup
 	$(PYTEST) -m "not slow and not installed and not docs"
 
-# `make test` with the newest JAX that the wheel admits, on Python 3.12; the lock has the newest for 3.11. NEWEST_TESTS: what to run.
+# `make test` with the newest JAX that the wheel admits; the lock has the newest for Python 3.11. NEWEST_TESTS: what to run;
+# NEWEST_PYTHON: version or path of an interpreter (uv fetches versions).
 NEWEST_TESTS ?= tests
+NEWEST_PYTHON ?= 3.12
 test-newest-jax: setup
-	$(UV) venv --quiet --allow-existing --python 3.12 .venv-newest
+	$(UV) venv --quiet --allow-existing --python $(NEWEST_PYTHON) .venv-newest
 	$(UV) pip install --quiet --upgrade --python .venv-newest/bin/python --editable . --group dev
 	.venv-newest/bin/python -m pytest -n 2 --dist loadgroup -m "not full and not slow and not installed and not docs" $(NEWEST_TESTS)
 
