@@ -8,7 +8,8 @@ JOB_DIR ?= runs/stdlib_bytes
 # More flags for `make train`, e.g. TRAIN_FLAGS='--fdl.set=task.train.num_train_steps=20'.
 TRAIN_FLAGS ?=
 
-.PHONY: setup train chat test test-all test-planted nightly test-gpu-compiler test-installed test-newest-jax docs test-docs interop faults lint format bench plan clean
+.PHONY: setup train chat test test-all test-planted nightly test-gpu-compiler test-installed test-newest-jax docs test-docs interop faults lint
+.PHONY: format bench plan clean
 
 setup: .venv/.synced
 
@@ -26,12 +27,12 @@ train: setup
 	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=train $(TRAIN_FLAGS)
 	$(RUN) spmd-trainer --exp=lm.stdlib.StdlibBytes --job_log_dir=$(JOB_DIR) --mode=decode_once $(TRAIN_FLAGS)
 
-# From the sources of Python's library to a model that answers questions about it, and CHAT_DIR/report.html. Ten minutes on 2 cores.
-# DEPTH is the one dial, see docs/chat.md.
+# From the sources of Python's library to a model that answers questions about it, and CHAT_DIR/report.html. Ten minutes on 2
+# cores. DEPTH is the one dial, see docs/chat.md.
 CHAT_DIR ?= runs/chat
 DEPTH ?= 2
 chat: setup
-	$(RUN) python tools/chat.py $(CHAT_DIR) --depth=$(DEPTH)
+	$(RUN) python tools/chat.py "$(CHAT_DIR)" --depth="$(DEPTH)"
 
 # The suite of every change: ten minutes on 2 cores. `make test-all` runs every case of every matrix, three quarters of an hour.
 PYTEST := $(RUN) pytest -n 2 --dist loadgroup
@@ -50,19 +51,21 @@ test-newest-jax: setup
 	$(UV) pip install --quiet --upgrade --python .venv-newest/bin/python --editable . --group dev
 	.venv-newest/bin/python -m pytest -n 2 --dist loadgroup -m "not full and not slow and not installed and not docs" $(NEWEST_TESTS)
 
-# Both compile with XLA's optimisations reduced, because compilation is most of their time. This runs `make test-all` at XLA's normal
-# level, as users compile. NIGHTLY_TESTS: files or folders to run.
+# Both compile with XLA's optimisations reduced, because compilation is most of their time. This runs `make test-all` at XLA's
+# normal level, as users compile. NIGHTLY_TESTS: files or folders to run.
 NIGHTLY_TESTS ?= tests
 nightly: setup
 	SPMD_TEST_XLA_OPTIMISATION=normal $(PYTEST) -m "not slow and not installed and not docs" $(NIGHTLY_TESTS)
 
-# Plants each fault of tests/planted/faults.toml in a copy, and runs the tests of `make test` that should notice. A quarter of an hour.
+# Plants each fault of tests/planted/faults.toml in a copy, and runs the tests of `make test` that should notice. A quarter of an
+# hour.
 test-planted: setup
 	$(RUN) python tests/planted/run.py
 
 # Plans for NVIDIA topologies, and Muon's exchanges there, with the compiler alone: a tenth of the extra cuda12, half a minute.
 GPU_COMPILER := .gpu-compiler
-GPU_COMPILER_TESTS := tests/planner/test_plan.py tests/planner/test_nvidia.py tests/step/test_whole_matrices.py tests/kernels/test_grouped_dot.py
+GPU_COMPILER_TESTS := tests/planner/test_plan.py tests/planner/test_nvidia.py tests/step/test_whole_matrices.py \
+    tests/kernels/test_grouped_dot.py
 test-gpu-compiler: setup $(GPU_COMPILER)/.synced
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) python -c "import jax_plugins.xla_cuda12"
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) pytest $(GPU_COMPILER_TESTS)
@@ -82,15 +85,15 @@ docs: setup
 	$(RUN) python tools/draw_docs.py
 	$(RUN) mkdocs build --quiet --strict
 
-# Runs the commands and Python blocks of README and of all pages as pasted, and the notebooks. Five minutes; with DOCS=docs also those
-# that pages mark as slow.
+# Runs the commands and Python blocks of README and of all pages as pasted, and the notebooks. Five minutes; with DOCS=docs also
+# those that pages mark as slow.
 DOCS ?= docs and not slow
 test-docs: setup
 	$(RUN) pytest -n 2 -m "$(DOCS)" tests/test_docs.py tests/test_notebooks.py
 
 # Every model family against Hugging Face transformers, live: logits, training, generation, export. An hour on 2 cores.
-# transformers and torch get an environment of their own. TORCH: the requirement to install; see tests/interop_live/requirements.txt.
-# INTEROP_TESTS: files to run.
+# transformers and torch get an environment of their own. TORCH: the requirement to install; see
+# tests/interop_live/requirements.txt. INTEROP_TESTS: files to run.
 TORCH ?= torch==2.13.0
 INTEROP_DIR := .venv-interop
 INTEROP_TESTS ?= tests/interop_live tests/interop/test_finetune_runs.py tests/test_mesh_equivalence.py
@@ -125,7 +128,8 @@ format: setup
 bench: setup
 	$(RUN) python -m benchmarks
 
-# Compiles cloud and Llama sizes for TPUs and GPUs that aren't here: up to minutes each. Each compiler gets an environment of its own.
+# Compiles cloud and Llama sizes for TPUs and GPUs that aren't here: up to minutes each. Each compiler gets an environment of its
+# own.
 PLAN := UV_PROJECT_ENVIRONMENT=.venv-tpu $(UV) run --frozen --extra tpu
 INSPECT := $(PLAN) spmd-trainer --mode=inspect
 PLAN_GPU := UV_PROJECT_ENVIRONMENT=.venv-gpu $(UV) run --frozen --extra cuda12
@@ -148,7 +152,8 @@ plan: setup
 	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd16B --topology=h200:1x8 --mesh=data:8 $(call ROWS,64) --job_log_dir=runs/plan/16B_h200
 	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd2B --topology=b200:4x8 --mesh=data:32 $(call ROWS,256) --job_log_dir=runs/plan/2B_b200
 	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd16B --topology=b200:4x8 --mesh=data:32 $(call ROWS,256) --job_log_dir=runs/plan/16B_b200
-	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd175B --topology=b200:4x8 --mesh=data:32 $(call ROWS,64) --job_log_dir=runs/plan/175B_b200
+	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd175B --topology=b200:4x8 --mesh=data:32 $(call ROWS,64) \
+	    --job_log_dir=runs/plan/175B_b200
 	$(PLAN) python -m benchmarks.plan_baseline
 	$(PLAN_GPU) python -m benchmarks.plan_baseline '2B h100' '2B h100 mdl' '16B h200' '16B b200'
 	$(PLAN_GPU) python -m benchmarks.attention_memory

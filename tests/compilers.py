@@ -4,9 +4,9 @@ import importlib.util
 
 import pytest
 
-HAS_CUDA = importlib.util.find_spec("jax_plugins") is not None and any(
-    importlib.util.find_spec(f"jax_plugins.xla_{extra}") for extra in ("cuda12", "cuda13")
-)
+from spmd_trainer.planner.topologies import has_gpu_compiler
+
+HAS_CUDA = has_gpu_compiler()
 NEEDS_CUDA = pytest.mark.skipif(
     not HAS_CUDA, reason="the extra cuda12 (or cuda13), with the compiler for GPUs, is not installed"
 )

@@ -12,7 +12,8 @@ $("road-title").textContent = road.title;
 $("road-facts").replaceChildren(...road.facts.map(([name, value, note]) =>
   make("div", { class: "fact" }, make("span", {}, name), make("b", {}, value), make("small", {}, note))));
 fill("stages", ["stage", "what it learns or does", "data", "page", "time"], road.stages, 4);
-$("commands").replaceChildren(...road.commands.map(text => make("p", {}, make("code", { style: "overflow-wrap: anywhere" }, text))));
+const command = text => make("p", {}, make("code", { style: "overflow-wrap: anywhere" }, text));
+$("commands").replaceChildren(...road.commands.map(command));
 fill("scores", road.scores.names, road.scores.rows, 1);
 $("scores-note").textContent = road.scores.note;
 fill("talk", ["question", "answer", "right answer", "question is"], road.talk, 4);

@@ -13,10 +13,12 @@ from etils import epath
 from spmd_trainer.experiments.lm import stdlib_questions
 from spmd_trainer.sharding import page
 from spmd_trainer.sharding.messages import bytes_text, format_duration
+from spmd_trainer.storage import run_files
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.training.summary_writers import read_metrics
 from spmd_trainer.watch.pages import shared
 from spmd_trainer.watch.pages.run_page import PageData
+from spmd_trainer.watch.pages.run_texts import sample_files
 
 # What nanochat's README counts for a GPU.
 DOLLARS_AN_HOUR = 3.0
@@ -46,7 +48,7 @@ def write(road: pathlib.Path, depth: int, rows: Sequence[Mapping[str, Any]], tal
     """
     seconds = sum(row["seconds"] for row in rows)
     scores = {name: scores_of(road, name) for name in RUNS[1:]}
-    bits = _last(road / "pretrain", "eval_heldout", "bits_per_byte")
+    bits = _last(road, "pretrain", "eval_heldout", "bits_per_byte")
     parameters = json.loads((road / "pretrain" / "run.json").read_text())["parameters"]
     of_talk = [[row["question"], row["said"], row["answer"], _WHAT[row["set"]]] for row in talk]
     best = scores["prefer"]
@@ -54,10 +56,11 @@ def write(road: pathlib.Path, depth: int, rows: Sequence[Mapping[str, Any]], tal
         "title": f"Depth {depth}: {parameters:,} parameters",
         "facts": [
             ["Time", format_duration(seconds), "all stages"],
-            ["Held-out text", f"{bits:.3f}", "bits per byte, after pretraining"],
+            ["Held-out text", "-" if bits is None else f"{bits:.3f}", "bits per byte, after pretraining"],
             *(
                 [_WHAT[name].capitalize(), f"{best[name][0]:.0%}", "right to the letter"]
                 for name in stdlib_questions.SETS
+                if name in best
             ),
         ],
         "stages": [_stage(road, row) for row in rows],
@@ -81,26 +84,34 @@ def write(road: pathlib.Path, depth: int, rows: Sequence[Mapping[str, Any]], tal
 
 
 def scores_of(road: pathlib.Path, run: str) -> dict[str, tuple[float, str]]:
-    """Returns a run's share of right answers in each set, of 'pairs' and, with lm-eval, of 'choices'; each with a note."""
-    found = {}
+    """Returns a run's share of right answers in each set, of 'pairs' and of 'choices', each with a note.
+
+    What wasn't measured is left out.
+    """
+    found, samples = {}, sample_files(epath.Path(road / run))
     for name in stdlib_questions.SETS:
         asked = [json.loads(line) for line in (road / "data" / "asked" / f"{name}.jsonl").open()]
-        (newest,) = (road / run / "decode_out" / name).glob("step_*.jsonl")
-        said = {row["index"]: row["output"] for row in map(json.loads, newest.open())}
+        of_steps = samples.get(f"decode_out/{name}")
+        if not (asked and of_steps):
+            continue
+        lines = of_steps[max(of_steps)].read_text().splitlines()
+        said = {row["index"]: row["output"] for row in map(json.loads, lines)}
         right = [said[index].strip() == row["answer"] for index, row in enumerate(asked)]
         of_kind = {kind: [one for one, row in zip(right, asked, strict=True) if row["kind"] == kind] for kind in _KINDS}
         note = ", ".join(f"{kind} {sum(some)}/{len(some)}" for kind, some in of_kind.items())
         found[name] = (sum(right) / len(right), note)
-    found["pairs"] = (_last(road / f"choose_{run}", "eval_heldout", "rewards/accuracies"), "")
-    if (road / run / "summaries" / _OF_LM_EVAL).exists():
-        found["choices"] = (_last(road / run, _OF_LM_EVAL, "acc"), "")
+    pairs = _last(road, run, "eval_heldout", "rewards/accuracies", measured_in=f"choose_{run}")
+    for name, share in (("pairs", pairs), ("choices", _last(road, run, _OF_LM_EVAL, "acc"))):
+        if share is not None:
+            found[name] = (share, "")
     return found
 
 
-def _last(run: pathlib.Path, folder: str, name: str) -> float:
-    """Returns the last value of a scalar."""
-    records = read_metrics(run, folder)
-    return float(records[max(records)][name])
+def _last(road: pathlib.Path, run: str, folder: str, name: str, measured_in: str | None = None) -> float | None:
+    """Returns a scalar of a run's last step, which another directory may have; None if it wasn't measured at that step."""
+    last_step = run_files.read_record(epath.Path(road / run)).get("last_step")
+    value = read_metrics(road / (measured_in or run), folder).get(last_step, {}).get(name)
+    return None if value is None else float(value)
 
 
 def _score_table(scores: Mapping[str, Mapping[str, tuple[float, str]]]) -> dict[str, Any]:
@@ -141,6 +152,11 @@ def _plan(road: pathlib.Path) -> list[str]:
             "PYTHONPATH=.gpu-compiler make chat adds the plan."
         ]
     found, settings = json.loads(plan.read_text()), (road / "pretrain" / "config.txt").read_text()
+    if found["fits"] is False:
+        needs, has = bytes_text(found["total"]), bytes_text(found["memory"])
+        return [
+            f"Pretraining as here doesn't fit one H100: it needs {needs}, of {has}. More --num_minibatches need less."
+        ]
     steps = int(re.search(r"^task.train.num_train_steps: (\d+)$", settings, re.MULTILINE)[1])
     shortest, longest = (found["estimate"][name] for name in ("shortest", "longest"))
     seconds = [format_duration(steps * one) for one in (shortest, longest)]

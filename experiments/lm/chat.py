@@ -11,7 +11,7 @@ runs `tools/chat.py`, which prints each stage's command. The stages, with the fo
 | pretraining | `--exp=lm.chat.Pretrain --job_log_dir=ROAD/pretrain` | `data`, `tokenizer` | `ROAD/pretrain` |
 | answers | `--exp=lm.chat.Answers --job_log_dir=ROAD/answers` | `ROAD/pretrain` | `ROAD/answers` |
 | preferences | `--exp=lm.chat.Prefer --job_log_dir=ROAD/prefer` | `ROAD/answers` | `ROAD/prefer` |
-| choices | `--exp=lm.chat.Choose --mode=eval ...` | `ROAD/prefer` | `ROAD/choose` |
+| choices | `--exp=lm.chat.Choose --mode=eval ...` | `ROAD/answers`, `ROAD/prefer` | `ROAD/choose_answers`, `ROAD/choose_prefer` |
 
 The rules of `Sizes` are those of nanochat (Karpathy 2025, github.com/karpathy/nanochat, `scripts/base_train.py`), where not said
 otherwise. Its d12 is the reference, whose rates and batch were measured; here D is the width, N the parameters of the matrices
@@ -60,6 +60,21 @@ from spmd_trainer.step.muon import Muon
 _MOST_VOCABULARY, _LONGEST_ROW = 2**15, 2048
 _REFERENCE_DEPTH, _REFERENCE_BATCH = 12, 2**19
 _CHAT_ROW, _WIDE = 128, 512
+# Of one minibatch, width * layers * tokens: planned for an H100, less than 60% of its 80 GB.
+_MOST_ACTIVATIONS = 1.7e9
+# Evaluation knows no minibatches, and the logits of all rows are its largest array.
+_MOST_HELDOUT_ROWS = 32
+
+
+def _check_count(name: str, value: object, example: int) -> int:
+    """Returns a number of something.
+
+    Raises:
+      UserError: it isn't a whole number from 1 on.
+    """
+    if type(value) is not int or value < 1:
+        raise UserError(f"{name}={value!r}; give a whole number, 1 or more, e.g. --fdl.{name}={example}")
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +90,7 @@ class Sizes:
     tokens_per_parameter: float = 20.0
 
     def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise UserError(f"DEPTH={self.depth}; give 1 or more layers, e.g. --fdl.DEPTH=2")
+        _check_count("DEPTH", self.depth, 2)
 
     @property
     def width(self) -> int:
@@ -110,6 +124,12 @@ class Sizes:
         tokens = _REFERENCE_BATCH * (self.scaling_parameters / reference) ** 0.383
         return max(1, 2 ** round(math.log2(tokens / self.row)))
 
+    @property
+    def minibatches(self) -> int:
+        """Parts of a batch of `rows`, one after the other, with which one GPU of 80 GB can pretrain."""
+        activations = self.rows * self.row * self.width * self.depth
+        return min(self.rows, 2 ** max(0, math.ceil(math.log2(activations / _MOST_ACTIVATIONS))))
+
     def steps(self, rows: int) -> int:
         """Returns the steps of pretraining with batches of this many rows."""
         return max(10, round(self.tokens_per_parameter * self.scaling_parameters / (rows * self.row)))
@@ -136,8 +156,8 @@ class Stage(experiment.DecoderExperiment):
       FROM: run whose newest variables this one begins with; None: that of the stage before.
       TOKENS_PER_PARAMETER: see `Sizes`.
       RATE: factor of the learning rates of `Sizes`.
-      STEPS: steps of training.
-      ROWS: rows of a batch; None: as many as `Sizes.rows`.
+      STEPS: steps of training; None: as many as `Sizes.steps`.
+      ROWS: rows of a batch; None: as many as `Sizes.rows`. The rates stay those of that many; see RATE.
       FPROP_DTYPE: dtype of the computation; None: bfloat16 from a width of 512 on, below it float32, which CPUs are quicker in.
       CHECKPOINT_POLICY: rematerialisation policy; None: from that width on products are saved, below it everything.
     """
@@ -161,18 +181,18 @@ class Stage(experiment.DecoderExperiment):
 
     def steps(self) -> int:
         """Returns the steps of training."""
-        return self.STEPS or self.sizes().steps(self.rows())
+        return self.sizes().steps(self.rows()) if self.STEPS is None else _check_count("STEPS", self.STEPS, 100)
 
     def rows(self) -> int:
         """Returns the rows of a batch."""
-        return self.ROWS or self.sizes().rows
+        return self.sizes().rows if self.ROWS is None else _check_count("ROWS", self.ROWS, 32)
 
     def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
         return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def file(self, *parts: str) -> str:
-        """Returns a path in ROAD."""
-        return os.path.join(self.ROAD, *parts)
+        """Returns a path in ROAD, which an override like ROAD=2024 makes a number."""
+        return os.path.join(str(self.ROAD), *parts)
 
     def spec(self) -> Config[DecoderSpec]:
         """Returns the model: as Qwen 3 (arXiv:2505.09388), so that it can be exported as one."""
@@ -214,7 +234,7 @@ class Stage(experiment.DecoderExperiment):
         task_p.train.set(num_train_steps=steps, eval_interval_steps=every, save_interval_steps=every)
         task_p.train.set(eval_skip_train=True, summary_interval_steps=max(1, steps // 50), save_max_to_keep=1)
         if begins_with := self.FROM or (self._before and self.file(self._before)):
-            task_p.train.init_from_checkpoint_rules = {begins_with: CheckpointLoadingRules(load_rules=[LOAD_ALL])}
+            task_p.train.init_from_checkpoint_rules = {str(begins_with): CheckpointLoadingRules(load_rules=[LOAD_ALL])}
         return task_p
 
     def _input(self, cls: Any, name: str, **fields: Any) -> Any:
@@ -222,7 +242,8 @@ class Stage(experiment.DecoderExperiment):
         if name == "train":
             fields = {**fields, "is_training": True, "input_random_seed": 17}
         shared = {"tokenizer": self.file("tokenizer"), "seq_len": _CHAT_ROW}
-        batch = Config(rows_per_process, global_batch_size=self.rows())
+        rows = self.rows() if name == "train" else min(self.rows(), _MOST_HELDOUT_ROWS)
+        batch = Config(rows_per_process, global_batch_size=rows)
         return Config(cls, name=name, **{**shared, "batch_size": batch, **fields})
 
 
@@ -255,7 +276,6 @@ class Pretrain(Stage):
 class Answers(Stage):
     """Learns to answer: questions and answers, of which the answers count. Begins with `Pretrain`'s variables."""
 
-    RATE = 1.0
     STEPS = 300
     ROWS = 32
     _before = "pretrain"

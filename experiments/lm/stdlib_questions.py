@@ -33,7 +33,7 @@ import pathlib
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from spmd_trainer.inputs import stdlib_text
 
@@ -118,8 +118,11 @@ SPECIAL_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>")
 SETS = ("trained", "new_phrasing", "new_names")
 TASK = "stdlib_questions"
 _PER_SET = 96
+# Wrong answers of a question.
+_WRONG = 3
 _MOST_SENTENCE = 90
 _MOST_PARAMETERS = 6
+_T = TypeVar("_T")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 
 
@@ -196,12 +199,12 @@ def write(
 
     Args:
       directory: where; it is made if it is missing.
-      num_entries: use every so many-th entry, so that about this many remain; None for all.
+      num_entries: use about this many, those of `_some`; None for all.
       source_bytes: stop each part of the sources once it has this many bytes; None for all.
     """
     folder = pathlib.Path(directory)
     known = entries()
-    known = known[:: max(1, len(known) // num_entries)] if num_entries else known
+    known = _some(known, num_entries) if num_entries else known
     reference = ["\n\n".join(e.reference() for e in known if e.module == module) for module in MODULES]
     _write(folder / "train.jsonl", _texts(stdlib_text.stdlib_train_files(), source_bytes, filter(None, reference)))
     _write(folder / "heldout.jsonl", _texts(stdlib_text.stdlib_heldout_files(), source_bytes))
@@ -215,16 +218,17 @@ def write(
     heldout = [*_spread(asked["new_phrasing"], _PER_SET), *_spread(asked["new_names"], _PER_SET)]
     _write(folder / "pairs_heldout.jsonl", map(_pair, heldout))
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    _write_task(folder / "lm_eval", _spread(asked["new_phrasing"], _PER_SET))
+    with_choices = [one for one in asked["new_phrasing"] if len(one.wrong) == _WRONG]
+    _write_task(folder / "lm_eval", _spread(with_choices, _PER_SET))
 
 
 class Asked(NamedTuple):
-    """A question of a kind, its answer, and three wrong answers of that kind."""
+    """A question of a kind, its answer, and wrong answers of that kind: three, or the one or two that there are."""
 
     kind: str
     question: str
     answer: str
-    wrong: tuple[str, str, str]
+    wrong: tuple[str, ...]
 
 
 def questions(known: Sequence[Entry]) -> dict[str, list[Asked]]:
@@ -245,12 +249,19 @@ def questions(known: Sequence[Entry]) -> dict[str, list[Asked]]:
     return found
 
 
-def _wrong(answer: str, among: Sequence[str], key: str) -> tuple[str, str, str]:
-    """Returns three other answers, drawn by a checksum of `key`."""
+def _some(known: Sequence[Entry], number: int) -> list[Entry]:
+    """Returns about this many entries that have all kinds of questions, a part of them held out: no set lacks a kind."""
+    complete = [entry for entry in known if len(entry.answers()) == len(PHRASINGS)]
+    of_each = [[entry for entry in complete if entry.is_heldout == is_heldout] for is_heldout in (False, True)]
+    some = [entry for part in of_each for entry in _spread(part, max(1, round(number * len(part) / len(complete))))]
+    return sorted(some, key=lambda entry: entry.path)
+
+
+def _wrong(answer: str, among: Sequence[str], key: str) -> tuple[str, ...]:
+    """Returns three other answers, or the few that there are, drawn by a checksum of `key`."""
     start = zlib.crc32(key.encode())
     others = [one for one in among if one != answer] or ["I do not know."]
-    first, second, third = (others[(start + 7919 * number) % len(others)] for number in range(3))
-    return first, second, third
+    return tuple(others[(start + 7919 * number) % len(others)] for number in range(min(_WRONG, len(others))))
 
 
 def _public(module: object) -> list[str]:
@@ -309,7 +320,7 @@ def _pair(asked: Asked) -> dict[str, list[dict[str, str]]]:
     return {"prompt": _chat(asked.question), **sides}
 
 
-def _spread(rows: Sequence[Asked], most: int) -> list[Asked]:
+def _spread(rows: Sequence[_T], most: int) -> list[_T]:
     """Returns at most this many rows, from all parts of the list."""
     return [rows[number * len(rows) // most] for number in range(most)] if len(rows) > most else list(rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 from collections.abc import Sequence
@@ -31,6 +32,11 @@ def run_on_host() -> None:
     Call it before JAX initialises any device.
     """
     jax.config.update("jax_platforms", "cpu")
+
+
+def has_gpu_compiler() -> bool:
+    """Returns True if JAX's plugin for CUDA is installed, which compiles for GPUs; imports none."""
+    return bool(importlib.util.find_spec("jax_plugins")) and any(map(importlib.util.find_spec, _PLUGINS.values()))
 
 
 def topology_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]:

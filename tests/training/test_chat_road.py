@@ -52,8 +52,10 @@ def test_what_the_dial_says():
         tokens = sizes.steps(sizes.rows) * sizes.rows * sizes.row
         assert tokens == pytest.approx(20 * sizes.scaling_parameters, rel=0.01)
         assert sizes.width % sizes.heads == 0
-    with raises_naming(UserError, "DEPTH=0", "--fdl.DEPTH=2"):
-        Sizes(0)
+    assert [Sizes(depth).minibatches for depth in (2, 12, 20, 26)] == [1, 4, 16, 32], "as docs/chat.md says"
+    for depth in (0, 2.5):
+        with raises_naming(UserError, f"DEPTH={depth}", "--fdl.DEPTH=2"):
+            Sizes(depth)
 
 
 @pytest.mark.parametrize("experiment", ["Pretrain", "Answers", "Prefer", "Choose"])
@@ -80,6 +82,17 @@ def test_a_stage_begins_with_any_run(road):
     ]
 
 
+@pytest.mark.parametrize(("given", "example"), [("STEPS=0", "--fdl.STEPS=100"), ("ROWS=0", "--fdl.ROWS=32")])
+def test_nothing_to_do_is_not_the_default(road, given, example):
+    with raises_naming(UserError, given, example):
+        experiment_config.resolve("lm.chat.Pretrain", (f"ROAD={road}", given)).task_p  # noqa: B018
+
+
+def test_a_road_that_looks_like_a_number():
+    rules = experiment_config.resolve("lm.chat.Answers", ("ROAD=2024",)).task_p.train.init_from_checkpoint_rules
+    assert list(rules) == ["2024/pretrain"]
+
+
 def test_questions_are_kept_apart():
     known = stdlib_questions.entries()
     heldout = {entry.name for entry in known if entry.is_heldout}
@@ -103,11 +116,20 @@ def test_questions_are_kept_apart():
 def test_files_of_the_data(road):
     data = road / "data"
     assert len(rows(data / "asked/new_phrasing.jsonl")) > 30
+    for name in stdlib_questions.SETS:
+        assert {row["kind"] for row in rows(data / f"asked/{name}.jsonl")} == set(stdlib_questions.PHRASINGS)
     for row in rows(data / "pairs.jsonl"):
         assert row["chosen"] != row["rejected"]
     for row in rows(data / f"lm_eval/{stdlib_questions.TASK}_choices.jsonl"):
         assert len(set(row["choices"])) == 4
     assert (data / "train.jsonl").stat().st_size < 80_000
+
+
+def test_wrong_answers_that_are_few_are_not_repeated():
+    known = [stdlib_questions.Entry("re", f"name{number}", f"Says {number}.", None) for number in range(3)]
+    asked = stdlib_questions.questions(known)
+    assert {one.wrong for one in asked["chats"] if one.kind == stdlib_questions.WHERE} == {("I do not know.",)}
+    assert {len(set(one.wrong)) for one in asked["chats"] if one.kind == stdlib_questions.DOES} == {2}
 
 
 def test_bytes_of_a_label(tmp_path):
@@ -133,6 +155,76 @@ def test_a_stage_that_was_interrupted_is_not_finished(tool, tmp_path, status, pr
     (tmp_path / "run.json").write_text(json.dumps({"experiment": "lm.chat.Pretrain", "status": status}))
     assert tool._problem(tool.Stage("pretrain", "", "keyword", (), tmp_path)) == problem
     assert tool._problem(tool.Stage("other", "", "no_such_module", ())) == "ended with status 1"
+
+
+def test_an_interruption_counts_although_the_run_has_finished(tool, tmp_path, monkeypatch):
+    """In the last evaluation."""
+    (tmp_path / "run.json").write_text(json.dumps({"experiment": "lm.chat.Pretrain", "status": "finished"}))
+    waited = iter([KeyboardInterrupt(), 0])
+
+    def wait(self):
+        if isinstance(found := next(waited), KeyboardInterrupt):
+            raise found
+        return found
+
+    monkeypatch.setattr(tool.subprocess.Popen, "wait", wait)
+    assert tool._problem(tool.Stage("pretrain", "", "keyword", (), tmp_path)) == "was interrupted"
+
+
+@pytest.mark.parametrize(("code", "problem"), [("open({!r}, 'w'); exit(2)", ""), ("exit(2)", "ended with status 2")])
+def test_a_plan_that_does_not_fit_is_finished(tool, tmp_path, monkeypatch, code, problem):
+    plan = tmp_path / "plan.json"
+    plan.write_text("of an earlier try")
+    monkeypatch.setattr(tool.Stage, "command", lambda stage: [sys.executable, "-c", code.format(str(plan))])
+    assert tool._problem(tool.Stage("plan", "", "", (), result=plan)) == problem
+
+
+def test_the_stages_of_a_deep_model(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "has_gpu_compiler", lambda: True)
+    stages = {stage.name: stage for stage in tool.stages(tmp_path, 12, quick=False)}
+    with_parts = {name for name, stage in stages.items() if "--num_minibatches=4" in stage.arguments}
+    assert with_parts == {"pretrain", "plan"}
+    assert stages["plan"].result == tmp_path / "plan/plan.json"
+
+
+def test_a_torn_line_of_the_log(tool, tmp_path):
+    log = tmp_path / "stages.jsonl"
+    assert tool._finished(log) == {}
+    log.write_text('{"name": "data", "command": "a"}\n{"name": "toke')
+    assert tool._finished(log) == {"data": {"name": "data", "command": "a"}}
+
+
+@pytest.mark.parametrize("depth", ["0", "-1", "2.5"])
+def test_a_depth_that_is_none(tool, tmp_path, capsys, depth):
+    with pytest.raises(SystemExit) as left:
+        tool.main([str(tmp_path / "road"), f"--depth={depth}"])
+    assert left.value.code == 2
+    assert f"--depth: {depth!r}" in capsys.readouterr().err
+    assert not (tmp_path / "road").exists()
+
+
+def test_scores_are_those_of_the_last_step(tool, tmp_path):
+    report, asked = tool.chat_report, {"messages": [], "answer": "yes", "kind": stdlib_questions.WHERE}
+    for path, lines in {
+        "prefer/run.json": [{"status": "finished", "last_step": 100}],
+        "prefer/decode_out/trained/step_00000100.jsonl": [{"index": 0, "output": "yes"}],
+        "prefer/decode_out/trained/step_00000050.jsonl": [{"index": 0, "output": "no"}],
+        "choose_prefer/summaries/eval_heldout/metrics.jsonl": [{"step": 50, "rewards/accuracies": 0.5}],
+        "data/asked/trained.jsonl": [asked],
+        **{f"data/asked/{name}.jsonl": [] for name in stdlib_questions.SETS[1:]},
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report.scores_of(tmp_path, "prefer") == {"trained": (1.0, "where 1/1, does 0/0, takes 0/0")}
+
+
+def test_the_report_of_a_plan_that_does_not_fit(tool, tmp_path):
+    for name in ("plan", "pretrain"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pretrain/config.txt").write_text("")
+    (tmp_path / "plan/plan.json").write_text(json.dumps({"fits": False, "total": 90 * 2**30, "memory": 80 * 2**30}))
+    (sentence,) = tool.chat_report._plan(tmp_path)
+    assert "doesn't fit one H100: it needs 90.0 GiB, of 80.0 GiB" in sentence
 
 
 @pytest.mark.full

@@ -216,6 +216,17 @@ def test_several_runs_share_curves_and_show_what_differs(tmp_path):
     assert data["runs"][1]["restarts"] == [60], "seen in the summaries where there are no times"
 
 
+def test_a_dataset_that_a_run_lacks_is_one_difference(tmp_path):
+    """Unless others that have it differ in its fields."""
+    without = make_run(tmp_path / "without")
+    dataset = "decode_datasets[0]: Text\ndecode_datasets[0].rows: {}\ndecode_datasets[0].start: 'eos'"
+    few, many = (make_run(tmp_path / str(rows), extra_setting=dataset.format(rows)) for rows in (8, 9))
+    root = {"path": "decode_datasets[0]", "values": [None, "Text"]}
+    assert read(without, few)["differences"]["rows"] == [root]
+    three = [row["path"] for row in read(without, few, many)["differences"]["rows"]]
+    assert three == ["decode_datasets[0]", "decode_datasets[0].rows"]
+
+
 def test_names_tell_runs_apart():
     paths = [epath.Path(path) for path in ("/a/lr1/run", "/a/lr2/run", "/b/run2")]
     assert names_of(paths) == ["lr1/run", "lr2/run", "b/run2"]

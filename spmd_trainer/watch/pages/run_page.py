@@ -86,7 +86,10 @@ def names_of(paths: Sequence[epath.Path]) -> list[str]:
 
 
 def _differences(settings: Sequence[Mapping[str, str]]) -> Record:
-    """Returns the settings that are not the same in all runs that have settings: path and the value of each run."""
+    """Returns the settings that are not the same in all runs that have settings: path and the value of each run.
+
+    Of a part that some runs lack as a whole, such as a dataset, its class is the only row; and what differs among the others.
+    """
     known = [one for one in settings if one]
     paths = sorted({path for one in known for path in one})
     rows = [
@@ -95,6 +98,16 @@ def _differences(settings: Sequence[Mapping[str, str]]) -> Record:
             "values": [config_lines.around_difference(one.get(path), known[0].get(path)) for one in settings],
         }
         for path in paths
-        if len({one.get(path) for one in known}) > 1 and not config_lines.is_flag_of_some(path, known)
+        if len({one.get(path) for one in known}) > 1
+        and not config_lines.is_flag_of_some(path, known)
+        and not _is_of_missing_part(path, known)
     ]
     return {"rows": rows[:_MOST_DIFFERENCES], "left_out": max(0, len(rows) - _MOST_DIFFERENCES)}
+
+
+def _is_of_missing_part(path: str, known: Sequence[Mapping[str, str]]) -> bool:
+    """Returns True if the runs that have a setting agree on it, and the others lack a part of the experiment that it is in."""
+    names = path.split(".")
+    parts = [".".join(names[:length]) for length in range(1, len(names))]
+    agree = len({one[path] for one in known if path in one}) == 1
+    return agree and any(all((part in one) == (path in one) for one in known) for part in parts)
