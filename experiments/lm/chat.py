@@ -247,7 +247,7 @@ class Stage(experiment.DecoderExperiment):
         return Config(cls, name=name, **{**shared, "batch_size": batch, **fields})
 
 
-@experiment_registry.register
+@experiment_registry.register(tags=["needs_folder"])
 class Pretrain(Stage):
     """Pretraining on the sources and the reference of Python's library, with Muon; the first stage of `lm.chat`."""
 
@@ -272,7 +272,7 @@ class Pretrain(Stage):
         return task_p
 
 
-@experiment_registry.register
+@experiment_registry.register(tags=["needs_folder"])
 class Answers(Stage):
     """Learns to answer: questions and answers, of which the answers count. Begins with `Pretrain`'s variables."""
 
@@ -299,7 +299,7 @@ class Answers(Stage):
         ]
 
 
-@experiment_registry.register
+@experiment_registry.register(tags=["needs_folder"])
 class Prefer(Answers):
     """Learns which of two answers is right (DPO, Rafailov et al. 2023). Begins with `Answers`' variables.
 
@@ -326,7 +326,7 @@ class Prefer(Answers):
         return model_p.set(preference=Config(PreferenceLoss, loss=self.LOSS, beta=self.BETA))
 
 
-@experiment_registry.register
+@experiment_registry.register(tags=["needs_folder"])
 class Choose(Prefer):
     """Of two answers to a question, is the right one likelier for each of its tokens? `--mode=eval`, with a run's checkpoint.
 

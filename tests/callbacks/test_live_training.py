@@ -45,9 +45,10 @@ class Run:
         )
         self.partitioner = types.SimpleNamespace(metadata=metadata)
         self.task = types.SimpleNamespace(
+            model=None,
             train=types.SimpleNamespace(
                 log_train_output_interval_steps=2, summary_interval_steps=2, batch_ramp=None, sequence_ramp=None
-            )
+            ),
         )
         self.activity = ("training step 1", 0.0)
         self.logged = {}
