@@ -106,7 +106,7 @@ def test_a_budget_of_no_time(text):
         ),
         pytest.param(
             ["--mode=eval", "--num_minibatches=2"],
-            ("--num_minibatches goes with", "--mode=train, inspect, plan", "verify and replay"),
+            ("--num_minibatches goes with", "--mode=train, sweep, inspect, plan", "verify and replay"),
             marks=pytest.mark.full,
         ),
         pytest.param(
