@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from absl import flags
@@ -162,27 +162,32 @@ def help_page(topic: str = "") -> str:
         raise UserError(f"--help={topic}: there is no such mode{near}")
     width = min(100, shutil.get_terminal_size().columns)
     parts = ["Usage: spmd-trainer --exp=NAME --job_log_dir=DIR [--mode=MODE] [FLAGS]\n"]
-    if topic:
-        shown = MODES.items() if topic == "all" else [(topic, MODES[topic])]
-        parts.append("\nModes\n" if topic == "all" else "\n")
-        parts += [_entry(f"--mode={name}", mode.help, width) for name, mode in shown]
+    if topic == "all":
+        parts += ["\nModes\n", *(_entry(f"--mode={name}", mode.help, width) for name, mode in MODES.items())]
+        groups = _groups(all_settings())
+    elif topic:
+        parts += ["\n", _entry(f"--mode={topic}", MODES[topic].help, width)]
+        # What this mode alone has comes first.
+        groups = sorted(_groups(mode_settings(topic)), key=lambda group: "--mode=" not in group[0])
     else:
         parts.append("\nModes (--help=MODE shows what one does, and its flags; --help=all shows all)\n")
         parts += [f"  {name:<12}{_first_sentence(mode.help)}\n" for name, mode in MODES.items()]
-    groups: dict[str, list[Setting]] = {}
-    for about in all_settings() if topic in ("", "all") else mode_settings(topic):
-        if topic or about.group in _GENERAL_GROUPS:
-            groups.setdefault(about.group, []).append(about)
-    # What one mode alone has comes first on its page.
-    for group, members in sorted(
-        groups.items(), key=lambda item: bool(topic) and topic != "all" and "--mode=" not in item[0]
-    ):
-        parts.append(f"\n{group}\n")
+        groups = [group for group in _groups(all_settings()) if group[0] in _GENERAL_GROUPS]
+    for title, members in groups:
+        parts.append(f"\n{title}\n")
         for about in members:
             what = about.off or about.help
             parts.append(_entry(_head(about), what if topic else _first_sentence(what), width))
     parts.append(f"\nExamples\n{_EXAMPLES}")
     return "".join([*parts, _EXIT_STATUS] if topic == "all" else parts)
+
+
+def _groups(settings: Iterable[Setting]) -> list[tuple[str, list[Setting]]]:
+    """Returns the settings of each group, with its title."""
+    found: dict[str, list[Setting]] = {}
+    for about in settings:
+        found.setdefault(about.group, []).append(about)
+    return list(found.items())
 
 
 def _first_sentence(what: str) -> str:

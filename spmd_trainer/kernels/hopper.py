@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from spmd_trainer.kernels import chips
 
@@ -107,8 +108,6 @@ def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
     Steps begin at multiples of `_STEP`, so the first and the last one can hold rows of other groups, which are set to zero.
     `rows` and `others` must be finite everywhere.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     tiles = (rows.shape[1] // _BLOCK, others.shape[1] // _BLOCK)
     neighbours = next(n for n in _NEIGHBOURS if tiles[1] % n == 0)
     tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -161,8 +160,6 @@ def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
 
 def _store(held, found: jax.Array, target) -> None:
     """Writes a block of results by way of shared memory."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     held[...] = found.astype(held.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(held, target)
@@ -170,8 +167,6 @@ def _store(held, found: jax.Array, target) -> None:
 
 
 def _transposed(x):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     # JAX 0.11 has a method where 0.10 has a function.
     return x.transpose((1, 0)) if hasattr(x, "transpose") else plgpu.transpose_ref(x, (1, 0))
 

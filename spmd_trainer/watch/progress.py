@@ -13,6 +13,7 @@ from absl import logging
 from spmd_trainer.callbacks import Callback, Run
 from spmd_trainer.sharding.messages import format_duration, format_seconds
 from spmd_trainer.step.packing import Scalars
+from spmd_trainer.train_states import PyTree
 from spmd_trainer.training import ramps, rooms
 from spmd_trainer.training.live_status import Memory, TrainingStatus, live
 
@@ -147,6 +148,7 @@ class ProgressLines(Callback):
           upcoming: returns what is due next after a step, and at which step; see `Schedule.upcoming`. For the live line.
         """
         self._progress: Progress | None = None
+        self._batch: PyTree = None
         self._is_first = True
         self._upcoming = upcoming
 
@@ -158,8 +160,10 @@ class ProgressLines(Callback):
     def after_pause(self, run: Run, step: int) -> None:
         """Starts the clock again: evaluations, saves and compilation don't count as training."""
         self._progress = self._progress or _make_progress(run)
-        self._progress.items_per_step = items_per_step(run)[0]
-        self._progress.flops_per_item = flops_per_item(run)
+        if run.batch is not self._batch:  # the first one, or that of another stage of a ramp
+            self._batch = run.batch
+            self._progress.items_per_step = items_per_step(run)[0]
+            self._progress.flops_per_item = flops_per_item(run)
         self._progress.peak_flops = _peak_flops(run)
         self._progress.memory = _memory(run)
         self._progress.start(step)
