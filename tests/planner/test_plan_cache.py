@@ -63,8 +63,9 @@ def test_other_settings_do_not_use_what_was_kept(tmp_path, as_h100, monkeypatch)
     fresh = plan_search.Search(other, ()).outcomes
     plan_report.Store(other, ()).read(fresh)
     assert not any(outcome.is_known for outcome in fresh)
-    same = plan_search.Search(make_job(tmp_path), ()).outcomes
-    store.read(same)
+    same_job = make_job(tmp_path)
+    same = plan_search.Search(same_job, ()).outcomes
+    plan_report.Store(same_job, ()).read(same)
     assert all(outcome.is_known for outcome in same)
 
 
