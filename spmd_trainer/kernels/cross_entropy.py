@@ -75,7 +75,10 @@ def cross_entropy(
     matrix: jax.Array,
     labels: jax.Array,
     *,
+    biases: jax.Array | None = None,
     softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    vocab_size: int | None = None,
     split: VocabularySplit = VocabularySplit(),
 ) -> TokenLosses:
     """Computes the cross entropy of `hidden` times the rows of `matrix`.
@@ -86,7 +89,11 @@ def cross_entropy(
       hidden: [B, T, D].
       matrix: [V, D], of the same dtype.
       labels: int32 [B, T], 0 to V - 1.
+      biases: added to each token's products, [V]; None: nothing is.
       softcap: logits become softcap * tanh(logits / softcap); None: they stay.
+      label_smoothing: probability that the label shares among the other labels, each an equal part (Szegedy et al. 2016,
+        arXiv:1512.00567; there the label has a part too).
+      vocab_size: number of rows of `matrix` that are labels, where the others are padding; None: all are.
       split: how the arrays are split over the ambient mesh. Ignored under a `jax.shard_map`.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -96,15 +103,18 @@ def cross_entropy(
         return size + -size % math.prod(sizes[axis] for axis in axes)
 
     kept = VocabularySplit(*(tuple(axis for axis in axes if axis in sizes) for axes in dataclasses.astuple(split)))
-    (rows, length), (vocab_size, width) = hidden.shape[:2], matrix.shape
+    (rows, length), (num_rows, width) = hidden.shape[:2], matrix.shape
+    vocab_size = num_rows if vocab_size is None else vocab_size
     if length != even(length, kept.length):
         kept = dataclasses.replace(kept, length=())
     kept = dataclasses.replace(kept, width=tuple(axis for axis in kept.width if axis in kept.tokens))
-    padded = (even(vocab_size, kept.vocab), even(width, kept.width))
-    form = _Form(kept, tuple(sizes), vocab_size, padded, softcap)
+    padded = (even(num_rows, kept.vocab), even(width, kept.width))
+    form = _Form(kept, tuple(sizes), vocab_size, padded, softcap, label_smoothing)
     matrix, labels = form.after(hidden, matrix, labels)
+    if biases is not None:
+        (biases,) = form.after(hidden, _padded(biases, padded[:1]))
     hidden, labels = (_padded(x, (even(rows, kept.batch), *x.shape[1:])) for x in (hidden, labels))
-    xent, log_sum, argmax = _losses(form, hidden, _padded(matrix, padded), labels)
+    xent, log_sum, argmax = _losses(form, hidden, _padded(matrix, padded), biases, labels)
     return TokenLosses(xent[:rows], log_sum[:rows], lax.stop_gradient(argmax)[:rows])
 
 
@@ -124,7 +134,7 @@ class _Form:
       axes: such axes of the mesh.
       vocab_size: V without padding.
       padded: shape of the matrix with its padding.
-      softcap: see `cross_entropy`.
+      softcap, label_smoothing: see `cross_entropy`.
     """
 
     split: VocabularySplit
@@ -132,9 +142,16 @@ class _Form:
     vocab_size: int
     padded: tuple[int, ...]
     softcap: float | None
+    label_smoothing: float
+
+    @property
+    def of_other(self) -> float:
+        """Probability of each label but the token's own."""
+        return self.label_smoothing / (self.vocab_size - 1) if self.label_smoothing else 0.0
 
     def on_each_device(self, local: Callable[..., Any], given: str, returned: str) -> Callable[..., Any]:
-        """Wraps a function of a device's parts: 't' is an array by tokens, 'v' the matrix, 'w' with its whole width."""
+        """Wraps a function of a device's parts: 't' is an array by tokens, 'v' the matrix, 'w' with its whole width, 'b' the
+        biases."""
         if not self.axes:
             return local
         rows = self.split.vocab or None
@@ -142,6 +159,7 @@ class _Form:
             "t": PartitionSpec(self.split.batch or None, self.split.length or None),
             "v": PartitionSpec(rows, self.split.width or None),
             "w": PartitionSpec(rows),
+            "b": PartitionSpec(rows),
         }
         in_specs, out_specs = (tuple(specs[one] for one in names) for names in (given, returned))
         return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -168,9 +186,11 @@ class _Form:
         """Returns the first label of this device's part of the matrix."""
         return lax.axis_index(self.split.vocab) * part.shape[0] if self.split.vocab else 0
 
-    def logits(self, hidden: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def logits(self, hidden: jax.Array, part: jax.Array, biases: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns a block's logits with this device's labels, float32 [n, V], and these labels [V]."""
         products = jnp.einsum("nd,vd->nv", hidden, part, preferred_element_type=jnp.float32)
+        if biases is not None:
+            products += biases
         if self.softcap is not None:
             products = self.softcap * jnp.tanh(products / self.softcap)
         labels = self.first(part) + jnp.arange(part.shape[0])
@@ -178,77 +198,103 @@ class _Form:
         is_padded = self.padded[0] > self.vocab_size
         return jnp.where(labels < self.vocab_size, products, _LEAST) if is_padded else products, labels
 
+    def probabilities(self, own: jax.Array, labels: jax.Array) -> jax.Array:
+        """Returns the probability of each of this device's labels `own` [V] for tokens with `labels` [n], float32 [n, V]."""
+        others = jnp.where(own < self.vocab_size, self.of_other, 0.0) if self.label_smoothing else 0.0
+        return jnp.where(own == labels[:, None], 1.0 - self.label_smoothing, others)
+
+    def expected(self, logits: jax.Array, own: jax.Array, labels: jax.Array) -> jax.Array:
+        """Returns the sum of each token's logits times `probabilities`, [n]."""
+        of_label = jnp.sum(jnp.where(own == labels[:, None], logits, 0.0), axis=-1)
+        if not self.label_smoothing:
+            return of_label
+        of_all = jnp.sum(jnp.where(own < self.vocab_size, logits, 0.0), axis=-1)
+        return (1.0 - self.label_smoothing - self.of_other) * of_label + self.of_other * of_all
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _losses(form: _Form, hidden: jax.Array, matrix: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
-    return _losses_forward(form, hidden, matrix, labels)[0]
+def _losses(
+    form: _Form, hidden: jax.Array, matrix: jax.Array, biases: jax.Array | None, labels: jax.Array
+) -> tuple[jax.Array, ...]:
+    return _losses_forward(form, hidden, matrix, biases, labels)[0]
 
 
 def _losses_forward(
-    form: _Form, hidden: jax.Array, matrix: jax.Array, labels: jax.Array
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    local = form.on_each_device(functools.partial(_forward, form), "tvt", "tttw")
-    *found, whole = local(hidden, matrix, labels)
-    return tuple(found), (hidden, whole, labels, found[1])
+    form: _Form, hidden: jax.Array, matrix: jax.Array, biases: jax.Array | None, labels: jax.Array
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
+    local = form.on_each_device(functools.partial(_forward, form), "tvbt", "tttw")
+    *found, whole = local(hidden, matrix, biases, labels)
+    return tuple(found), (hidden, whole, biases, labels, found[1])
 
 
 def _losses_backward(
     form: _Form, saved: tuple[jax.Array, ...], grads: tuple[jax.Array, ...]
-) -> tuple[jax.Array, jax.Array, None]:
-    local = form.on_each_device(functools.partial(_backward, form), "twtttt", "tv")
-    of_hidden, of_matrix = local(*saved, *form.after(saved[-1], *grads[:2]))
-    return of_hidden, of_matrix, None
+) -> tuple[jax.Array | None, ...]:
+    local = form.on_each_device(functools.partial(_backward, form), "twbtttt", "tvb")
+    return *local(*saved, *form.after(saved[-1], *grads[:2])), None
 
 
 _losses.defvjp(_losses_forward, _losses_backward)
 
 
-def _forward(form: _Form, hidden: jax.Array, part: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
+def _forward(
+    form: _Form, hidden: jax.Array, part: jax.Array, biases: jax.Array | None, labels: jax.Array
+) -> tuple[jax.Array, ...]:
     def block(given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         hidden, labels = given
-        logits, own = form.logits(hidden, part)
+        logits, own = form.logits(hidden, part, biases)
         most = jnp.max(logits, axis=-1)
         total = jnp.sum(jnp.exp(logits - most[:, None]), axis=-1)
-        of_label = jnp.sum(jnp.where(own == labels[:, None], logits, 0.0), axis=-1)
-        return most, total, of_label, form.first(part) + jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        argmax = form.first(part) + jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return most, total, form.expected(logits, own, labels), argmax
 
     shape, axes = labels.shape, form.split.vocab
     part = form.gathered(part, hidden.shape[-1])
     found = lax.map(block, tuple(map(functools.partial(_blocks, part.shape[0]), (hidden, labels))))
-    most, total, of_label, argmax = (x.reshape(-1)[: labels.size].reshape(shape) for x in found)
+    most, total, expected, argmax = (x.reshape(-1)[: labels.size].reshape(shape) for x in found)
     if axes:
         whole = lax.pmax(most, axes)
         argmax = lax.pmin(jnp.where(most == whole, argmax, form.vocab_size), axes)
-        total, of_label = lax.psum((total * jnp.exp(most - whole), of_label), axes)
+        total, expected = lax.psum((total * jnp.exp(most - whole), expected), axes)
         most = whole
     log_sum = most + jnp.log(total)
-    return log_sum - of_label, log_sum, argmax, part
+    return log_sum - expected, log_sum, argmax, part
 
 
 def _backward(
-    form: _Form, hidden: jax.Array, part: jax.Array, labels: jax.Array, *rest: jax.Array
-) -> tuple[jax.Array, ...]:
+    form: _Form, hidden: jax.Array, part: jax.Array, biases: jax.Array | None, labels: jax.Array, *rest: jax.Array
+) -> tuple[jax.Array | None, ...]:
     # What other devices add to is summed in float32.
     of_hidden_dtype = jnp.float32 if form.split.vocab else hidden.dtype
 
-    def block(of_part: jax.Array, given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def block(
+        sums: tuple[jax.Array, jax.Array | None], given: tuple[jax.Array, ...]
+    ) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
+        of_part, of_biases = sums
         hidden, labels, log_sum, of_xent, of_log_sum = given
-        logits, own = form.logits(hidden, part)
+        logits, own = form.logits(hidden, part, biases)
         grads = jnp.exp(logits - log_sum[:, None]) * (of_xent + of_log_sum)[:, None]
-        grads -= jnp.where(own == labels[:, None], of_xent[:, None], 0.0)
+        grads -= form.probabilities(own, labels) * of_xent[:, None]
         if form.softcap is not None:
             grads *= 1 - jnp.square(jnp.maximum(logits, -form.softcap) / form.softcap)
+        if of_biases is not None:
+            of_biases += jnp.sum(grads, axis=0)
         grads = grads.astype(hidden.dtype)
         of_part += jnp.einsum("nv,nd->vd", grads, hidden, preferred_element_type=jnp.float32)
-        return of_part, jnp.einsum("nv,vd->nd", grads, part, preferred_element_type=jnp.float32).astype(of_hidden_dtype)
+        of_hidden = jnp.einsum("nv,vd->nd", grads, part, preferred_element_type=jnp.float32)
+        return (of_part, of_biases), of_hidden.astype(of_hidden_dtype)
 
     given = tuple(map(functools.partial(_blocks, part.shape[0]), (hidden, labels, *rest)))
-    of_part, of_hidden = lax.scan(block, jnp.zeros(part.shape, jnp.float32), given)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (part, biases))
+    (of_part, of_biases), of_hidden = lax.scan(block, zeros, given)
     of_hidden = of_hidden.reshape(-1, hidden.shape[-1])[: labels.size].reshape(hidden.shape)
     if form.split.vocab:
         of_hidden = lax.psum(of_hidden, form.split.vocab)
     of_part = form.scattered(of_part).astype(part.dtype)
-    return form.after(of_part, of_hidden.astype(hidden.dtype))[0], of_part
+    if biases is not None and of_biases is not None:
+        of_biases = lax.psum(of_biases, form.split.tokens) if form.split.tokens else of_biases
+        of_biases = of_biases.astype(biases.dtype)
+    return form.after(of_part, of_hidden.astype(hidden.dtype))[0], of_part, of_biases
 
 
 def _blocks(vocab_size: int, x: jax.Array) -> jax.Array:

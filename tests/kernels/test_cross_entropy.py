@@ -23,75 +23,93 @@ SPLIT = VocabularySplit(("replica", "data"), ("seq",), ("mdl",), ("data", "seq")
 CLOSE = 2e-6
 
 
-def whole(hidden, matrix, labels, cap):
+def whole(hidden, matrix, biases, labels, cap, smoothing):
     """The same by the definition, from all logits."""
     logits = jnp.einsum("btd,vd->btv", hidden, matrix, preferred_element_type=jnp.float32)
+    logits = logits if biases is None else logits + biases
     logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     log_sum = jax.nn.logsumexp(logits, axis=-1)
-    return log_sum - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0], log_sum, jnp.argmax(logits, -1)
+    is_label = labels[..., None] == jnp.arange(len(matrix))
+    probabilities = jnp.where(is_label, 1 - smoothing, smoothing / (len(matrix) - 1))
+    return log_sum - jnp.sum(probabilities * logits, -1), log_sum, jnp.argmax(logits, -1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def outputs_and_gradients(form, cap, hidden, matrix, labels, weights):
-    def loss(hidden, matrix):
-        xent, log_sum, argmax = form(hidden, matrix, labels, cap)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def outputs_and_gradients(form, cap, smoothing, hidden, matrix, biases, labels, weights):
+    def loss(hidden, matrix, biases):
+        xent, log_sum, argmax = form(hidden, matrix, biases, labels, cap, smoothing)
         # Also the sum of exponentiated logits has a gradient, for a z-loss. Tokens of weight 0 have none.
         return jnp.sum(weights * (xent + 0.01 * log_sum**2)), (xent, log_sum, argmax)
 
-    (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, matrix)
-    return *out, *grads
+    (_, out), grads = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, matrix, biases)
+    return *out, *jax.tree.leaves(grads)
 
 
-def exact(cap, hidden, matrix, labels, weights):
+def exact(cap, smoothing, hidden, matrix, biases, labels, weights):
     """The same in float64, from the formulas of the gradients."""
     hidden, matrix, weights = (x.astype(np.float64) for x in (hidden, matrix, weights))
-    logits, slopes = hidden @ matrix.T, 1.0
+    logits, slopes = hidden @ matrix.T + (0 if biases is None else biases.astype(np.float64)), 1.0
     if cap is not None:
         logits = cap * np.tanh(logits / cap)
         slopes = 1 - (logits / cap) ** 2
     log_sum = np.log(np.sum(np.exp(logits), -1))
     is_label = labels[..., None] == np.arange(len(matrix))
-    grads = np.exp(logits - log_sum[..., None]) * (1 + 0.02 * log_sum)[..., None] - is_label
+    probabilities = np.where(is_label, 1 - smoothing, smoothing / (len(matrix) - 1))
+    grads = np.exp(logits - log_sum[..., None]) * (1 + 0.02 * log_sum)[..., None] - probabilities
     grads *= slopes * weights[..., None]
-    xent = log_sum - np.sum(np.where(is_label, logits, 0), -1)
-    return xent, log_sum, np.argmax(logits, -1), grads @ matrix, np.einsum("btv,btd->vd", grads, hidden)
+    xent = log_sum - np.sum(probabilities * logits, -1)
+    of_biases = () if biases is None else (np.sum(grads, (0, 1)),)
+    return xent, log_sum, np.argmax(logits, -1), grads @ matrix, np.einsum("btv,btd->vd", grads, hidden), *of_biases
 
 
-def check(sizes, mesh_shape, cap, block, seed):
+def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.0, padding=0):
     """Compares with the exact numbers: as near as the whole form in float32, or within `CLOSE`."""
     batch, length, width, vocab = sizes
     rng = np.random.default_rng(seed)
     hidden, matrix = (rng.normal(size=shape).astype(np.float32) for shape in ((batch, length, width), (vocab, width)))
+    biases = rng.normal(size=vocab).astype(np.float32) if has_biases else None
     labels = rng.integers(0, vocab, (batch, length)).astype(np.int32)
-    arrays = (hidden, matrix, labels, rng.choice([0.0, 1.0, 0.3], (batch, length)).astype(np.float32))
+    arrays = (hidden, matrix, biases, labels, rng.choice([0.0, 1.0, 0.3], (batch, length)).astype(np.float32))
 
-    def blocks(hidden, matrix, labels, cap):
-        return cross_entropy.cross_entropy(hidden, matrix, labels, softcap=cap, split=SPLIT)
+    def blocks(hidden, matrix, biases, labels, cap, smoothing):
+        # Rows of a matrix that the caller has padded are as large as others.
+        matrix = jnp.concatenate([matrix, matrix[:padding] + 5])
+        biases = None if biases is None else jnp.concatenate([biases, biases[:padding]])
+        return cross_entropy.cross_entropy(
+            hidden,
+            matrix,
+            labels,
+            biases=biases,
+            softcap=cap,
+            label_smoothing=smoothing,
+            vocab_size=vocab if padding else None,
+            split=SPLIT,
+        )
 
     devices = np.array(jax.devices()[: np.prod(mesh_shape)]).reshape(mesh_shape)
     with pytest.MonkeyPatch.context() as patch, jax.set_mesh(jax.sharding.Mesh(devices, AXES)):
         patch.setattr(cross_entropy, "BLOCK_LOGITS", block)
-        found = outputs_and_gradients(blocks, cap, *arrays)
+        found = outputs_and_gradients(blocks, cap, smoothing, *arrays)
     # The gradient of a token is a mean of the matrix' rows less one of them, however small the difference is.
-    scales = [0.0, 0.0, 0.0, np.abs(matrix).max(), np.abs(hidden).max()]
-    plain = outputs_and_gradients(whole, cap, *arrays)
-    for one, other, true, scale in zip(found, plain, exact(cap, *arrays), scales, strict=True):
+    scales = [0.0, 0.0, 0.0, np.abs(matrix).max(), np.abs(hidden).max(), *([1.0] if has_biases else [])]
+    plain = outputs_and_gradients(whole, cap, smoothing, *arrays)
+    for one, other, true, scale in zip(found, plain, exact(cap, smoothing, *arrays), scales, strict=True):
         assert one.shape == true.shape
         allowed = max(CLOSE * max(1.0, scale, np.abs(true).max()), 2 * np.abs(np.asarray(other) - true).max())
         np.testing.assert_allclose(np.asarray(one), true, rtol=0, atol=allowed)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "mesh_shape", "cap", "block"),
+    ("sizes", "mesh_shape", "cap", "block", "more"),
     [
-        ((3, 7, 8, 101), (1, 1, 1, 1), 5.0, 400),
-        ((5, 8, 8, 101), (1, 2, 2, 2), None, 100),
-        ((2, 9, 8, 7), (1, 2, 1, 3), 3.0, 7),
-        ((1, 5, 4, 7), (1, 1, 1, 8), None, 2**20),
+        ((3, 7, 8, 101), (1, 1, 1, 1), 5.0, 400, {}),
+        ((5, 8, 8, 101), (1, 2, 2, 2), None, 100, {"has_biases": True}),
+        ((2, 9, 8, 7), (1, 2, 1, 3), 3.0, 7, {"has_biases": True, "smoothing": 0.1, "padding": 3}),
+        ((1, 5, 4, 7), (1, 1, 1, 8), None, 2**20, {"smoothing": 0.2}),
     ],
 )
-def test_the_numbers_are_those_of_all_logits(sizes, mesh_shape, cap, block):
-    check(sizes, mesh_shape, cap, block, 0)
+def test_the_numbers_are_those_of_all_logits(sizes, mesh_shape, cap, block, more):
+    check(sizes, mesh_shape, cap, block, 0, **more)
 
 
 @pytest.mark.full
@@ -110,7 +128,16 @@ def test_random_settings_have_the_numbers_of_all_logits(data):
         st.sampled_from([(1, 1, 1, 1), (2, 2, 1, 2), (1, 3, 1, 2), (1, 1, 2, 3), (1, 1, 1, 8), (1, 5, 1, 1)])
     )
     cap = data.draw(st.sampled_from([None, None, 2.0, 30.0]))
-    check(sizes, mesh_shape, cap, vocab * data.draw(st.integers(8, 40)), data.draw(st.integers(0, 10)))
+    check(
+        sizes,
+        mesh_shape,
+        cap,
+        vocab * data.draw(st.integers(8, 40)),
+        data.draw(st.integers(0, 10)),
+        has_biases=data.draw(st.booleans()),
+        smoothing=data.draw(st.sampled_from([0.0, 0.1])),
+        padding=data.draw(st.sampled_from([0, 0, 3])),
+    )
 
 
 def test_on_host_devices_its_exchanges_wait_for_the_loops_before_it():
