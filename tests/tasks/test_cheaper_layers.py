@@ -12,6 +12,7 @@ from praxis.pax_fiddle import Config
 
 from spmd_trainer import sharding
 from spmd_trainer.experiments.lm import cloud
+from spmd_trainer.kernels import cross_entropy
 from spmd_trainer.tasks.lm import cheaper_layers
 
 WIDTH, ROWS, LENGTH = 12, 4, 6
@@ -19,8 +20,8 @@ MESH = [("replica", 1), ("data", 4), ("mdl", 2)]
 AXES = [name for name, _ in MESH]
 
 
-def softmax(vocab, weight_split=("data", "mdl"), **fields):
-    """A praxis softmax that is split as `set_sharding_params_v1` splits it, and the same one made cheaper."""
+def softmax(vocab, weight_split=("data", "mdl"), use=cheaper_layers.use_cheaper_layers, **fields):
+    """A praxis softmax that is split as `set_sharding_params_v1` splits it, and the same one made cheaper by `use`."""
     plain_p = Config(
         layers.SharedEmbeddingSoftmax,
         name="softmax",
@@ -35,7 +36,7 @@ def softmax(vocab, weight_split=("data", "mdl"), **fields):
     plain_p.activation_split_dims_mapping.out = [("replica", "data"), None, "mdl"]
     plain_p.activation_split_dims_mapping.emb_out_split_dims_mapping = [("replica", "data"), None, "mdl"]
     cheaper_p = plain_p.clone()
-    cheaper_layers.use_cheaper_layers(cheaper_p)
+    use(cheaper_p)
     return base_layer.instantiate(plain_p), base_layer.instantiate(cheaper_p)
 
 
@@ -156,3 +157,45 @@ def test_experiments_use_them_and_keep_the_fields():
 
 class Own(layers.SharedEmbeddingSoftmax):
     """Somebody's own."""
+
+
+@pytest.mark.parametrize("on_mesh", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("vocab", "fields"),
+    [
+        (13, {"soft_cap_logits": 2.0, "z_loss_weight": 0.01, "label_smoothing_prob": 0.1, "scale_before_logits": True}),
+        pytest.param(16, {"label_smoothing_prob": 0.2}, marks=pytest.mark.full),
+        pytest.param(13, {}, marks=pytest.mark.full),
+        pytest.param(13, {"chunk_size": 3}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_fused_loss_is_that_of_praxis(vocab, fields, on_mesh, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "BLOCK_LOGITS", 5 * vocab)
+    ids, labels, weights = tokens(vocab)
+    mesh = sharding.create_device_mesh(MESH) if on_mesh else None
+    plain, fused = softmax(vocab, use=cheaper_layers.use_fused_loss_in, **fields)
+    variables = variables_of(plain, ids, labels, weights)
+    assert isinstance(fused, cheaper_layers.FusedFullSoftmax)
+    ours, praxis = (results(layer, variables, ids, labels, weights, mesh) for layer in (fused, plain))
+    assert jax.tree.structure(ours) == jax.tree.structure(praxis)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6), ours, praxis)
+
+
+@pytest.mark.parametrize("asks", [(), ("logits",)], ids=str)
+def test_logits_are_computed_where_something_asks_for_them(asks):
+    ids, labels, weights = tokens(13)
+    _, fused = softmax(13, use=cheaper_layers.use_fused_loss_in)
+    variables = variables_of(fused, ids, labels, weights)
+
+    def outputs(variables, hidden):
+        output = fused.apply(variables, hidden, weights, class_ids=labels)
+        return output.avg_xent, *(output[name] for name in asks)
+
+    with (
+        base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(cross_entropy, "BLOCK_LOGITS", 13 * 2)
+        text = jax.jit(outputs).lower(variables, np.ones((ROWS, LENGTH, WIDTH), np.float32)).compile().as_text()
+    assert (f"[{ROWS},{LENGTH},13]" in text) == bool(asks)

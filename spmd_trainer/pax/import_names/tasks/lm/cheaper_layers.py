@@ -2,9 +2,13 @@
 
     use_cheaper_layers(task_p.model)
 
-changes layer norms (see `layer_norm`) and the softmax that shares its weights with the token embedding. The experiments of
+changes layer norms and the softmax that shares its weights with the token embedding. The experiments of
 `model_params` use it. LoRA adapters of the softmax have other shapes than with praxis' own layer, because only the
 logits are a product with its weights.
+
+    use_fused_loss_in(task_p.model)
+
+computes the loss of softmaxes without logits, see `FusedFullSoftmax`. USE_FUSED_ATTENTION does it too.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ import jax.numpy as jnp
 from fiddle import selectors
 from flax import linen as nn
 from praxis import base_layer, layers
-from praxis.layers import base_ops
+from praxis.layers import base_ops, linears
 
+from spmd_trainer.kernels import cross_entropy
+from spmd_trainer.step.vocabulary_padding import MaskedFeedForward
 from spmd_trainer.tasks.lm.attention import mesh_axes
 
 
@@ -124,6 +130,109 @@ def _one_hot_product(ids: jax.Array, table: jax.Array, gradient: jax.Array) -> j
 
 
 _rows_of.defvjp(_rows_forward, _rows_backward)
+
+
+class FusedFullSoftmax(layers.FullSoftmax):
+    """praxis' `FullSoftmax` whose loss is computed in blocks of tokens, see `kernels.cross_entropy`.
+
+    Fields and variables are the same, and results are equal up to rounding: logits stay in float32, while praxis rounds them to
+    the dtype of the inputs. A program that uses the outputs 'logits' or 'log_probs' computes them besides. praxis' own form
+    computes the loss of inputs that aren't [batch, time, input_dims], of class probabilities, of bi-tempered losses, and of a
+    projection that isn't praxis' plain one.
+    """
+
+    harmless_vocabulary_padding = True
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        class_weights: jax.Array,
+        class_ids: jax.Array | None = None,
+        class_probabilities: jax.Array | None = None,
+        input_ids: jax.Array | None = None,
+    ) -> base_layer.NestedMap:
+        """Computes the loss. Arguments and result are those of praxis."""
+        output = super().__call__(inputs, class_weights, class_ids, class_probabilities, input_ids)
+        if output.logits is not None and self._in_blocks(inputs, class_probabilities):
+            logits = self.get_logits(inputs).astype(jnp.float32)
+            output.logits, output.log_probs = (
+                logits.astype(inputs.dtype),
+                jax.nn.log_softmax(logits).astype(inputs.dtype),
+            )
+        return output
+
+    @nn.nowrap
+    def _in_blocks(self, inputs: jax.Array, class_probabilities: jax.Array | None) -> bool:
+        ffn_p = self.feed_forward_tpl
+        return (
+            inputs.ndim == 3
+            and class_probabilities is None
+            and self.bi_tempered_loss_tpl is None
+            and ffn_p is not None
+            and fdl.get_callable(ffn_p) in (linears.FeedForward, MaskedFeedForward)
+            and fdl.get_callable(ffn_p.linear_tpl) is linears.Linear
+            and fdl.get_callable(ffn_p.linear_tpl.einsum_tpl) is base_ops.EinsumOp
+        )
+
+    @nn.nowrap
+    def _compute_xent(
+        self,
+        inputs: jax.Array,
+        class_ids: jax.Array | None = None,
+        class_probabilities: jax.Array | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """Returns cross entropy and most likely label of each token. praxis takes logits from here too, for its z-loss; they
+        are [..., 1], the logarithm of the sum of the exponentiated logits, because that is all that it needs.
+        """
+        if not self._in_blocks(inputs, class_probabilities):
+            return super()._compute_xent(inputs, class_ids, class_probabilities)
+        smooths = not self.do_eval or self.label_smoothing_apply_for_eval
+        ffn = self.logits_ffn
+        found = cross_entropy.cross_entropy(
+            inputs * self.input_dims**-0.5 if self.scale_before_logits else inputs,
+            jnp.transpose(ffn.linear.theta.w),
+            jnp.squeeze(class_ids, axis=-1),
+            biases=ffn.bias.theta.b if ffn.has_bias else None,
+            softcap=self.soft_cap_logits or None,
+            label_smoothing=self.label_smoothing_prob if smooths else 0.0,
+            vocab_size=getattr(ffn, "num_logits", None),
+            split=self._vocabulary_split(),
+        )
+        log_sum = found.log_sum[..., None]
+        return found.xent, found.argmax, log_sum, log_sum
+
+    @nn.nowrap
+    def _vocabulary_split(self) -> cross_entropy.VocabularySplit:
+        weights, outputs = self.weight_split_dims_mapping.wt, self.activation_split_dims_mapping.out
+        if self.mesh_axis_names is None:
+            return cross_entropy.VocabularySplit()
+        width, vocab = map(mesh_axes, weights if weights is not None else (None, None))
+        batch, length = map(mesh_axes, outputs[:2] if outputs is not None else (None, None))
+        return cross_entropy.VocabularySplit(batch, length, vocab, width)
+
+
+class FusedSharedEmbeddingSoftmax(FusedFullSoftmax, SharedEmbeddingSoftmax):
+    """`SharedEmbeddingSoftmax` with the loss of `FusedFullSoftmax`."""
+
+    harmless_vocabulary_padding = True
+
+
+# The softmaxes of this file, whose weights are [input_dims, num_classes].
+SOFTMAXES = (SharedEmbeddingSoftmax, FusedFullSoftmax, FusedSharedEmbeddingSoftmax)
+_FUSED = {
+    layers.FullSoftmax: FusedFullSoftmax,
+    layers.SharedEmbeddingSoftmax: FusedSharedEmbeddingSoftmax,
+    SharedEmbeddingSoftmax: FusedSharedEmbeddingSoftmax,
+}
+
+
+def use_fused_loss_in(model_p: Any) -> None:
+    """Replaces praxis' `FullSoftmax` and `SharedEmbeddingSoftmax` in a config by those above, but not their subclasses. Changes
+    it in place. `model_p`: config of a model, or of a part of one.
+    """
+    for softmax_p in selectors.select(model_p, layers.FullSoftmax, check_nonempty=False):
+        if (cls := fdl.get_callable(softmax_p)) in _FUSED:
+            fdl.update_callable(softmax_p, _FUSED[cls])
 
 
 def use_cheaper_layers(model_p: Any) -> None:

@@ -26,7 +26,8 @@ class TransformerExperiment(base_experiment.BaseExperiment):
       LEARNING_RATE, WEIGHT_DECAY: settings of the default optimizer.
       DECAY_END: step from which the learning rate is a tenth of the highest.
       ATTEN_LOGIT_CAP: limits attention logits to plus or minus this value by a tanh; 0 does not limit them.
-      USE_FUSED_ATTENTION: compute attention by the kernels of `spmd_trainer.kernels`, see `attention`.
+      USE_FUSED_ATTENTION: compute attention and the loss by the kernels of `spmd_trainer.kernels`, see `attention` and
+        `cheaper_layers.FusedFullSoftmax`.
       ATTENTION_KERNEL: name of the kernel to use then; None for the first that can be used on the device.
       ACTIVATION_CLS: activation of the feed-forward layers.
       USE_GATED_ACTIVATION: multiply the activation by a second projection.
@@ -59,6 +60,7 @@ class TransformerExperiment(base_experiment.BaseExperiment):
         cheaper_layers.use_cheaper_layers(model_p)
         if self.USE_FUSED_ATTENTION:
             attention.use_fused_attention_in(model_p, self.ATTENTION_KERNEL)
+            cheaper_layers.use_fused_loss_in(model_p)
         return Config(tasks_lib.SingleTask, name=name, model=model_p)
 
     def _stack(self, num_layers: int, **repeated_fields: Any) -> Any:

@@ -319,8 +319,8 @@ class TransformerLmSpmdPipelineAdafactor(TransformerLmSpmdAdafactor):
             return [MDL_AXIS, self.EMB_W_DATA_DIMS]  # [vocabulary, width]
         if softmax_cls in (
             embedding_softmax.SharedEmbeddingSoftmax,
-            cheaper_layers.SharedEmbeddingSoftmax,
             embedding_softmax.FullSoftmax,
+            *cheaper_layers.SOFTMAXES,
         ):
             return [self.EMB_W_DATA_DIMS, MDL_AXIS]  # [width, vocabulary]
         raise task_defaults.UnsupportedError(
