@@ -32,7 +32,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from absl import logging
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.planner import plan, plan_report, plan_search, roofline
+from spmd_trainer.planner import plan, plan_mode, plan_report, plan_search, roofline
 from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_report import Outcome
 from spmd_trainer.training.job import Job
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.set_verbosity(logging.WARNING)
     with tempfile.TemporaryDirectory() as directory:
         config = make_run_config(_EXPERIMENT, directory, mode="plan", topology=options.topology, overrides=_OVERRIDES)
-        job, searched = plan_search.build_job(config), _GRIDS[options.topology]
+        job, searched = plan_mode.build_job(config), _GRIDS[options.topology]
         store = plan_report.Store(job, searched)
         search = KeptSearch(job, searched, options.json, store.key)
         found = [dataclasses.replace(outcome) for outcome in search.run(math.inf, store)]

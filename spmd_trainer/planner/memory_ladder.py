@@ -62,7 +62,15 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Try:
+class Try:
+    """What a rung may do next.
+
+    Attributes:
+      rung: as in `Step`.
+      change: makes the next program's candidate of the one before.
+      predicted: as in `Step`.
+    """
+
     rung: str
     change: Callable[[Candidate], Candidate]
     predicted: int | None = None
@@ -107,7 +115,7 @@ class MemoryLadder:
         # Bytes of the programs with several minibatches, as (number of minibatches, bytes).
         self._by_number: list[tuple[int, int]] = []
         # The changes that save memory, with the bytes before each.
-        self._climbed: list[tuple[_Try, int]] = []
+        self._climbed: list[tuple[Try, int]] = []
         self.steps: list[Step] = []
         self.fitting: Outcome | None = None
         self.ended_early = ""
@@ -176,7 +184,7 @@ class MemoryLadder:
 
     # --- rungs -------------------------------------------------------------------------------------------------------
 
-    def _remat(self, at: Outcome) -> Iterator[_Try]:
+    def _remat(self, at: Outcome) -> Iterator[Try]:
         """The policy with the fewest FLOPs that is predicted to fit, and the one with the fewest bytes."""
         policies = plan_candidates.policy_fields(self._job.config.experiment).values()
         if all("save_nothing" in policy for policy in policies):
@@ -191,20 +199,20 @@ class MemoryLadder:
                     logging.info("%s: %s", policy.value, first_line(error))
                     continue
                 if (saved := int((kept.saved_bytes - work.saved_bytes) / devices)) > 0:
-                    found.append((work.step.flops, _Try(f"remat {policy.value}", change, _less(at, saved))))
+                    found.append((work.step.flops, Try(f"remat {policy.value}", change, _less(at, saved))))
         yield from self._first_that_fits([tried for _, tried in sorted(found, key=lambda one: one[0])])
 
-    def _moments(self, at: Outcome) -> Iterator[_Try]:
+    def _moments(self, at: Outcome) -> Iterator[Try]:
         """The optimizer state in fewer bits: bfloat16 if that is predicted to fit, and 8 bits."""
         dtypes = opt_state_dtypes.DTYPES
         tries = []
         for dtype in dtypes[dtypes.index(self._job.task.train.learner.opt_state_dtype) + 1 :]:
             change = _setting(_OPT_STATE_DTYPE, dtype)
             saved = self._state(at.candidate) - self._state(change(at.candidate))
-            tries.append(_Try(f"optimizer state in {dtype}", change, _less(at, saved)))
+            tries.append(Try(f"optimizer state in {dtype}", change, _less(at, saved)))
         yield from self._first_that_fits(tries)
 
-    def _host_memory(self, at: Outcome) -> Iterator[_Try]:
+    def _host_memory(self, at: Outcome) -> Iterator[Try]:
         """The optimizer state in the host's memory, unless the optimizer needs all of it at once."""
         learner = self._job.task.learner
         if learner.opt_state_memory_kind != host_states.DEVICE:
@@ -213,15 +221,15 @@ class MemoryLadder:
             why = host_states.why_at_once(learner, self._job.partitioner.layout.var_weight_hparams)
             logging.info("host memory for the optimizer state is not tried, because %s", why)
         else:
-            yield _Try("optimizer state in host memory", _setting(_OPT_STATE_MEMORY, host_states.PINNED_HOST))
+            yield Try("optimizer state in host memory", _setting(_OPT_STATE_MEMORY, host_states.PINNED_HOST))
 
-    def _accumulation(self, at: Outcome) -> Iterator[_Try]:
+    def _accumulation(self, at: Outcome) -> Iterator[Try]:
         """Gradients of minibatches added up in bfloat16."""
         if at.candidate.minibatches is not None and self._job.task.train.gradient_accumulation_dtype == "float32":
             saved = plan_prediction.trained_bytes(self._search.job_of(at.candidate)) // 2
-            yield _Try("gradients added up in bfloat16", _setting(_ACCUMULATION, "bfloat16"), _less(at, saved))
+            yield Try("gradients added up in bfloat16", _setting(_ACCUMULATION, "bfloat16"), _less(at, saved))
 
-    def _minibatches(self, at: Outcome) -> Iterator[_Try]:
+    def _minibatches(self, at: Outcome) -> Iterator[Try]:
         """Two minibatches, and as many as it takes.
 
         Bytes are a + b / number: what doesn't depend on rows, such as gradients, and the rest. Two numbers give a and b; a
@@ -236,11 +244,11 @@ class MemoryLadder:
             if predicted is not None and predicted > self._search.memory and number != numbers[-1]:
                 continue
             change = functools.partial(dataclasses.replace, minibatches=number)
-            yield _Try(count_text(number, "minibatch", "minibatches"), change, predicted)
+            yield Try(count_text(number, "minibatch", "minibatches"), change, predicted)
             if (num_bytes := self.steps[-1].outcome.bytes) is not None:
                 self._by_number.append((number, num_bytes))
 
-    def _meshes(self, at: Outcome) -> Iterator[_Try]:
+    def _meshes(self, at: Outcome) -> Iterator[Try]:
         """Other meshes over the same axes whose state is smaller, those with the shortest predicted step first."""
         mesh = self._job.partitioner.mesh_shape()
         own, work, found = self._state(at.candidate), self._trace(at.candidate)[1], []
@@ -254,10 +262,10 @@ class MemoryLadder:
             if (saved := own - self._state(candidate)) > 0:
                 number = job.partitioner.num_minibatches
                 seconds = plan_prediction.predict(job, self._search.machine, work, minibatches=number).seconds
-                found.append((seconds, _Try(f"mesh {mesh_flag(shape)}", change, _less(at, saved))))
+                found.append((seconds, Try(f"mesh {mesh_flag(shape)}", change, _less(at, saved))))
         yield from [tried for _, tried in sorted(found, key=lambda one: one[0])][:_MOST_MESHES]
 
-    def _rows(self, at: Outcome) -> Iterator[_Try]:
+    def _rows(self, at: Outcome) -> Iterator[Try]:
         """Fewer rows, if the experiment's batch can be set: as many as are predicted to fit, then half of them and so on.
 
         They are not divided into more minibatches than the experiment does, which saves the bytes of accumulated gradients. The
@@ -278,11 +286,11 @@ class MemoryLadder:
             predicted = None if whole is None else whole - saved
             if predicted is None or predicted <= self._search.memory or rows == 1:
                 change = functools.partial(dataclasses.replace, rows=rows, minibatches=own)
-                yield _Try(count_text(rows, "row"), change, predicted)
+                yield Try(count_text(rows, "row"), change, predicted)
 
     # --- how they are tried ------------------------------------------------------------------------------------------
 
-    def _first_that_fits(self, tries: Sequence[_Try]) -> Iterator[_Try]:
+    def _first_that_fits(self, tries: Sequence[Try]) -> Iterator[Try]:
         """Yields the first that is predicted to fit, and the one with the fewest predicted bytes."""
         if any(tried.predicted is None for tried in tries):
             yield from tries
