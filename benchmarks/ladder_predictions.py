@@ -4,9 +4,9 @@
 
 For each model and mesh, every rung of the ladder is compiled, as if no program fitted: each rematerialisation policy, both dtypes
 of the optimizer state, host memory, minibatches, bfloat16 sums of their gradients, three meshes, and fewer rows. Rungs without a
-prediction (host memory, and the numbers of minibatches from which the others are predicted) aren't judged. The exit status is 1
-if a prediction is more than 5% off. The predictions were not built with these models. A program takes 10 to 60 s on one core;
-topologies of TPUs need the `tpu` extra, those of GPUs `cuda12` or `cuda13`.
+prediction (host memory, meshes, and the numbers of minibatches from which the others are predicted) aren't judged. The exit
+status is 1 if a prediction is more than 5% off. A program takes 10 to 60 s on one core; topologies of TPUs need the `tpu` extra,
+those of GPUs `cuda12` or `cuda13`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,14 @@ class Model:
     meshes: tuple[tuple[int, int, int], ...]
 
 
-_SIZES = ("HIDDEN_DIMS=4096", "NUM_HEADS=16", "VOCAB_SIZE=32000", "MAX_SEQ_LEN=2048", "FPROP_DTYPE='bfloat16'")
+_SIZES = (
+    "CHECKPOINT_POLICY='save_everything'",
+    "HIDDEN_DIMS=4096",
+    "NUM_HEADS=16",
+    "VOCAB_SIZE=32000",
+    "MAX_SEQ_LEN=2048",
+    "FPROP_DTYPE='bfloat16'",
+)
 _DECODER = (*_SIZES, "MAX_POSITIONS=2048", "NUM_KV_HEADS=8", "HEAD_DIMS=64", "ADAM_EPSILON=1e-8")
 MODELS = {
     "Dense": Model(

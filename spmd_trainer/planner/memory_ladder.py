@@ -5,7 +5,7 @@ gradients added up in bfloat16, another mesh. Each is compiled on top of the one
 saves nothing is taken back, and so is in the end each rung that isn't needed. If nothing fits, the ladder goes on with fewer
 rows, and names chips that have the memory.
 
-Which policy, dtype, number of minibatches or mesh a rung takes is decided by predicted bytes, so that most rungs cost one
+Which policy, dtype or number of minibatches a rung takes is decided by predicted bytes, so that most rungs cost one
 compilation: a policy changes the activations that loops stack, a dtype the bytes of the state, and minibatches divide what
 depends on rows. The table has both, predicted and compiled bytes.
 """
@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import jax.numpy as jnp
 from absl import logging
 from praxis.layers import AutodiffCheckpointType
 
@@ -112,8 +113,8 @@ class MemoryLadder:
         self._store = store
         self._ends = 0.0
         self._traced: dict[Candidate, tuple[str, plan_prediction.Work]] = {}
-        # Bytes of the programs with several minibatches, as (number of minibatches, bytes).
-        self._by_number: list[tuple[int, int]] = []
+        # Bytes of the programs with several minibatches, as (rows that a device computes at a time, bytes).
+        self._by_rows: list[tuple[int, int]] = []
         # The changes that save memory, with the bytes before each.
         self._climbed: list[tuple[Try, int]] = []
         self.steps: list[Step] = []
@@ -226,30 +227,37 @@ class MemoryLadder:
     def _accumulation(self, at: Outcome) -> Iterator[Try]:
         """Gradients of minibatches added up in bfloat16."""
         if at.candidate.minibatches is not None and self._job.task.train.gradient_accumulation_dtype == "float32":
-            saved = plan_prediction.trained_bytes(self._search.job_of(at.candidate)) // 2
+            # Half of the sum, and of one minibatch's gradients where the model computes them in bfloat16 too.
+            halves = 1 if self._job.task.model.fprop_dtype == jnp.float32 else 2
+            saved = halves * plan_prediction.trained_bytes(self._search.job_of(at.candidate)) // 2
             yield Try("gradients added up in bfloat16", _setting(_ACCUMULATION, "bfloat16"), _less(at, saved))
 
     def _minibatches(self, at: Outcome) -> Iterator[Try]:
-        """Two minibatches, and as many as it takes.
+        """Two minibatches, and as many as it takes, while a device has rows to divide.
 
-        Bytes are a + b / number: what doesn't depend on rows, such as gradients, and the rest. Two numbers give a and b; a
-        single minibatch counts for neither, because it accumulates no gradients.
+        Bytes are a + b * rows of a device: what doesn't depend on rows, such as gradients, and the rest. Two numbers give a
+        and b; a single minibatch counts for neither, because it accumulates no gradients.
         """
         now, rows = self._job.partitioner.num_minibatches, self._job.num_rows
+        of_device = functools.partial(plan_prediction.rows_of_device, self._job)
         if now > 1 and at.bytes:
-            self._by_number.append((now, at.bytes))
-        numbers = [now * 2**n for n in range(1, _MOST_DOUBLINGS) if rows % (now * 2**n) == 0]
+            self._by_rows.append((of_device(now), at.bytes))
+        numbers = [now * 2**n for n in range(1, _MOST_DOUBLINGS)]
+        numbers = [number for number in numbers if rows % number == 0 and of_device(number) < of_device(number // 2)]
         for number in numbers:
-            predicted = _by_minibatches(self._by_number, number)
+            predicted = _at_rows(self._by_rows, of_device(number))
             if predicted is not None and predicted > self._search.memory and number != numbers[-1]:
                 continue
             change = functools.partial(dataclasses.replace, minibatches=number)
             yield Try(count_text(number, "minibatch", "minibatches"), change, predicted)
             if (num_bytes := self.steps[-1].outcome.bytes) is not None:
-                self._by_number.append((number, num_bytes))
+                self._by_rows.append((of_device(number), num_bytes))
 
     def _meshes(self, at: Outcome) -> Iterator[Try]:
-        """Other meshes over the same axes whose state is smaller, those with the shortest predicted step first."""
+        """Other meshes over the same axes whose state is smaller, those with the shortest predicted step first.
+
+        Their bytes are not predicted: a mesh also changes how much of weights, gradients and activations a device holds.
+        """
         mesh = self._job.partitioner.mesh_shape()
         own, work, found = self._state(at.candidate), self._trace(at.candidate)[1], []
         for shape in plan_candidates.meshes(tuple(mesh), math.prod(mesh.values()), self._search.num_slices):
@@ -259,10 +267,10 @@ class MemoryLadder:
                 job = self._search.job_of(candidate)
             except ERRORS:  # the mesh doesn't fit the chips or the experiment
                 continue
-            if (saved := own - self._state(candidate)) > 0:
+            if self._state(candidate) < own:
                 number = job.partitioner.num_minibatches
                 seconds = plan_prediction.predict(job, self._search.machine, work, minibatches=number).seconds
-                found.append((seconds, Try(f"mesh {mesh_flag(shape)}", change, _less(at, saved))))
+                found.append((seconds, Try(f"mesh {mesh_flag(shape)}", change)))
         yield from [tried for _, tried in sorted(found, key=lambda one: one[0])][:_MOST_MESHES]
 
     def _rows(self, at: Outcome) -> Iterator[Try]:
@@ -277,12 +285,12 @@ class MemoryLadder:
             logging.info("fewer rows are not tried: train_datasets[0].batch_size is no number in the config")
             return
         rows, own = self._job.num_rows, self._search.outcomes[0].candidate.minibatches
-        saved = 0
-        if self._by_number:  # accumulated gradients, and what meshes have saved since
+        number, saved = self._job.partitioner.num_minibatches if own is None else own, 0
+        if self._by_rows:  # accumulated gradients, and what meshes have saved since
             saved = plan_prediction.trained_bytes(self._search.job_of(at.candidate))
-            saved += self._by_number[-1][1] - (at.bytes or 0)
+            saved += self._by_rows[-1][1] - (at.bytes or 0)
         while rows := rows // 2:
-            whole = _by_minibatches(self._by_number, self._job.num_rows // rows)
+            whole = _at_rows(self._by_rows, plan_prediction.rows_of_device(self._job, number, rows))
             predicted = None if whole is None else whole - saved
             if predicted is None or predicted <= self._search.memory or rows == 1:
                 change = functools.partial(dataclasses.replace, rows=rows, minibatches=own)
@@ -379,10 +387,9 @@ def _less(at: Outcome, saved: int) -> int | None:
     return None if at.bytes is None else at.bytes - saved
 
 
-def _by_minibatches(known: Sequence[tuple[int, int]], number: int) -> int | None:
-    """Returns the bytes predicted from the two numbers compiled last, as (number, bytes); None if fewer are known."""
+def _at_rows(known: Sequence[tuple[int, int]], rows: int) -> int | None:
+    """Returns the bytes predicted from the two programs compiled last, as (rows of a device, bytes); None if fewer are known."""
     if len(known) < 2:
         return None
-    (few, large), (many, small) = known[-2:]
-    of_rows = (large - small) / (1 / few - 1 / many)
-    return int(small + of_rows * (1 / number - 1 / many))
+    (many, large), (few, small) = known[-2:]
+    return int(small + (large - small) / (many - few) * (rows - few))

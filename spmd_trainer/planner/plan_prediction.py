@@ -111,7 +111,7 @@ def predict(job: Job, machine: links.Machine, work: Work, *, minibatches: int = 
     of_rows, of_batch = _batch_axes(job)
     weights = list(_weights(job, of_batch))
     tokens_of_row = _tokens_of_row(job, work, weights)
-    rows = minibatches * -(-job.num_rows // (minibatches * _size(mesh, of_rows)))
+    rows = minibatches * rows_of_device(job, minibatches)
     tokens = rows * tokens_of_row * _size(mesh, of_rows) / _size(mesh, of_batch)
     # Padding of weights and rows makes a device's products larger than total / devices.
     equal = job.num_rows * tokens_of_row * sum(weight.logical_elements for weight in weights) / devices
@@ -154,6 +154,12 @@ def lower_bound(job: Job, machine: links.Machine, flops: float) -> float:
     whole, _ = state_bytes(job)
     products = flops / job.partitioner.mesh.size / machine.chip.peak_flops
     return max(products, (2 * whole - _variable_bytes(job, frozen=True)) / machine.memory)
+
+
+def rows_of_device(job: Job, minibatches: int, rows: int | None = None) -> int:
+    """Returns the rows that a device computes at a time, with those of the padding. `rows`: of the batch; None: the job's."""
+    parts = _size(job.partitioner.mesh_shape(), _batch_axes(job)[0])
+    return -(-(job.num_rows if rows is None else rows) // (minibatches * parts))
 
 
 def trained_bytes(job: Job) -> int:

@@ -22,7 +22,7 @@ from spmd_trainer.training.job import Job
 
 as_h100 = pytest.fixture(plan_helpers.as_h100)
 
-STATE, GRADIENTS, ROWS = 100_000_000, 10_000_000, 32
+STATE, GRADIENTS, ROWS = 100_000_000, 10_000_000, 256
 ACTIVATIONS = {"save_everything": 64_000_000, "save_dot_only": 16_000_000, "save_nothing": 4_000_000}
 
 

@@ -145,14 +145,18 @@ def check(setting, ways, seed):
         of_chosen = output_and_gradients(sparse)
         for number, way in enumerate(ways):
             variables, x = arrays(layer, setting, way, SETTINGS * number + seed)
-            with jax.enable_x64(True):  # in float32, both would differ from the exact numbers by up to 1e-6
+            with jax.enable_x64(True):
                 expected = of_all(*jax.tree.map(np.float64, (variables, x)))
+            plain = of_all(variables, x)
             with jax.set_mesh(mesh):
                 found = of_chosen(variables, x)
-            for (path, theirs), (_, ours) in zip(*map(jax.tree.leaves_with_path, (expected, found)), strict=True):
-                # 1e-6 of the array's largest element.
-                close = np.abs(ours - theirs).max() <= 1e-6 * max(1.0, np.abs(theirs).max())
-                assert close, (setting, way, seed, jax.tree_util.keystr(path), np.abs(ours - theirs).max())
+            leaves = map(jax.tree.leaves_with_path, (expected, plain, found))
+            for (path, exact), (_, theirs), (_, ours) in zip(*leaves, strict=True):
+                # 1e-6 of the array's largest element, or twice the dense form's own error where that is larger: how many numbers
+                # a processor adds up at once decides either.
+                error = np.abs(ours - exact).max()
+                allowed = max(1e-6 * max(1.0, np.abs(exact).max()), 2 * np.abs(theirs - exact).max())
+                assert error <= allowed, (setting, way, seed, jax.tree_util.keystr(path), error, allowed)
 
 
 def test_the_settings_have_all_forms_and_empty_experts_on_every_mesh():
