@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from praxis import pax_fiddle
@@ -67,12 +67,15 @@ class PaxSearch:
         self._row: Sequence[str] = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
         self._search = search
         self._context = pg.hyper.DynamicEvaluationContext(require_hyper_name=True)
-        with self._context.collect(), _errors_of_search(cls):
-            experiment = with_named_choices(cls)()
-            experiment.task()
-            if search.enable_dataset_tuning:
-                for method in ("datasets", "decode_datasets"):
-                    getattr(experiment, method)()
+        try:
+            with self._context.collect():
+                experiment = with_named_choices(cls)()
+                experiment.task()
+                if search.enable_dataset_tuning:
+                    experiment.datasets()
+                    experiment.decode_datasets()
+        except ValueError as error:
+            raise UserError(f"the search space of {cls.__name__}: {error}") from error
         self._hypers: Mapping[str, Any] = dict(self._context.hyper_dict)
         if not self._hypers:
             raise UserError(f"{cls.__name__} has a search(), and nothing to choose: no pg.oneof(...), pg.floatv(...)")
@@ -107,20 +110,24 @@ class PaxSearch:
 
         It proposes all trials before it again, because an algorithm keeps more of its proposals than their values.
         """
-        with _seeded():
+        learns_from_all = self._search.treats_early_stopped_trials_as_done
+        learnt_from = {
+            trial.number: trial
+            for trial in ended
+            if (learns_from_all or trial.status != PRUNED) and trial.value is not None and not math.isnan(trial.value)
+        }
+        before = random.getstate()
+        random.seed(0)  # algorithms without a seed of their own draw the same numbers again
+        try:
             generator = pax_fiddle.build(self._search.search_algorithm)()
             generator.setup(self._context.dna_spec)
-            by_number = {trial.number: trial for trial in ended}
             for earlier in range(number):
-                dna = generator.propose()
-                trial = by_number.get(earlier)
-                if trial is not None and self._is_learnt_from(trial) and self._values_of(dna) == trial.values:
+                dna, trial = generator.propose(), learnt_from.get(earlier)
+                if trial is not None and self._values_of(dna) == trial.values:
                     generator.feedback(dna, trial.value)
             return self._values_of(generator.propose())
-
-    def _is_learnt_from(self, trial: Trial) -> bool:
-        counts = trial.status != PRUNED or self._search.treats_early_stopped_trials_as_done
-        return counts and trial.value is not None and not math.isnan(trial.value)
+        finally:
+            random.setstate(before)
 
     def experiment(self, exp: type[BaseExperiment], values: Values) -> tuple[Experiment, list[str]]:
         """Returns the experiment in which each of its choices has a trial's value."""
@@ -274,13 +281,9 @@ def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
 
     body = {name: reader(name, inspect.getattr_static(cls, name)) for name in names}
     rows = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
-    body |= {name: property(functools.partial(_of_row, at)) for at, name in enumerate(rows)}
+    # A trial of `automl.parameter_sweep` has a row of values.
+    body |= {name: property(lambda self, at=at: getattr(self, _ROW)[at]) for at, name in enumerate(rows)}
     return _derived(cls, body)
-
-
-def _of_row(at: int, experiment: BaseExperiment) -> object:
-    """Returns a value of the row that a trial of `automl.parameter_sweep` has."""
-    return getattr(experiment, _ROW)[at]
 
 
 def _derived(cls: type[BaseExperiment], body: Mapping[str, Any]) -> type[BaseExperiment]:
@@ -292,25 +295,6 @@ def _derived(cls: type[BaseExperiment], body: Mapping[str, Any]) -> type[BaseExp
 def _shown(candidate: Any) -> Any:
     """Returns a candidate if it is a literal, and its text if not."""
     return candidate if is_literal(candidate) else repr(candidate)
-
-
-@contextlib.contextmanager
-def _seeded() -> Iterator[None]:
-    """Seeds Python's random numbers, which algorithms without a seed of their own draw, so that they draw the same ones again."""
-    before = random.getstate()
-    random.seed(0)
-    try:
-        yield
-    finally:
-        random.setstate(before)
-
-
-@contextlib.contextmanager
-def _errors_of_search(cls: type[BaseExperiment]) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"the search space of {cls.__name__}: {error}") from error
 
 
 def _pyglove() -> Any:

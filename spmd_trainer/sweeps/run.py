@@ -56,7 +56,7 @@ def prepare(config: RunConfig) -> tuple[SweepConfig, Sweep]:
             f"{asked.experiment.label} is defined in a notebook or a script, where the processes of trials can't import it; move "
             "it into a module"
         )
-    sweep = asked.make_sweep()
+    sweep = asked.made
     access.check_writable("--job_log_dir", sweep.directory)
     sweep.open()
     return asked, sweep
@@ -203,15 +203,14 @@ def _summarise(config: SweepConfig, sweep: Sweep, ended: Sequence[Trial]) -> Non
             f"all {len(ended)} trials are broken, e.g. trial {broken[0].number}: {broken[0].reason}\nTo run it again, delete "
             f"{sweep.trial_file(broken[0].number)} and give the same command"
         )
-    lines = [_outcome(sweep, trial) + f" ({_values_text(trial)})" for trial in page.in_order(sweep, ended)]
+    lines = []
+    for trial in page.in_order(sweep, ended):
+        values = ", ".join(f"{path.rpartition('.')[2]}={value!r}" for path, value in trial.values.items())
+        lines.append(f"{_outcome(sweep, trial)} ({values})")
     own = "" if (best := sweep.best(ended)) is None else page.own_command(config, sweep, best)
     lines += ["the best one as a run of its own:", f"  {own}"] if own else []
     lines += [f"the page: {sweep.directory / page.FILE}"]
     terminal.write("".join(f"{line}\n" for line in lines))
-
-
-def _values_text(trial: Trial) -> str:
-    return ", ".join(f"{path.rpartition('.')[2]}={value!r}" for path, value in trial.values.items())
 
 
 class _Signals:

@@ -88,19 +88,13 @@ class SweepConfig(TrainConfig):
             named = pax_search.with_named_choices(cls) if has_choices else exp
             # Without devices: those are the trials'.
             base = cast("SweepConfig", super().resolved(named, overrides, None))
-        sweep = base.make_sweep()
-        if self.trial is None:
-            return base
-        if self.trial >= sweep.method.num_trials:
-            raise UserError(f"--trial={self.trial}: the sweep has trials 0 to {sweep.method.num_trials - 1}")
-        return _of_trial(base, sweep, self.trial, join)
+        if (last := base.made.method.num_trials - 1) < (self.trial or 0):
+            raise UserError(f"--trial={self.trial}: the sweep has trials 0 to {last}")
+        return base if self.trial is None else _of_trial(base, base.made, self.trial, join)
 
-    def make_sweep(self) -> Sweep:
-        """Returns the sweep, whose directory is this one's.
-
-        Raises:
-          UserError: see `resolved`.
-        """
+    @functools.cached_property
+    def made(self) -> Sweep:
+        """The sweep, whose directory is this one's. Raises UserError as `resolved`."""
         from spmd_trainer.sweeps import methods, pax_search, space, trials
 
         experiment = self.experiment.experiment
@@ -109,7 +103,7 @@ class SweepConfig(TrainConfig):
         if self.sweep or experiment.sweep:
             given = space.read_space(space.read_texts(self.sweep) if self.sweep else experiment.sweep)
             maximize = self.sweep_goal == "max"
-            method: methods.Method = methods.make(
+            method: methods.OverSpace | pax_search.PaxSearch = methods.make(
                 self.sweep_method, given, self.sweep_trials, self.sweep_seed, maximize=maximize
             )
             metric = trials.Metric.find(self.sweep_metric, datasets, loss, maximize=maximize)

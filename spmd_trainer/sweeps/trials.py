@@ -14,7 +14,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
@@ -22,9 +22,12 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.storage import json_values
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.storage.run_files import LOGS, names_in
-from spmd_trainer.sweeps.methods import Method
+from spmd_trainer.sweeps.methods import OverSpace
 from spmd_trainer.sweeps.space import Values
 from spmd_trainer.training.summary_writers import read_metrics
+
+if TYPE_CHECKING:
+    from spmd_trainer.sweeps.pax_search import PaxSearch
 
 SWEEP = "sweep.json"
 # The status of a trial that has begun and not ended, and those of trials that have ended.
@@ -119,18 +122,6 @@ class Metric:
         return value > other if self.maximize else value < other
 
 
-@runtime_checkable
-class Prunes(Protocol):
-    """A method that decides itself which trials stop early."""
-
-    @property
-    def stops_early(self) -> bool:
-        """Whether it stops any."""
-
-    def reason_to_prune(self, sweep: Sweep, number: int, others: Sequence[Trial]) -> str:
-        """Returns why a trial should stop after its newest evaluation; '' if it should go on. `others`: ended before it."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Sweep:
     """A sweep and its directory.
@@ -140,13 +131,13 @@ class Sweep:
       experiment: the experiment's full name.
       method: chooses the values of its trials.
       metric: tells good trials from bad ones.
-      prunes: whether trials that fall behind are stopped.
+      prunes: whether trials that fall behind are stopped; a `search()` decides it itself.
       common: what all trials have besides their values, as JSON: overrides, mesh.
     """
 
     directory: epath.Path
     experiment: str
-    method: Method
+    method: OverSpace | PaxSearch
     metric: Metric
     prunes: bool
     common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -208,7 +199,7 @@ class Sweep:
     @property
     def stops_early(self) -> bool:
         """Whether some trials may be stopped before their end."""
-        return self.method.stops_early if isinstance(self.method, Prunes) else self.prunes
+        return self.prunes if isinstance(self.method, OverSpace) else self.method.stops_early
 
     def begin(self, number: int) -> Trial:
         """Returns a trial, whose values are written down when it begins for the first time."""
@@ -255,15 +246,10 @@ class Sweep:
         if not self.stops_early:
             return ""
         others = [trial for trial in self.trials() if trial.number < number and trial.status in (FINISHED, PRUNED)]
-        if isinstance(self.method, Prunes):
+        if not isinstance(self.method, OverSpace):
             return self.method.reason_to_prune(self, number, others)
-        return self._is_below_median(step, value, others)
-
-    def _is_below_median(self, step: int, value: float, others: Sequence[Trial]) -> str:
-        """Returns a reason by the median stopping rule (Golovin et al. 2017, section 3.2.2).
-
-        A trial stops whose value at a step is worse than the median of the best values that the others had reached by this step.
-        """
+        # The median stopping rule (Golovin et al. 2017, section 3.2.2): a trial stops whose value at a step is worse than the
+        # median of the best values that the others had reached by this step.
         reached = []
         for trial in others:
             values = [v for at, v in self.curve(trial.number).items() if at <= step and not math.isnan(v)]
