@@ -44,22 +44,6 @@ FOLDER_KEY = "hugging_face_folder"
 _ALL = CheckpointLoadingRules(load_rules=[LOAD_ALL])
 
 
-@dataclasses.dataclass(frozen=True)
-class Beginning:
-    """A state that was loaded by rules.
-
-    Attributes:
-      state: the state.
-      origin: what the run's checkpoints note of where it came from: the Hugging Face folder and, in a run with adapters, the base
-        and the settings of the adapters.
-      report: what was loaded; None without rules.
-    """
-
-    state: TrainState
-    origin: dict[str, Any]
-    report: LoadReport | None
-
-
 def begin(
     job: Job,
     metadata: Layout,
@@ -67,7 +51,7 @@ def begin(
     rules: Mapping[Any, Any],
     *,
     restored_from: str | None = None,
-) -> Beginning:
+) -> tuple[TrainState, dict[str, Any], LoadReport | None]:
     """Loads variables of an initialised state by rules. Called by every process.
 
     Args:
@@ -76,6 +60,10 @@ def begin(
       state: the initialised state; it is used up.
       rules: {checkpoint directory: CheckpointLoadingRules}; may be empty.
       restored_from: see `BaseRecord`.
+
+    Returns:
+      The state; what the run's checkpoints note of where it came from: the Hugging Face folder and, in a run with adapters, the
+      base and the settings of the adapters; and what was loaded, None without rules.
 
     Raises:
       As `loading_rules.resolve_rules`; CheckpointMismatchError if adapters were trained with other settings than the task's.
@@ -106,7 +94,7 @@ def begin(
         origin[BASE_KEY] = _record(variables, base, rules, resolved, restored_from).to_json()
         origin[SETTINGS_KEY] = frozen_base.settings(job.task.lora)
     loaded: TrainState = jax.tree.unflatten(structure, leaves.values())
-    return Beginning(loaded, origin, None if resolved is None else resolved.report)
+    return loaded, origin, None if resolved is None else resolved.report
 
 
 def begins_with(job: Job, directory: epath.Path) -> bool:

@@ -247,8 +247,9 @@ def _end(
     run.begin("the end of the run")
     callbacks.call("on_end", run)
     outcome, next_step = _outcome(run, work.interrupted, complete=complete)
-    results = ending.Results(scalars.get("loss"), work.results, work.evaluated)
-    ending.log_summary(job.config, outcome, next_step, results)
+    ending.log_summary(
+        *(job.config, outcome, next_step), loss=scalars.get("loss"), metrics=work.results, evaluated=work.evaluated
+    )
     run.summaries.raise_failure(in_order=True)
     return TrainResult(run.state, {**scalars, **work.results}, run.step, run.job_log_dir)
 
