@@ -183,10 +183,6 @@ def _limit(data: Any) -> int | None:
     return limit or None
 
 
-def _with_rows(declared: PyTree, added: int) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] + added, *x.shape[1:]), x.dtype), declared)
-
-
 def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], None]:
     """Returns a function that checks each batch of an input; the first also by `task.train.enforce_input_specs`."""
     unchecked, vocabulary = job.task.train.enforce_input_specs, vocabulary_size(job.task)
@@ -203,7 +199,9 @@ def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], N
 
 def _padded_batch_checker(job: Job, name: str, data: Any, specs: PyTree) -> Callable[[PyTree], None]:
     """Returns `batch_checker` for the batches of a built input with the rows that it adds."""
-    return batch_checker(job, name, _with_rows(specs, getattr(data, "batch_padding_size", 0)))
+    added = getattr(data, "batch_padding_size", 0)
+    padded = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] + added, *x.shape[1:]), x.dtype), specs)
+    return batch_checker(job, name, padded)
 
 
 def check_first_batch(job: Job, input_p: Any, kind: str) -> Any:

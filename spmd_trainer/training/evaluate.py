@@ -81,17 +81,14 @@ class Evaluations:
         if train_batch is not None:
             results |= self._write("train", step, self._evaluate_train_batch(state, train_batch), {})
         for dataset in self._datasets:
-            results |= self._evaluate_once(dataset, state, step, between_batches)
+            same = dataset.fingerprint(state)
+            record = read_metrics(self._job.config.job_log_dir, f"eval_{dataset.name}").get(step, {})
+            if multihost.broadcast(record.get(_IDENTITY) == same):
+                results |= _results_again(dataset.name, step, record)
+            else:
+                metrics = dataset.evaluate(state, step, between_batches)
+                results |= self._write(dataset.name, step, metrics, {_IDENTITY: same})
         return results
-
-    def _evaluate_once(
-        self, dataset: EvalDataset, state: TrainState, step: int, between_batches: Callable[[], None]
-    ) -> dict[str, float]:
-        same = dataset.fingerprint(state)
-        record = read_metrics(self._job.config.job_log_dir, f"eval_{dataset.name}").get(step, {})
-        if multihost.broadcast(record.get(_IDENTITY) == same):
-            return _results_again(dataset.name, step, record)
-        return self._write(dataset.name, step, dataset.evaluate(state, step, between_batches), {_IDENTITY: same})
 
     def _evaluate_train_batch(self, state: TrainState, batch: PyTree) -> dict[str, float]:
         if self._train_step is None:

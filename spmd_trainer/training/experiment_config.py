@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -129,7 +130,8 @@ def resolve(
         with _errors_of(experiment, found.label):
             _validate_kinds(config)
             _validate_datasets(config)
-        _use_datasets(experiment, config)
+        for kind in _DATASETS:  # the experiment's own methods return the overridden configs
+            setattr(experiment, kind, functools.partial(list, getattr(config, kind)))
         with _errors_of(experiment, found.label):
             experiment.validate()
             _validate_names(config)
@@ -216,13 +218,6 @@ def _shown(value: Any) -> str:
     return f"{text[: _MAX_CHARS // 10]}... ({len(text)} characters, crc32 {checksum:08x})"
 
 
-def _use_datasets(experiment: BaseExperiment, config: Any) -> None:
-    """Makes the experiment's own methods return the overridden configs."""
-    for kind in _DATASETS:
-        configs = getattr(config, kind)
-        setattr(experiment, kind, lambda configs=configs: list(configs))
-
-
 def apply_override(config: Any, assignment: str) -> None:
     """Applies one 'path.to.field=value' to a config, checking every step of the path.
 
@@ -233,7 +228,10 @@ def apply_override(config: Any, assignment: str) -> None:
     if not equals or not path:
         raise UserError(f"override {assignment!r} is not of the form path.to.field=value")
     try:
-        steps = daglish_path(path)
+        steps = list(daglish.parse_path(path if path.startswith("[") else f".{path}"))
+    except ValueError as error:
+        raise UserError(f"{path!r} is not a path such as task.train.num_train_steps") from error
+    try:
         node = config
         for done, step in enumerate(steps):
             _check_step(node, step, steps[:done], path)
@@ -251,14 +249,6 @@ def without_replaced(assignments: Sequence[str], later: Sequence[str]) -> list[s
         for assignment in assignments
         if not any(re.match(rf"{re.escape(path)}\s*[=.\[]", assignment.lstrip()) for path in paths)
     ]
-
-
-def daglish_path(path: str) -> list[Any]:
-    """Parses 'a.b[0].c' into fiddle path elements."""
-    try:
-        return list(daglish.parse_path(path if path.startswith("[") else f".{path}"))
-    except ValueError as error:
-        raise UserError(f"{path!r} is not a path such as task.train.num_train_steps") from error
 
 
 def _check_step(node: Any, step: Any, before: list[Any], path: str) -> None:
@@ -307,8 +297,7 @@ def _validate_kinds(config: Any) -> None:
 
 def _validate_datasets(config: Any) -> None:
     for kind in _DATASETS:
-        datasets = getattr(config, kind)
-        if not isinstance(datasets, list | tuple):
+        if not isinstance(datasets := getattr(config, kind), list | tuple):
             raise UserError(f"{kind} is {datasets!r:.80}; give a list of configs of inputs")
         for index, dataset in enumerate(datasets):
             if not isinstance(dataset, fdl.Buildable):

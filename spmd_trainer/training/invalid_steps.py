@@ -116,9 +116,7 @@ class InvalidSteps(Callback):
     def _count(self, run: Run, step: int, scalars: Scalars) -> None:
         self.count += 1
         learner, rejected = run.task.learner, not is_accepted(scalars)
-        norms = [
-            f"gradient norm {value:g}" for name, value in scalars.summaries.items() if name.endswith("raw_grad_norm")
-        ]
+        norms = [f"gradient norm {value:g}" for value in scalars.summaries_called(GRAD_NORM)]
         threshold = learner.skip_step_gradient_norm_value
         limit = f" (skip_step_gradient_norm_value is {threshold:g})" if threshold and rejected else ""
         what = f"step {step} is invalid: loss {scalars.loss}, {', '.join(norms) or 'no gradient norm known'}{limit}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import pathlib
@@ -67,9 +68,12 @@ def job_of(directory, exp=None, *, mode="train", overrides=(), rules=None, **set
     return Job.build(config)
 
 
+FirstState = collections.namedtuple("FirstState", "state input_state origin")
+
+
 def first_state(job):
     with Checkpointer(job.config.job_log_dir / "checkpoints") as own:
-        return start_up.first_state(job, own)
+        return FirstState(*start_up.first_state(job, own))
 
 
 def restored(directory, exp=None, **settings):
@@ -334,7 +338,7 @@ def test_rules_for_adapters_must_find_some(tmp_path):
 def test_a_fresh_run_begins_as_its_base(tmp_path):
     """b is 0, and with DoRA the magnitudes are the norms of the base that was loaded, not of the initial one."""
     job = job_of(tmp_path / "run")
-    found = logical(job.partitioner.metadata, first_state(job)[0])
+    found = logical(job.partitioner.metadata, first_state(job).state)
     prefix = "lm/layers/sub/layer_0/attention/query/w"
     weight = found[f"mdl_vars/params/{prefix}"]
     norms = np.sqrt((weight.astype(np.float64) ** 2).sum(axis=1))
@@ -432,7 +436,7 @@ def test_adapters_are_exported_merged_or_alone_and_read_again(trained, tmp_path)
     assert begun.origin["base"]["restored_from"] == str(FOLDER)
     everything = CheckpointLoadingRules(load_rules=[LOAD_ALL])
     job = job_of(tmp_path / "c", rules={str(FOLDER): everything, str(folder): everything})
-    for state in (begun.state, first_state(job)[0]):
+    for state in (begun.state, first_state(job).state):
         assert_equal(logical(job.partitioner.metadata, state), restored(run), lambda path: path != "step")
 
 
