@@ -121,13 +121,15 @@ class Store:
         self._searched = list(searched)
         self._earlier: dict[str, dict[str, Any]] | None = None
         self._versions = library_versions()
+        partitioner = make_partitioner(config.experiment.experiment)
+        kind = type(partitioner)
         settings = [
             # Plain objects print their address, which differs between processes.
             *map(without_addresses, config.experiment.lines()),
             config.topology,
             config.num_slices,
             config.num_minibatches,
-            _partitioner_settings(job),
+            without_addresses(f"{kind.__module__}.{kind.__qualname__}: {sorted(vars(partitioner).items())}"),
             sorted(self._versions.items()),
             [os.environ.get(name) for name in _VARIABLES],
             repr((chips.CHIPS, links.MACHINES)),
@@ -262,9 +264,3 @@ def _least_chips(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
     least, there = -(-state // (memory - min(rest, default=0))), job.partitioner.mesh.size
     number = f"at least {count_text(least, 'chip')}" if least > there else f"more than {count_text(there, 'chip')}"
     return f"{needs}: with the state split over all chips, {number} of {bytes_text(memory)} are needed."
-
-
-def _partitioner_settings(job: Job) -> str:
-    partitioner = make_partitioner(job.config.experiment.experiment)
-    settings = sorted(vars(partitioner).items())
-    return without_addresses(f"{type(partitioner).__module__}.{type(partitioner).__qualname__}: {settings}")

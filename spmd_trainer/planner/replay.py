@@ -151,17 +151,13 @@ def _check_step(job: Job, step: int) -> None:
     if step > planned:
         raise UserError(f"--step={step}: task.train.num_train_steps is {planned}; give 1 to {planned}")
     if last is None:
-        written = decided_by_process_0(lambda: _newest_written(job))
+        logs, saves = job.config.job_log_dir, job.config.checkpoint_dir
+        written = decided_by_process_0(lambda: max([*read_metrics(logs, "train"), *steps.whole(saves)], default=None))
         # Summaries come at intervals, so the run may be one interval further.
         if written is not None and step > written + int(job.task.train.summary_interval_steps):
             raise UserError(
                 f"--step={step}: the run in {job.config.job_log_dir} has written up to step {written}; give 1 to {written}"
             )
-
-
-def _newest_written(job: Job) -> int | None:
-    """Returns the newest step that the run has written or saved; None if there is none."""
-    return max([*read_metrics(job.config.job_log_dir, "train"), *steps.whole(job.config.checkpoint_dir)], default=None)
 
 
 def _restore(job: Job, step: int) -> Restored:
@@ -282,8 +278,10 @@ class _Batches:
 def _comparison(written: PyTree, own: PyTree | None) -> str:
     if own is None:
         return "the one that the run wrote down; the input can't give it again"
-    pairs = zip(named_leaves(written), named_leaves(own), strict=True)
-    others = [name for (name, x), (_, y) in pairs if not _same_rows(x, y)]
+    others = []
+    for (name, x), (_, y) in zip(named_leaves(written), named_leaves(own), strict=True):
+        may_be_nan, rows = jax.numpy.issubdtype(x.dtype, jax.numpy.floating), invalid_batches.local_rows
+        others += [] if np.array_equal(rows(x), rows(y), equal_nan=may_be_nan) else [name]
     if not others:
         return "the one that the run wrote down; the input gives the same"
     logging.warning("the input gives another batch than the run had: %s differ", ", ".join(others))
@@ -291,11 +289,6 @@ def _comparison(written: PyTree, own: PyTree | None) -> str:
         f"the one that the run wrote down. THE INPUT GIVES ANOTHER ONE ({', '.join(others)} differ): it has changed, or is not "
         "deterministic, so the steps before may have had other batches too"
     )
-
-
-def _same_rows(x: jax.Array, y: jax.Array) -> bool:
-    may_be_nan = jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
-    return np.array_equal(invalid_batches.local_rows(x), invalid_batches.local_rows(y), equal_nan=may_be_nan)
 
 
 def _written_losses(job: Job) -> Mapping[int, float]:

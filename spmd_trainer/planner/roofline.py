@@ -106,12 +106,8 @@ class Estimate:
         return (self.shortest + self.longest) / 2
 
     def record(self) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(self),
-            "shortest": self.shortest,
-            "longest": self.longest,
-            "middle": self.middle,
-        }
+        derived = {name: getattr(self, name) for name in ("shortest", "longest", "middle")}
+        return dataclasses.asdict(self) | derived
 
 
 def estimate(
@@ -156,11 +152,7 @@ def estimate(
         latency_seconds=latency,
         permute_seconds=sum(time.inside for (kind, _), time in rows.items() if kind == "collective-permute"),
         collectives=sorted(
-            (
-                CollectiveTime(kind, axes, time.inside + time.outside, _links(time, machine))
-                for (kind, axes), time in rows.items()
-            ),
-            key=lambda row: -row.seconds,
+            (_collective_time(*key, time, machine) for key, time in rows.items()), key=lambda row: -row.seconds
         ),
     )
 
@@ -192,9 +184,10 @@ def _collectives(
     return rows, latency
 
 
-def _links(time: links.LinkTime, machine: links.Machine) -> str:
+def _collective_time(kind: str, axes: tuple[str, ...], time: links.LinkTime, machine: links.Machine) -> CollectiveTime:
     used = [(machine.inside, time.inside), (machine.outside, time.outside)]
-    return ", ".join(name for name, seconds in used if seconds)
+    names = ", ".join(name for name, seconds in used if seconds)
+    return CollectiveTime(kind, axes, time.inside + time.outside, names)
 
 
 def estimate_text(found: Estimate) -> str:

@@ -258,17 +258,9 @@ def _scan(
         unroll=params["unroll"],
     )
     recorder.bodies[str(len(recorder.frame.operations))] = flags
-    operation = Operation(
-        "scan",
-        scope,
-        source_info_util.summarize(eqn.source_info),
-        tuple(ids),
-        frames[-1],
-        num_consts,
-        num_carry,
-        params["length"],
-        params["reverse"],
-    )
+    where = source_info_util.summarize(eqn.source_info)
+    sizes = (num_consts, num_carry, params["length"], params["reverse"])
+    operation = Operation("scan", scope, where, tuple(ids), frames[-1], *sizes)
     results = [*carry, *stacked]
     return results, recorder.operation(operation, results)
 
