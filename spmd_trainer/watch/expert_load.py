@@ -46,11 +46,9 @@ class ExpertLoad(Callback):
         dead = [text for name, load in scalars.loads.items() for text in self._newly_dead(name, load)]
         if dead:
             _warn(step, dead)
-        ratios, missing = [], 0
-        for load in scalars.loads.values():
-            ratios.append(np.max(_ratios(load)))
-            missing += int(np.sum(load == 0))
-        run.log({"experts/max_over_mean": float(max(ratios)), "experts/without_tokens": float(missing)})
+        ratio = max(float(np.max(_ratios(load))) for load in scalars.loads.values())
+        missing = sum(int(np.sum(load == 0)) for load in scalars.loads.values())
+        run.log({"experts/max_over_mean": ratio, "experts/without_tokens": float(missing)})
         if step % self._interval == 0:
             _write(run, step, scalars.loads)
 

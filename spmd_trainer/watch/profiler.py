@@ -38,22 +38,20 @@ class Profiler(Callback):
             return
         first, began = self._since
         if step - first >= self._num_steps and time.monotonic() - began >= self._seconds:
-            jax.block_until_ready(run.state)
-            self._end(run)
+            self.on_end(run)
 
     def on_end(self, run: Run) -> None:
         """Ends a profile that training ended in the middle of."""
         if self._since is not None:
             jax.block_until_ready(run.state)
-            self._end(run)
+            self.on_failure(run)
 
-    def on_failure(self, run: Run, error: BaseException) -> None:
+    def on_failure(self, run: Run, error: BaseException | None = None) -> None:
         """Ends the profile: the steps before a failure are worth looking at."""
         del error
         if self._since is not None:
-            self._end(run)
-
-    def _end(self, run: Run) -> None:
-        jax.profiler.stop_trace()
-        logging.info("wrote a profile of the steps from %d on to %s", self._capture_step, run.job_log_dir / "profile")
-        self._capture_step = self._since = None
+            jax.profiler.stop_trace()
+            logging.info(
+                "wrote a profile of the steps from %d on to %s", self._capture_step, run.job_log_dir / "profile"
+            )
+            self._capture_step = self._since = None

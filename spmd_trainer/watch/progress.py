@@ -127,7 +127,9 @@ class Progress:
         timing = {"steps_per_sec": 1.0 / seconds, f"{self.unit}_per_sec": rate}
         if utilization := self._utilization(rate):
             timing |= utilization
-            parts.append(utilization_text(utilization))
+            # 'MFU 42.9% (6N 38.7%)', or 'MFU 6N 38.7%' if the other count is unknown.
+            of_6n = f"6N {utilization['mfu_6n']:.1%}"
+            parts.append(f"MFU {utilization['mfu']:.1%} ({of_6n})" if "mfu" in utilization else f"MFU {of_6n}")
         parts.append(f"ETA {format_seconds(left)}")
         logging.info("%s", "  ".join(parts))
         return timing
@@ -224,12 +226,6 @@ def flops_per_item(run: Run) -> dict[str, float]:
     found = {"mfu_6n": float(chips.model_flops(trained, 1, num_frozen=frozen))}
     matrix_flops = getattr(run.task.model, "matrix_flops", None)
     return found if matrix_flops is None else {"mfu": matrix_flops(trained, frozen, run.batch.ids.shape[1]), **found}
-
-
-def utilization_text(utilization: Mapping[str, float]) -> str:
-    """Returns e.g. 'MFU 42.9% (6N 38.7%)'; 'MFU 6N 38.7%' if the other count is unknown."""
-    of_6n = f"6N {utilization['mfu_6n']:.1%}"
-    return f"MFU {utilization['mfu']:.1%} ({of_6n})" if "mfu" in utilization else f"MFU {of_6n}"
 
 
 def _make_progress(run: Run) -> Progress:

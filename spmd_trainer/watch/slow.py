@@ -67,14 +67,6 @@ class Verdict:
             f"{_ms(self.others)} ({than}{estimated}), over steps {self.steps[0]} to {self.steps[1]}{hidden}"
         )
 
-    @property
-    def text_when_fast(self) -> str:
-        """The line for when it was slow and is not any more."""
-        return (
-            f"process {self.process} (host {self.host}) is as fast as the others again, over steps {self.steps[0]} to "
-            f"{self.steps[1]}"
-        )
-
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 0.1 else f"{1000 * seconds:.0f} ms"
@@ -177,6 +169,7 @@ class SlowProcesses:
             if verdict.is_slow and (is_new or verdict.part == part):
                 self._named[verdict.process] = (verdict.part, verdict.steps[1])
             elif part and is_new and verdict.ratio < FAST:
-                lines.append(verdict.text_when_fast)
+                name, (first, last) = f"process {verdict.process} (host {verdict.host})", verdict.steps
+                lines.append(f"{name} is as fast as the others again, over steps {first} to {last}")
                 del self._named[verdict.process]
         return lines

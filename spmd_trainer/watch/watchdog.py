@@ -237,7 +237,12 @@ class Watchdog(Callback):
             lines.append(own)
         text = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} process {self._index}: " + "\n".join(lines) + "\n\n"
         # A file system that hangs may be why nothing moves.
-        within(_LOGS_SECONDS, "writing the report of a hang", lambda: _append(run, self._index, text))
+        within(_LOGS_SECONDS, "writing the report of a hang", lambda: self._append(run, text))
+
+    def _append(self, run: Run, text: str) -> None:
+        file = open_append(_file(run, self._index), attempts=1)
+        file.write(text.encode())
+        file.flush()
 
     def _end(self, digest: Digest, run: Run) -> None:
         """Ends this process with what can still be written. Returns only if ending fails."""
@@ -256,9 +261,3 @@ class Watchdog(Callback):
 def _file(run: Run, process: int) -> epath.Path:
     """Returns the file of a process for its reports and stacks."""
     return run.job_log_dir / LOGS / f"stuck.process_{process}.txt"
-
-
-def _append(run: Run, process: int, text: str) -> None:
-    file = open_append(_file(run, process), attempts=1)
-    file.write(text.encode())
-    file.flush()
