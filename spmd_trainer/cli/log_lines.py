@@ -211,10 +211,6 @@ def install() -> RunLog:
     handler = logging.get_absl_handler()
     handler.setFormatter(_Format())
     handler.addFilter(_Wanted())
-    return _keep_full_log()
-
-
-def _keep_full_log() -> RunLog:
     run_log = RunLog()
     std_logging.getLogger().addHandler(run_log)
     return run_log
@@ -234,7 +230,8 @@ def shown(*, warnings_only: bool = False) -> Iterator[RunLog]:
     handler.addFilter(_Wanted())
     logging.set_verbosity(logging.WARNING if warnings_only else logging.INFO)
     root.setLevel(min(root.level, std_logging.INFO))
-    run_log = _keep_full_log()
+    run_log = RunLog()
+    root.addHandler(run_log)
     run_log.is_shown = not (wants_own or warnings_only)
     if not wants_own:
         root.addHandler(handler)
