@@ -131,7 +131,6 @@ class Run:
 
     @property
     def mesh(self) -> Mesh:
-        """The device mesh."""
         return self.partitioner.mesh
 
     @property

@@ -204,7 +204,6 @@ def names(flag: str, value: Any) -> tuple[str, ...]:
 
 
 def split_names(lists: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names in texts like 'a,b', each once."""
     return tuple(dict.fromkeys(name.strip() for text in lists for name in text.split(",") if name.strip()))
 
 

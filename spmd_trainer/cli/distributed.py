@@ -224,7 +224,6 @@ def _say_here(text: str) -> None:
 
 
 def _described(error: BaseException) -> str:
-    """Returns what the other processes are told of an error."""
     if isinstance(error, KeyboardInterrupt):
         return "Ctrl-C"
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

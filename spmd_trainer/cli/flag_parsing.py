@@ -188,7 +188,6 @@ def help_page(topic: str = "") -> str:
 
 
 def _groups(settings: Iterable[Setting]) -> list[tuple[str, list[Setting]]]:
-    """Returns the settings of each group, with its title."""
     found: dict[str, list[Setting]] = {}
     for about in settings:
         found.setdefault(about.group, []).append(about)

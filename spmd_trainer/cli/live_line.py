@@ -221,7 +221,6 @@ class _Above:
             self._stream.flush()
 
     def writelines(self, lines: Iterator[str]) -> None:
-        """Writes several texts."""
         for line in lines:
             self.write(line)
 
@@ -233,7 +232,6 @@ class _Above:
 
 
 def _handlers_on(stream: TextIO) -> list[std_logging.StreamHandler[TextIO]]:
-    """Returns the log handlers that write to a stream."""
     known = [std_logging.getLogger(), *std_logging.getLogger().manager.loggerDict.values()]
     handlers = [handler for logger in known if isinstance(logger, std_logging.Logger) for handler in logger.handlers]
     # absl's handler passes records on to one that has the stream.
@@ -263,7 +261,6 @@ def line(status: LiveStatus, width: int) -> Table | None:
 
 
 def _training_columns(training: TrainingStatus) -> dict[str, Text]:
-    """Returns the columns by name, in the order in which they are shown."""
     # The step is as wide at the first step as at the last: the other columns must not move.
     number = str(training.num_steps)
     columns = {"step": _labelled("step", f"{training.step:>{len(number)}}/{number}", "bold")}

@@ -136,7 +136,6 @@ class RunLog(MemoryHandler):
         return True
 
     def close(self) -> None:
-        """Closes the file too."""
         file = self.target
         super().close()
         if file is not None:

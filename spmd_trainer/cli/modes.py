@@ -37,7 +37,6 @@ class Mode:
     builder: str = ""
 
     def program(self) -> Callable[[Any], object]:
-        """Imports and returns the program."""
         program: Callable[[Any], object] = self._import(self.function)
         return program
 

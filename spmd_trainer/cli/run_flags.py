@@ -153,7 +153,6 @@ def define() -> None:
 
 
 def refuse_other_modes(flag_values: flags.FlagValues) -> None:
-    """Raises UserError for a flag that the mode does not have."""
     own = {about.flag for cls in _classes(flag_values.mode) for about in settings_of(cls).values()}
     for about in all_settings():
         flag = flag_values[about.flag]

@@ -138,7 +138,6 @@ def curves(job: Job, multiples: Sequence[int], steps: int, *, without: bool = Fa
 
 
 def _task(job: Job, multiple: int, *, without: bool) -> SingleTask:
-    """Returns the task at a multiple of the base."""
     experiment = job.config.experiment
     mup_p = experiment.task_p.mup
     if mup_p is None:

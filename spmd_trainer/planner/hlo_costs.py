@@ -193,7 +193,6 @@ class _Program:
         return next(i for i in self.computations[computation] if i.is_root)
 
     def _read_of(self, value: Instruction, computation: str) -> int:
-        """Returns the bytes of a value that a fused computation reads."""
         whole, read = hlo_text.array_bytes(value.shape), 0
         for user in self._users(computation).get(value.name, []):
             if user.opcode in _VIEWS:
@@ -215,7 +214,6 @@ class _Program:
         return min(whole, read)
 
     def _written_by(self, result: Instruction, computation: str) -> int:
-        """Returns the bytes that a fused computation writes for one result."""
         known = self._by_name(computation)
         while result.opcode in _VIEWS and result.operands[0] in known:
             result = known[result.operands[0]]

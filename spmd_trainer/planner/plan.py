@@ -230,7 +230,6 @@ def _collectives(text: str, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def plan_text(result: Plan) -> str:
-    """Formats the plan as text."""
     mesh = mesh_text(result.mesh)
     lines = [
         f"train step on {result.chips} chips ({result.kind}), mesh {mesh}; compiled in {result.seconds:.0f} s",

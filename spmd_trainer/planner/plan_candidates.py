@@ -57,7 +57,6 @@ class Candidate:
         return (*found, *self.more)
 
     def flags(self, experiment: ResolvedExperiment) -> str:
-        """Returns the command line's flags for this candidate."""
         parts = [f"--mesh={mesh_flag(self.mesh)}"]
         if self.minibatches is not None:
             parts.append(f"--num_minibatches={self.minibatches}")

@@ -193,7 +193,6 @@ def _asset(name: str) -> str:
 
 
 def plan_record(plan: Plan) -> Record:
-    """Returns the page's data of a compiled plan."""
     estimate = plan.estimate
     return {
         "mesh": mesh_text(plan.mesh),

@@ -90,7 +90,6 @@ class Outcome:
         return math.inf if self.seconds is None else self.seconds / self.rows
 
     def forget(self) -> None:
-        """Resets all fields but the candidate."""
         for name, value in vars(Outcome(self.candidate)).items():
             setattr(self, name, value)
 
@@ -165,7 +164,6 @@ class Store:
             return {}
 
     def write(self, outcomes: Sequence[Outcome]) -> None:
-        """Writes the file."""
         if self._path is None:
             return
         front = {id(outcome) for outcome in pareto_front(outcomes)}
@@ -197,7 +195,6 @@ def best(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
-    """Formats the result of a search."""
     topology = job.config.of(ChipsConfig).topology
     ranked, front = best(outcomes), {id(outcome) for outcome in pareto_front(outcomes)}
     compiled = sum(outcome.compiled_in > 0 for outcome in outcomes)

@@ -191,7 +191,6 @@ def _collective_time(kind: str, axes: tuple[str, ...], time: links.LinkTime, mac
 
 
 def estimate_text(found: Estimate) -> str:
-    """Formats an estimate as lines of a plan."""
     links_seconds = found.inside_seconds + found.outside_seconds
     lines = [
         f"estimated step {found.shortest:.4g} s (all overlaps) to {found.longest:.4g} s (nothing does)",

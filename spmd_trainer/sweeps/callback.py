@@ -91,7 +91,6 @@ class TrialCallback(Callback):
             self._write(status=status, value=value, step=step, flops=training_flops(run, step), reason=self._pruned)
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Writes that the trial is broken."""
         del run
         if isinstance(error, Exception):
             text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_paragraph(error)}"

@@ -37,7 +37,6 @@ _METHODS = ("task", "datasets", "train_datasets", "eval_datasets", "decode_datas
 
 
 def has_search(cls: type[BaseExperiment]) -> bool:
-    """Returns True if an experiment has a `search()`."""
     return cls.search is not BaseExperiment.search
 
 
@@ -145,13 +144,11 @@ class PaxSearch:
         return _derived(cls, {name: under(getattr(cls, name)) for name in _METHODS}), []
 
     def description(self) -> dict[str, Any]:
-        """Returns the search space and the algorithm."""
         choices = {name: str(hyper) for name, hyper in self._hypers.items()}
         return {"space": choices, "method": type(pax_fiddle.build(self._search.search_algorithm)).__name__, "seed": 0}
 
     @property
     def stops_early(self) -> bool:
-        """Whether `search()` has a policy."""
         return self._search.early_stopping is not None
 
     def reason_to_prune(self, sweep: Sweep, number: int, others: Sequence[Trial]) -> str:
@@ -187,7 +184,6 @@ class PaxSearch:
         return space.overrides(values) if are_attributes else None
 
     def _decide(self, values: Values, hyper: Any) -> Any:
-        """Returns the value of one choice in a trial."""
         pg, values = _pyglove(), self._by_choice(values)
         if hyper.name not in values:
             raise UserError(f"{self._cls.__name__}: {hyper.name!r} is a choice that search() did not find in task()")
@@ -287,7 +283,6 @@ def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
 
 
 def _derived(cls: type[BaseExperiment], body: Mapping[str, Any]) -> type[BaseExperiment]:
-    """Returns a subclass of the same name."""
     same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {**same, **body})
 

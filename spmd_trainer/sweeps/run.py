@@ -101,7 +101,6 @@ def run(prepared: tuple[SweepConfig, Sweep]) -> list[Trial]:
 
 
 def command(config: SweepConfig, sweep: Sweep, number: int) -> list[str]:
-    """Returns the arguments of `spmd-trainer` that run a trial."""
     return [
         f"--exp={short_name(sweep.experiment)}",
         "--mode=sweep",
@@ -113,7 +112,6 @@ def command(config: SweepConfig, sweep: Sweep, number: int) -> list[str]:
 
 
 def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals) -> Trial:
-    """Runs a trial, or the rest of it, and returns how it stands."""
     _wait_for_earlier_start(sweep, number)
     trial = sweep.begin(number)
     if trial.has_ended:
@@ -167,7 +165,6 @@ def _wait_for_earlier_start(sweep: Sweep, number: int) -> None:
 
 
 def _report(sweep: Sweep, trial: Trial, seconds_left: float) -> None:
-    """Logs how a trial ended, and how long the others will take."""
     best = sweep.best(sweep.trials())
     shown = "" if best is None else f"; the best so far is trial {best.number}, {best.value:.6g}"
     left = f"; about {format_duration(seconds_left)} left" if seconds_left else ""

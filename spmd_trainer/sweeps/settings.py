@@ -28,7 +28,6 @@ _sweep = functools.partial(setting, group="Sweeps (--mode=sweep)")
 
 
 def _texts(flag: str, value: object) -> tuple[str, ...]:
-    """Returns the texts of `--sweep`, also of a mapping of Python's."""
     if isinstance(value, Mapping):
         return tuple(f"{path}={json.dumps(values)}" for path, values in value.items())
     return texts(flag.removeprefix("--"), value)
@@ -130,7 +129,6 @@ class SweepConfig(TrainConfig):
 
 
 def _of_trial(base: SweepConfig, sweep: Sweep, number: int, join: Callable[[], int] | None) -> TrainConfig:
-    """Returns the settings of a trial's training run."""
     from spmd_trainer.sweeps.callback import TrialCallback
 
     if join is not None:
@@ -171,7 +169,6 @@ def _agreed_values(sweep: Sweep, number: int) -> Values:
 def _with_values(
     base: SweepConfig, sweep: Sweep, values: Values, join: Callable[[], int] | None = None
 ) -> ResolvedExperiment:
-    """Returns the experiment with a trial's values."""
     from spmd_trainer.training import experiment_config
 
     exp, assigned = sweep.method.experiment(type(base.experiment.experiment), values)

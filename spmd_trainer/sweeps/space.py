@@ -38,7 +38,6 @@ class Range:
     integer: bool = False
 
     def sample(self, generator: np.random.Generator) -> float | int:
-        """Returns one of them."""
         # A whole number stands for the interval of length 1 around it, so that the bounds are as likely as the others.
         low, high = (self.low - 0.5, self.high + 0.5) if self.integer else (self.low, self.high)
         scale, back = (math.log, math.exp) if self.log else (float, float)

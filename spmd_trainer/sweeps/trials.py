@@ -143,11 +143,9 @@ class Sweep:
     common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def trial_directory(self, number: int) -> epath.Path:
-        """Returns the directory of a trial's run."""
         return self.directory / "trials" / f"{number:04}"
 
     def trial_file(self, number: int) -> epath.Path:
-        """Returns the file that says how a trial stands."""
         return self.directory / "trials" / f"{number:04}.json"
 
     def open(self) -> None:
@@ -198,7 +196,6 @@ class Sweep:
 
     @property
     def stops_early(self) -> bool:
-        """Whether some trials may be stopped before their end."""
         return self.prunes if isinstance(self.method, OverSpace) else self.method.stops_early
 
     def begin(self, number: int) -> Trial:
@@ -211,7 +208,6 @@ class Sweep:
         return found
 
     def write(self, trial: Trial) -> None:
-        """Writes how a trial stands."""
         # Values are written as Python literals: JSON has no tuples.
         values = {path: repr(value) for path, value in trial.values.items()}
         fields = {field.name: getattr(trial, field.name) for field in dataclasses.fields(trial)}

@@ -207,7 +207,6 @@ def _resolve(job: Job, variables: TrainState, rules: Mapping[Any, Any]) -> Resol
 
 
 def _load_base(job: Job, variables: TrainState, recorded: BaseRecord) -> tuple[dict[str, jax.Array], BaseRecord]:
-    """Returns the base by path, and its record."""
     rules: Mapping[Any, Any] = job.task.train.init_from_checkpoint_rules or {}
     restored_from = recorded.restored_from
     is_folder = checkpoint_sources.is_hf_folder

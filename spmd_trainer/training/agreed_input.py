@@ -125,7 +125,6 @@ class AgreedInput:
         self._cancelled.set()
 
     def reset(self) -> None:
-        """Begins again."""
         self._batches = 0
         self._source.reset()  # type: ignore[attr-defined]  # finite inputs have it
 

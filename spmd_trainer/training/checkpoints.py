@@ -294,7 +294,6 @@ def require_run(directory: epath.Path) -> None:
 
 
 def no_checkpoint_in(directory: epath.Path) -> UserError:
-    """Returns the error for a directory without checkpoints."""
     below = directory / "checkpoints"
     fix = (
         f"did you mean --restore_checkpoint_dir={below}?"

@@ -79,7 +79,6 @@ def make_experiment(
 
 
 def _parse(assignment: str, cls: type, own: dict[str, Any]) -> tuple[str, Any]:
-    """Returns the name and the value of one override."""
     path, equals, text = assignment.partition("=")
     match = _FIRST_NAME.match(path)
     name = match[1] if match else ""

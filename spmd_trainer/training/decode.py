@@ -160,7 +160,6 @@ class DecodeDataset(FiniteDataset):
         return batches
 
     def lower(self) -> jax.stages.Lowered:
-        """Returns the step lowered for its mesh."""
         return self._step.lower(self._key)
 
     def outputs(self, state: TrainState, batch: PyTree, index: int = 0) -> PyTree:

@@ -50,7 +50,6 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
 
     @property
     def improved(self) -> bool:
-        """True if the latest evaluation is the best so far."""
         return self._best is not None and not self._since_best
 
     def dataset_among(self, names: Iterable[str]) -> str | None:

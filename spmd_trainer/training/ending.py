@@ -96,7 +96,6 @@ def say_results(directory: epath.Path) -> None:
 
 
 def _results(directory: epath.Path) -> Iterator[str]:
-    """Yields where a run's results are, and how to look at them."""
     if not directory.exists():
         return
     yield f"results in {directory}: {_contents(directory)}"

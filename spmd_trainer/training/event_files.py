@@ -98,7 +98,6 @@ _STATUSES = {
 
 
 def text(tag: str, content: str) -> summary_pb2.Summary:
-    """Makes a text summary, shown as Markdown."""
     summary: summary_pb2.Summary = text_v2.text_pb(tag, content)
     return summary
 

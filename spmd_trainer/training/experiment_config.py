@@ -65,7 +65,6 @@ class ResolvedExperiment:
 
     @property
     def task_p(self) -> Any:
-        """The task's resolved config."""
         return self.config.task
 
     def lines(self) -> list[str]:

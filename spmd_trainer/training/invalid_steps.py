@@ -76,7 +76,6 @@ class InvalidSteps(Callback):
         self._loss_name = ""
 
     def on_open(self, run: Run) -> None:
-        """Reads the name of the loss."""
         # Reading a field of a config costs as much as waking a thread, so it isn't done at every step.
         self._loss_name = str(run.task.learner.loss_name)
 

@@ -164,7 +164,6 @@ class Job:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the global training batch."""
         return int(jax.tree.leaves(self.inputs_shape_dtype)[0].shape[0])
 
     @staticmethod
@@ -258,7 +257,6 @@ class Job:
 
 
 def make_partitioner(experiment: BaseExperiment) -> Partitioner:
-    """Returns the experiment's partitioner, not set up."""
     return experiment.partitioner() or pjit.PjitPartitioner()
 
 

@@ -29,7 +29,6 @@ class Due:
 
     @property
     def any(self) -> bool:
-        """True if any action is due."""
         return self.save or self.evaluate or self.decode
 
 
@@ -60,7 +59,6 @@ class Schedule:
 
     @classmethod
     def of_run(cls, config: TrainConfig) -> Schedule:
-        """Reads the intervals of a run."""
         experiment = config.experiment.config
         train_p = experiment.task.train
         eval_interval = int(train_p.eval_interval_steps or 0) if config.eval_on_test else 0

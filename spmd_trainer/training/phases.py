@@ -78,7 +78,6 @@ class Phase:
         self._thread = threading.Thread(target=self._run, name=f"phase: {what}", daemon=True)
 
     def advance(self) -> None:
-        """Counts one finished batch."""
         self._batches = (self._batches or 0) + 1
 
     def status(self) -> PhaseStatus | None:

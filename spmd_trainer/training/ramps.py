@@ -71,7 +71,6 @@ def _value_at(ramp: Mapping[int, int], step: int) -> int | None:
 
 
 def stage_at(stages: Sequence[Stage], step: int) -> Stage:
-    """Returns the stage of the step that is taken after `step` steps."""
     return [stage for stage in stages if stage.first <= step][-1]
 
 

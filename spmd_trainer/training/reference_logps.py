@@ -79,7 +79,6 @@ class _Dataset(FiniteDataset):
         self._step = job.partitioner.partition(_logps_step, self.shapes, is_eval=True)
 
     def compute(self, state: TrainState) -> None:
-        """Computes and writes what is missing."""
         where = self._files.directory
         if outdated := decided_by_process_0(self._files.remove_of_other_models):
             logging.warning(

@@ -116,7 +116,6 @@ class RunConfig(Settings):
 
     @property
     def checkpoint_dir(self) -> epath.Path:
-        """Where checkpoints are read from."""
         return self.restore_checkpoint_dir or self.job_log_dir / "checkpoints"
 
 
@@ -328,7 +327,6 @@ _CONFIGS: dict[str, type[Settings]] = {
 
 @functools.cache
 def config_class(mode: str) -> type[Settings]:
-    """Returns the class of a mode's settings."""
     if mode == "sweep" and (sweeps := rooms.find("sweeps.settings")):
         of_sweep: type[Settings] = sweeps.SweepConfig
         return of_sweep

@@ -38,7 +38,6 @@ class Checkpoints(Callback):
         )
 
     def save(self, run: Run) -> None:
-        """Starts to save `run.state`; see `save_state`."""
         self._check_owner()
         save_state(self.checkpointer, run)
 

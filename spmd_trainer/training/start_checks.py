@@ -64,7 +64,6 @@ class _Range:
     none: str | None = None
 
     def holds(self, value: Any) -> bool:
-        """True if the value is valid."""
         if value is None:
             return self.none is not None
         number = _number(value)

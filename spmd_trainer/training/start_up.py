@@ -111,7 +111,6 @@ def _require_same_mup(job: Job, restored: Restored) -> None:
 
 
 def _fresh(job: Job, rules: Mapping[Any, Any], *, restored_from: str | None = None) -> FirstState:
-    """Initialises the variables, and loads those that rules name."""
     with Phase("initialising the variables", _sizes(job)):
         # Waited for: what takes long here is the devices' work.
         state = jax.block_until_ready(job.partitioner.initialize_train_state(job.prng_key))

@@ -189,14 +189,12 @@ def _take_request(request: SaveRequest, run: Run) -> bool:
 
 
 def _save(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> None:
-    """Starts to save the run's state."""
     run.begin(f"saving step {run.step}", "save")
     callbacks.call("before_save", run, run.step)
     checkpoints.save(run)
 
 
 def _report_saved(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> None:
-    """Tells the callbacks which checkpoints have become whole on disk."""
     for step in checkpoints.checkpointer.take_finished():
         callbacks.call("after_save", run, step)
 

@@ -49,12 +49,10 @@ class Digest:
     first: Beat
 
     def to_json(self) -> str:
-        """Returns it as one line."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Digest:
-        """Reads what `to_json` wrote."""
         values = json.loads(text)
         stacks = {int(process): stack for process, stack in values["stacks"].items()}
         return cls(values["still"], tuple(values["behind"]), values["text"], stacks, Beat(**values["first"]))
@@ -97,7 +95,6 @@ class Table:
             self._heard = {process: heard + gap for process, heard in self._heard.items()}
 
     def windows(self) -> dict[int, Mapping[str, object] | None]:
-        """Returns what each process has told of its last steps."""
         return {process: beat.window for process, beat in self._beats.items()}
 
     def seen(self, now: float) -> list[Seen]:
@@ -172,7 +169,6 @@ class Board:
         self._thread = threading.Thread(target=self._work, name="beats", daemon=True)
 
     def start(self) -> None:
-        """Starts to beat."""
         self._thread.start()
 
     def latest(self) -> Digest | None:
@@ -202,7 +198,6 @@ class Board:
         return self._table.last_beat(process, self._clock())
 
     def close(self) -> None:
-        """Stops to beat."""
         self._closed.set()
         self._thread.join(_CLOSE_SECONDS)
 

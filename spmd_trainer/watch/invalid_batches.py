@@ -45,7 +45,6 @@ class InvalidBatches(Callback):
         self._in_flight.append((step, run.dispatched))
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Writes the batch if the step is invalid."""
         batch = None
         while self._in_flight and self._in_flight[0][0] <= step:
             number, kept = self._in_flight.popleft()
@@ -76,12 +75,10 @@ class InvalidBatches(Callback):
 
 
 def batch_file(job_log_dir: epath.Path, step: int) -> epath.Path:
-    """Returns the file of this process' rows of a step's batch."""
     return job_log_dir / "replay" / f"step_{step}" / f"process_{jax.process_index()}.npz"
 
 
 def written_steps(job_log_dir: epath.Path) -> set[int]:
-    """Returns the steps whose batches a run's directory holds."""
     names = names_in(job_log_dir / "replay")
     numbers = [name.removeprefix("step_") for name in names if name.startswith("step_")]
     return {int(number) for number in numbers if number.isdecimal()}

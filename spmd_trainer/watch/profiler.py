@@ -21,14 +21,12 @@ class Profiler(Callback):
         self._since: tuple[int, float] | None = None
 
     def on_start(self, run: Run) -> None:
-        """Reads the settings."""
         train_p = run.task.train
         self._capture_step = train_p.profiler_capture_step
         self._num_steps = train_p.profiler_num_steps
         self._seconds = train_p.profiler_min_duration_sec
 
     def after_dispatch(self, run: Run, step: int) -> None:
-        """Starts or ends the profile."""
         if self._capture_step is None:
             return
         if self._since is None:

@@ -155,7 +155,6 @@ class ProgressLines(Callback):
         self._upcoming = upcoming
 
     def on_open(self, run: Run) -> None:
-        """Lets a display look at this run."""
         live.training = lambda: self._status(run)
         self._summary_interval = run.task.train.summary_interval_steps
 
@@ -189,7 +188,6 @@ class ProgressLines(Callback):
             run.log(timing)
 
     def on_end(self, run: Run, error: BaseException | None = None) -> None:
-        """Ends what `on_open` began."""
         del run, error
         live.training = None
 

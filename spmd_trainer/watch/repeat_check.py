@@ -70,7 +70,6 @@ def _sums(result: tuple[TrainState, Packed]) -> _Checksums:
 
 
 def _compare(first: _Checksums, second: _Checksums, step: int) -> None:
-    """Raises RepeatError if a checksum differs."""
     differing = {
         path: [device for device, value in by_device.items() if second[path][device] != value]
         for path, by_device in first.items()

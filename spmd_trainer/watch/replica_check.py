@@ -44,7 +44,6 @@ class ReplicaCheck(Callback):
         self._checked = -1
 
     def asks_for_pause(self, run: Run, step: int) -> bool:
-        """Asks for a pause where a comparison is due."""
         del run
         return bool(self._every) and step % self._every == 0 and step > 0
 

@@ -83,7 +83,6 @@ class TimeRecord(Callback):
             self.write(run)
 
     def on_end(self, run: Run) -> None:
-        """Writes the times and how the run has ended."""
         self.ended = run.end()
         self.write(run)
 
@@ -234,7 +233,6 @@ class Goodput:
 
 
 def goodput(records: Sequence[StartTimes]) -> Goodput:
-    """Computes the goodput of the records from `read_run_times`."""
     productive = redone = away = 0.0
     redone_steps = 0
     for index, record in enumerate(records):

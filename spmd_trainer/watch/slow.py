@@ -58,7 +58,6 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """One line for the log."""
         than = f"median of {self.processes} processes" if self.processes > 2 else "the other process"
         estimated = ", estimated by a small program" if self.part == "device" else ""
         hidden = "; the devices have work meanwhile, so no step waits for it yet" if self.is_hidden else ""

@@ -98,7 +98,6 @@ class StepParts(Callback, StepWatch):
             self._watch = DeviceWatch.of(run.mesh.local_devices)
 
     def on_end(self, run: Run, error: BaseException | None = None) -> None:
-        """Ends what watches the devices."""
         del run, error
         if self._watch is not None:
             self._watch.close()
@@ -128,7 +127,6 @@ class StepParts(Callback, StepWatch):
         return self._repeats.around(fn, run)
 
     def dispatching(self) -> None:
-        """Notes that the compiled step is about to be called."""
         self._mark, self._cpu_mark = self._clock(), self._cpu_clock()
 
     def dispatched(self, step: int, packed: Any) -> None:

@@ -75,7 +75,6 @@ class Beat:
         return ", ".join(parts)
 
     def to_json(self) -> str:
-        """Returns it as one line."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod

@@ -94,7 +94,6 @@ class Watchdog(Callback):
         self._thread: threading.Thread | None = None
 
     def on_open(self, run: Run) -> None:
-        """Starts the threads."""
         limits = [limit for limit in (self._seconds, self._hang_seconds) if limit]
         if not limits:
             return
@@ -123,7 +122,6 @@ class Watchdog(Callback):
             logging.warning("stacks of a held interpreter can't be written: %s", error)
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Notes the step for the next beat."""
         del run, scalars
         self._finished = step
 
@@ -139,7 +137,6 @@ class Watchdog(Callback):
         self.on_end(run)
 
     def on_end(self, run: Run) -> None:
-        """Ends the threads."""
         del run
         self._closed.set()
         if self._thread is not None:

@@ -28,7 +28,6 @@ class Found:
 
     @property
     def step(self) -> int:
-        """The last step known to have been taken."""
         noted = self.times[-1].step if self.times else 0
         file = self.scalars.files.get(TRAIN)
         return max(noted, int(file.series("loss")[0].max(initial=0)) if file else 0)
@@ -40,7 +39,6 @@ class Found:
         return int(text) if text.isdecimal() else None
 
     def last(self, folder: str, name: str) -> float | None:
-        """Returns the last value of a scalar; None if there is none."""
         file = self.scalars.files.get(folder)
         values = file.series(name)[1].tolist() if file else []
         return values[-1] if values else None

@@ -147,7 +147,6 @@ class RunReader:
 
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """Turns an error of a file into a note."""
         try:
             yield
         except _UNREADABLE as error:

@@ -31,7 +31,6 @@ class TensorboardTracker(Tracker):
     batch = 1000
 
     def open(self, facts: RunFacts) -> str:
-        """Writes the config and the hyperparameters."""
         from spmd_trainer.training import event_files
 
         self._summaries = event_files
@@ -50,14 +49,12 @@ class TensorboardTracker(Tracker):
         """No-op: the trainer writes scalars itself."""
 
     def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Writes the text 'samples', and pictures."""
         file = self._file(f"decode_{dataset}")
         file.add(step, self._summaries.text("samples", samples_lib.markdown(rows, dataset, step)))
         for name, array in samples_lib.pictures(rows):
             file.add(step, self._summaries.image(f"samples/{name}", samples_lib.png(array), array.shape[:2]))
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Writes histograms under their names."""
         file = self._file("train_tracked")
         for name, histogram in histograms.items():
             file.add(step, self._summaries.histogram(name, histogram.counts, histogram.edges))
@@ -66,7 +63,6 @@ class TensorboardTracker(Tracker):
         """No-op: the page is beside the summaries."""
 
     def close(self, status: Status) -> None:
-        """Writes the run's status."""
         end = self._new_file("train")
         end.add(0, self._summaries.hparams_end(status))
         for file in (end, *self._files.values()):

@@ -103,12 +103,10 @@ class Tracking(Callback):
             feed.samples(step, dataset, samples)
 
     def asks_for_pause(self, run: Run, step: int) -> bool:
-        """True if histograms are due."""
         del run
         return self._interval is not None and step % self._interval == 0
 
     def on_pause(self, run: Run, step: int) -> None:
-        """Sends histograms of the variables if due."""
         if not self.asks_for_pause(run, step):
             return
         run.begin(f"histograms at step {step}")
