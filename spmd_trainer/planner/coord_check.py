@@ -118,7 +118,6 @@ def curves(job: Job, multiples: Sequence[int], steps: int, *, without: bool = Fa
     Args:
       job: the job at any width.
       multiples: of the base, ascending.
-      steps: training steps.
       without: leave muP's multipliers out.
     """
     source = reference_files.attach_zeros(job.build_train_input())

@@ -131,7 +131,6 @@ def refused_bytes(message: str, arguments: int) -> int | None:
     """Returns the bytes per chip of a step that the TPU compiler refused, as its message says; None if it doesn't say.
 
     Args:
-      message: the compiler's message.
       arguments: bytes of the step's arguments, which the message may leave out.
     """
     found = _REFUSED.search(message)

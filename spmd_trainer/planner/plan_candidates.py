@@ -119,10 +119,8 @@ def enumerate_candidates(
     """Returns all candidates.
 
     Args:
-      experiment: the experiment.
       searched: see `PlanConfig`.
       mesh: the mesh without a search; its axes and number of devices are those of all candidates.
-      num_slices: number of slices.
       rows: the global batch without a search.
 
     Raises:

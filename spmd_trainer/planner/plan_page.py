@@ -251,7 +251,6 @@ def search_record(
     """Returns the page's data of a search.
 
     Args:
-      outcomes: all candidates.
       chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
       flags: returns the command line's flags that run a candidate.
     """

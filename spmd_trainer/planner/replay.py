@@ -92,7 +92,6 @@ def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, updat
 
     Args:
       state: the train state before the step, padded, on the mesh.
-      key: the run's key.
       batch: the batch on the mesh.
       update: also flag the values inside the learner, not only its results.
     """

@@ -96,8 +96,6 @@ def run_with_flags(
     """Evaluates a jaxpr. Under jit.
 
     Args:
-      closed: the program.
-      args: its arguments, flat.
       until: operations after the first `checkpoint_name` that begins with this get no flags, but the results do. Each flag
         takes the compiler time.
       measure: what to take of each floating-point value instead of its flag.

@@ -30,12 +30,7 @@ class TrialCallback(Callback):
     turn: ClassVar[Turn] = Turn.LAST
 
     def __init__(self, sweep: Sweep, number: int):
-        """Writes nothing yet.
-
-        Args:
-          sweep: the trial's sweep.
-          number: the trial's number.
-        """
+        """Writes nothing yet."""
         self._sweep = sweep
         self._number = number
         self._pruned = ""

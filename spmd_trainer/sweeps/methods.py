@@ -56,7 +56,6 @@ class OverSpace:
         """Returns the values of a trial.
 
         Args:
-          number: the trial's number, from 0.
           ended: the trials that have ended, by number; Optuna's sampler learns from them, without broken ones.
         """
         if self.name == "grid":
@@ -123,9 +122,7 @@ def make(name: str, space: Space, num_trials: int | None, seed: int, *, maximize
 
     Args:
       name: 'grid', 'random' or 'optuna'.
-      space: what is varied; at least one path.
       num_trials: None for all points of a grid.
-      seed: of random choices.
       maximize: whether a higher metric is better.
 
     Raises:

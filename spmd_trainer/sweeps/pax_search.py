@@ -51,8 +51,6 @@ class PaxSearch:
         """Looks at the search space.
 
         Args:
-          cls: the experiment.
-          datasets: names of its evaluation datasets.
           num_trials: None for as many as `search()` says.
 
         Raises:

@@ -201,11 +201,6 @@ def random_point(space: Space, seed: int, number: int) -> Values:
     """Returns the values of a trial drawn at random. It depends on the seed and the number alone.
 
     If all are lists, no point of the grid comes twice before each came once, unless there are more than a million.
-
-    Args:
-      space: the space.
-      seed: the sweep's seed.
-      number: the trial's number, from 0.
     """
     if not any(isinstance(x, Range) for x in space.values()) and (size := grid_size(space)) <= _MOST_SHUFFLED:
         turn, at = divmod(number, size)

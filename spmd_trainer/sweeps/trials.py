@@ -88,7 +88,6 @@ class Metric:
 
         Args:
           name: '' for the loss of the first evaluation dataset, or of training if there is none.
-          datasets: names of the evaluation datasets.
           loss: what evaluations call the loss.
           maximize: whether a higher value is better.
 
@@ -233,11 +232,6 @@ class Sweep:
         """Returns why a trial should stop; '' if it should go on.
 
         Only trials with lower numbers that have ended are asked, so that a sweep that was killed prunes the same ones.
-
-        Args:
-          number: the trial's number.
-          step: the step of its evaluation.
-          value: the metric there.
         """
         if not self.stops_early:
             return ""

@@ -55,7 +55,6 @@ def begin(
     """Loads variables of an initialised state by rules. Called by every process.
 
     Args:
-      job: the job.
       metadata: the layout of the state, with or without optimizer states.
       state: the initialised state; it is used up.
       rules: {checkpoint directory: CheckpointLoadingRules}; may be empty.
@@ -117,7 +116,6 @@ def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | Non
     """Returns the rules by which a run with adapters begins with the folder in `--restore_checkpoint_dir`.
 
     Args:
-      job: the job.
       directory: a Hugging Face folder, which is the base; or a folder of PEFT, which has the adapters: then the base is that of
         `task.train.init_from_checkpoint_rules` or, without rules, the folder that adapter_config.json names.
 
@@ -265,8 +263,6 @@ def _prepared(job: Job, metadata: Layout, state: TrainState, loaded: set[str]) -
     """Returns the adapters that depend on the base, by path: DoRA's magnitudes.
 
     Args:
-      job: the job.
-      metadata: the layout of the state.
       state: the state, with its base loaded.
       loaded: paths of adapters that were loaded, and so are not returned.
     """

@@ -128,8 +128,6 @@ def restore_from(
     """Restores a step of this trainer or of Pax, or a Hugging Face folder, from `RunConfig.checkpoint_dir`.
 
     Args:
-      job: the job.
-      layout: the state to restore.
       step: the step; None for the newest whole one.
       partial: see `checkpointing.restore`.
       with_input: see `checkpointing.restore`.

@@ -56,7 +56,6 @@ def make_experiment(
 
     Args:
       exp: what the caller gave; an instance is copied.
-      cls: the experiment's class.
       assignments: overrides, each as 'NAME=value'.
 
     Raises:

@@ -50,8 +50,6 @@ class FiniteDataset:
         """Builds the input.
 
         Args:
-          job: the job.
-          input_p: the input's config.
           kind: 'eval' or 'decode'.
           index: which of the job's datasets of this kind it is.
 
@@ -212,8 +210,6 @@ def check_first_batch(job: Job, input_p: Any, kind: str) -> Any:
       it might go on behind its first batch.
 
     Args:
-      job: the job.
-      input_p: the input's config.
       kind: 'evaluation' or 'decode'.
 
     Raises:

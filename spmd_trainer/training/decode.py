@@ -48,7 +48,6 @@ class Decodes:
 
         Args:
           state: a state without optimizer states.
-          step: its step.
           between_batches: called before each batch. If it raises, decoding stops; the next `run` continues from that batch.
 
         Raises:

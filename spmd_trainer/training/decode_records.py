@@ -229,7 +229,6 @@ class DecodeOutput:
 
         Args:
           directory: `decode_out/DATASET`.
-          step: the training step.
           identity: fingerprint of variables, data and settings; files with another identity are ignored.
         """
         self.path = directory / f"step_{step}.jsonl"

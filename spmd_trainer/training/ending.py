@@ -59,7 +59,6 @@ def log_summary(
     """Logs how a training run ended, its last metrics, where its results are and the commands that show them. Process 0 does.
 
     Args:
-      config: the run's.
       outcome: how it ended, e.g. 'finished: step 600 of 600 in 5m31s'; empty if nothing was trained.
       next_step: how it can continue; empty if it is complete.
       loss: the loss of the last step; None if no step was taken.

@@ -56,7 +56,6 @@ class Evaluations:
 
         Args:
           state: a state without optimizer states.
-          step: its step.
           train_batch: a training batch, on the devices, to evaluate as well (without dropout and the like), or None.
           next_batch: returns the training batch to evaluate if `train_batch` is None, or None if there is none. Not called if
             an earlier start of the run has evaluated a training batch at this step.
@@ -117,7 +116,6 @@ class EvalStep:
         """Prepares the step.
 
         Args:
-          job: the job.
           shapes: ShapeDtypeStructs of the global batch.
           data: name of what it evaluates, for the log.
           per_example: also return the outputs of each example.
@@ -162,7 +160,6 @@ class EvalDataset(FiniteDataset):
 
         Args:
           state: a state without optimizer states.
-          step: its step.
           between_batches: called before each batch. If it raises, the evaluation stops.
 
         Returns:

@@ -43,7 +43,6 @@ class EventFile:
         """Chooses a file name that no other process uses. The first write creates the file.
 
         Args:
-          directory: where to write.
           replaces_from: TensorBoard discards this and later steps of the directory's earlier files: a killed run
             repeats the steps after its last checkpoint. None discards nothing.
         """
@@ -121,7 +120,6 @@ def hparams(values: Mapping[str, bool | int | float | str | None], *, trial: str
     """Makes the summary of a run's hyperparameters; None is shown as 'None'.
 
     Args:
-      values: by name.
       trial: the run's trial.
       began: start of the run, in seconds since 1970.
     """

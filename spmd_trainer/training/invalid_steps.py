@@ -49,7 +49,6 @@ def learns(scalars: Scalars, loss_name: str) -> bool:
     That is so if its loss is NaN or Inf, if no optimizer of the learner takes the gradient, or if the loss has no weight.
 
     Args:
-      scalars: the step's scalars.
       loss_name: the name of the loss among the weighted scalars.
     """
     accepted = scalars.summaries_called(_VALID)

@@ -79,10 +79,6 @@ class Schedule:
 
         A run that is killed before its first interval ends then has a checkpoint to evaluate and to continue from. Called by
         every process.
-
-        Args:
-          checkpoints: the run's own checkpoints.
-          step: the step of the state that the run begins with.
         """
         return self.saves and step == 0 and checkpoints.should_save(step)
 
@@ -91,7 +87,6 @@ class Schedule:
 
         Args:
           checkpoints: says at which steps it saves.
-          step: the step just taken.
           asked: whether a signal asked for a checkpoint.
           leaves: whether the run ends here. It then saves after its loop, and does nothing else.
         """
@@ -118,13 +113,7 @@ class Schedule:
         return found
 
     def due_at_end(self, step: int, *, evaluated: int | None, decoded: int | None) -> Due:
-        """Returns what training, complete at `step`, still lacks there, whether or not an interval ends there.
-
-        Args:
-          step: the last step.
-          evaluated: the step of this run's last evaluation; None for none.
-          decoded: the step of this run's last decode; None for none.
-        """
+        """Returns what training, complete at `step`, still lacks there, whether or not an interval ends there."""
         return Due(
             save=False,
             evaluate=self.evaluates_at_end and evaluated != step,
@@ -168,14 +157,7 @@ class PeriodicWork:
         batch: PyTree | None,
         between_batches: Callable[[], None] = no_op,
     ) -> None:
-        """Evaluates and decodes `run.state`, as far as that is due.
-
-        Args:
-          due: what is due.
-          batches: the training input after this step.
-          batch: the batch that the step took; None if it isn't on the devices.
-          between_batches: called between two batches of evaluation and decode.
-        """
+        """Evaluates and decodes `run.state`, as far as that is due. The step took `batch`; None if it isn't on the devices."""
         run, task = self._run, self._job.task
         if due.evaluate:
             run.begin(f"evaluation at step {run.step}", "evaluation")

@@ -142,9 +142,6 @@ def check(task: SingleTask, partitioner: Partitioner, stages: Sequence[Stage], s
     """Checks that the rest of a job goes with its ramps.
 
     Args:
-      task: the built task.
-      partitioner: the partitioner.
-      stages: the task's stages.
       shapes: ShapeDtypeStructs of the global batch without ramps.
 
     Raises:

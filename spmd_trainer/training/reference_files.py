@@ -70,8 +70,6 @@ class ReferenceFiles:
         """Called by every process; process 0 reads the pairs' files.
 
         Args:
-          job_log_dir: the run's directory.
-          data: the dataset.
           model: identifies the model; None takes the values of any.
         """
         checksum = decided_by_process_0(lambda: data.pairs_checksum)

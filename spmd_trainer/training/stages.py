@@ -25,7 +25,6 @@ class Stages:
         """Begins in the stage of `run.step`, and compiles the next one.
 
         Args:
-          job: the job in this stage.
           run: told of the batch and the input of each stage.
           inputs: holds the training input open, and nothing else.
         """

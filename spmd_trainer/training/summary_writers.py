@@ -43,7 +43,6 @@ class SummaryWriters:
         """Opens no files: the first scalar creates them.
 
         Args:
-          job_log_dir: the job's directory.
           enabled: False disables writing; set for all processes but one.
           raises_at_end: True raises a failure only in `raise_failure`. Set for jobs of several processes, which must
             save together first; `take_failure` says when.
@@ -76,8 +75,6 @@ class SummaryWriters:
 
         Args:
           name: the directory below `summaries`.
-          step: the training step.
-          scalars: values by name.
           notes: texts by name, written to `metrics.jsonl` only.
 
         Raises:

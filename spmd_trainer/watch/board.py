@@ -65,7 +65,6 @@ class Table:
         """Has no beat yet.
 
         Args:
-          count: number of processes.
           now: the time in seconds, by the clock that the other methods are given times of.
         """
         self._beats = {process: not_yet(process) for process in range(count)}
@@ -107,8 +106,6 @@ class Table:
         """Returns what is concluded now.
 
         Args:
-          now: the time.
-          silent_after: see `stuck.find`.
           processes: those that this process hears of; None for all.
         """
         seen = [one for one in self.seen(now) if processes is None or one.beat.process in processes]
@@ -148,11 +145,8 @@ class Board:
 
         Args:
           client: JAX's client of the coordination service; with one process it is not used.
-          index: this process.
-          count: number of processes.
           beat: returns the next beat of this process. Called in the board's thread.
           period: seconds between two beats.
-          silent_after: see `stuck.find`.
           clock: returns the time in seconds, as `time.monotonic`.
         """
         self._client, self._index = client if count > 1 else None, index

@@ -88,7 +88,6 @@ def write(job_log_dir: epath.Path, step: int, batch: PyTree) -> epath.Path:
     """Writes this process' rows of a batch, and the padding rows that it added; returns the file.
 
     Args:
-      job_log_dir: the run's directory.
       step: the step that took the batch.
       batch: global arrays, split over the devices on dimension 0.
 

@@ -133,7 +133,6 @@ class StepParts(Callback, StepWatch):
         """Notes that the call has returned.
 
         Args:
-          step: the number of the step.
           packed: an output of the step that isn't donated to the next one, a tree of arrays.
         """
         called = self._mark

@@ -137,7 +137,6 @@ def find(seen: Sequence[Seen], silent_after: float) -> Verdict:
     elsewhere than more than half of all.
 
     Args:
-      seen: all processes.
       silent_after: a process that has not beaten for this many seconds has stopped, or its interpreter is held.
 
     Returns:

@@ -167,7 +167,6 @@ def data_page(experiment: str, found: Mapping[str, CorpusSummary], rows: Mapping
     """Returns the page.
 
     Args:
-      experiment: its name.
       found: what was measured of each dataset.
       rows: the first rows of each dataset as text.
     """

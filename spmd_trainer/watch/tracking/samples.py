@@ -22,11 +22,6 @@ def table(rows: Sequence[Row], dataset: str, step: int) -> tuple[list[str], list
 
     A language model's table has index, prompt, best output and score; other tables have every field except pictures,
     arrays as JSON.
-
-    Args:
-      rows: records as in `decode_out/DATASET/step_N.jsonl`.
-      dataset: the dataset's name.
-      step: the training step.
     """
     columns = [name for name in _OF_TEXTS if any(name in row for row in rows)]
     if not any("output" in row for row in rows):
