@@ -46,8 +46,6 @@ class Cluster:
 
     Attributes:
       coordinator_address: 'host:port' of process 0. It and the next two are None if JAX is to detect them.
-      num_processes: number of processes in the job.
-      process_id: id of this process, from 0.
       heartbeat_seconds: a process that sends no heartbeat for this many seconds is treated as lost.
       bind_address: 'host:port' where process 0 listens; None for the coordinator's address.
     """

@@ -42,7 +42,6 @@ class InstructionCost:
     """Work of one instruction. It runs `times` times in one run of the program.
 
     Attributes:
-      instruction: the instruction.
       times: executions in one run of the program.
       flops: FLOPs of one execution.
       num_bytes: bytes that one execution reads and writes in main memory.

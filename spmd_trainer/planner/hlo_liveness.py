@@ -59,7 +59,6 @@ class LiveRange:
     """The part of the schedule in which an array is live.
 
     Attributes:
-      array: the array.
       begin, end: first and last position.
       filled_by: the model's operation of the loop that fills the array, one entry of its first dimension per iteration:
         residuals that layers save for the backward pass, or the gradients of repeated layers. '' for other arrays.

@@ -74,7 +74,6 @@ class Plan(ChipBytes):
     """Resources that the compiled train step needs on one chip. Sizes are in bytes.
 
     Attributes:
-      chips: number of chips.
       kind: `jax.Device.device_kind` of the chips.
       mesh: mesh axis sizes by name.
       padding: bytes of the state that are padding.
@@ -90,7 +89,6 @@ class Plan(ChipBytes):
       least_chips: number of chips whose memory the state alone would fill, divided evenly; None if the memory is unknown.
       memory_over_time: live bytes over the program's schedule, and the largest arrays at the peak: shrink these if the step
         doesn't fit. `hlo_liveness` says how accurate it is. None if the program's instructions are not in execution order.
-      seconds: compile time.
     """
 
     chips: int

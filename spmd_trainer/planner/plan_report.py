@@ -37,13 +37,11 @@ class Outcome:
     """The facts known about a candidate.
 
     Attributes:
-      candidate: the candidate.
       seconds: middle of the estimated range of a step; None if it was not compiled or doesn't fit.
       shortest, longest: the range.
       bytes: bytes that the compiled step needs on one chip.
       state_bytes: bytes of the train state on one chip, from its layout.
       padding: bytes of the state that are padding.
-      rows: global batch.
       dominant: the collective that takes longest, and its axes.
       predicted: seconds predicted before the compilation.
       bound: lower limit for a step's seconds.

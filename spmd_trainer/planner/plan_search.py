@@ -45,7 +45,6 @@ class Search:
 
     Attributes:
       machine: the chips' rates.
-      num_slices: number of slices that meshes are divided over.
       outcomes: the candidates with what is known about each.
     """
 

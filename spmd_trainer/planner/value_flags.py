@@ -45,7 +45,6 @@ class Operation:
     """One operation of a program.
 
     Attributes:
-      primitive: its name in JAX.
       scope: its name stack, a component each; `ITERATION` stands for the iteration of a loop.
       where: its line of Python source.
       inputs: ids of its operands; `LITERAL` for literals.
@@ -72,13 +71,10 @@ class Frame:
     """A program or the body of a loop. Its values have ids from 0.
 
     Attributes:
-      arguments: ids of the arguments.
-      results: ids of the results.
       operations: in the order in which they are executed.
       producers: {id: (index of the operation, position among its results)}.
       flagged: {id: index of its flag}.
       tags: {name: id} of the values that `jax.ad_checkpoint.checkpoint_name` named, and the number of operations before each.
-      num_values: number of ids.
     """
 
     arguments: list[int] = dataclasses.field(default_factory=list)

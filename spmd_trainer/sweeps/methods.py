@@ -26,9 +26,6 @@ class OverSpace:
     """Chooses the values of trials from a space. `PaxSearch` has the same methods for an experiment's `search()`.
 
     Attributes:
-      space: what is varied.
-      num_trials: number of trials.
-      seed: of random choices.
       name: 'grid' for all combinations in order; 'random'; or 'optuna' for what its sampler proposes: tree-structured Parzen
         estimators (Bergstra et al. 2011). It needs the extra `optuna`.
       maximize: whether a higher metric is better.

@@ -41,11 +41,7 @@ def has_search(cls: type[BaseExperiment]) -> bool:
 
 
 class PaxSearch:
-    """The method of an experiment's `search()`.
-
-    Attributes:
-      num_trials: number of trials.
-    """
+    """The method of an experiment's `search()`."""
 
     def __init__(self, cls: type[BaseExperiment], datasets: Sequence[str], num_trials: int | None):
         """Looks at the search space.

@@ -41,7 +41,6 @@ class Trial:
     """A trial of a sweep.
 
     Attributes:
-      number: from 0.
       values: its values by path or name.
       status: 'unfinished', 'finished', 'pruned', or 'broken': it ended with an error, which says nothing about its values.
       value: the metric at its last evaluation; NaN if training has diverged; None if it has none.
@@ -126,8 +125,6 @@ class Sweep:
     """A sweep and its directory.
 
     Attributes:
-      directory: its directory.
-      experiment: the experiment's full name.
       method: chooses the values of its trials.
       metric: tells good trials from bad ones.
       prunes: whether trials that fall behind are stopped; a `search()` decides it itself.

@@ -40,9 +40,7 @@ class FiniteDataset:
     """One finite dataset of a job.
 
     Attributes:
-      name: the dataset's name.
       shapes: ShapeDtypeStructs of the global batch.
-      num_rows: rows of the global batch.
       put: puts one process's rows of a batch on the devices.
     """
 

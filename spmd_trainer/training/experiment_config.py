@@ -48,7 +48,6 @@ class ResolvedExperiment:
     """An experiment with its overrides applied.
 
     Attributes:
-      name: full registered name.
       label: the name for messages: as the user gave it, or the short name of a class.
       experiment: an instance whose `task()` and `*_datasets()` return the overridden configs.
       config: the resolved fiddle config of `ExperimentConfig`.

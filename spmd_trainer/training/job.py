@@ -57,8 +57,6 @@ class Job:
     """An experiment on its devices. Building one allocates nothing on them.
 
     Attributes:
-      config: what was asked.
-      task: the built task.
       partitioner: the partitioner, set up on the job's mesh.
       process_inputs_shape_dtype: ShapeDtypeStructs of one process's training batch.
       batch: the batch settings of an elastic run whose devices have changed, else None.

@@ -37,14 +37,11 @@ class Schedule:
     """The intervals of a run as plain numbers: the loop asks after every step, and reading a config's fields is slow.
 
     Attributes:
-      num_steps: the last training step.
-      saves: whether the run saves checkpoints.
       save_interval: steps between two saves; 0 for none.
       eval_interval: steps between two evaluations; 0 for none.
       evaluates_at_end: whether training ends with an evaluation: there is an interval, and something to evaluate (datasets,
         or the training batch).
       decode_interval: steps between two decodes; 0 for none.
-      decodes_at_end: whether training ends with a decode.
       decode_start: no decode before this step.
     """
 

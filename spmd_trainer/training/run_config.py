@@ -47,7 +47,6 @@ class RunConfig(Settings):
     """The command line, resolved. `--mode=eval`, `decode`, `decode_once`, `infer` and `data` have no settings besides these.
 
     Attributes:
-      experiment: the experiment with the overrides applied.
       mode: one of `cli.modes.MODES`.
       writes_reports: whether `inspect` and plans write files into `job_log_dir`, besides printing.
     """

@@ -219,7 +219,6 @@ class Failure:
 
     Attributes:
       step: the number of steps that it had taken.
-      process: its index.
       reason: the error's type and message.
     """
 

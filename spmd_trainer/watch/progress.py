@@ -36,7 +36,6 @@ class Progress:
 
     Attributes:
       items_per_step: tokens (or examples) in a global batch.
-      unit: name of an item.
       flops_per_item: the model's FLOPs, by the names of `flops_per_item`; {} if unknown.
       peak_flops: peak FLOP/s of all devices; None if unknown. If both are known, the line shows the model FLOPs
         utilization.

@@ -87,7 +87,6 @@ class Difference:
     """Copies of one part of a variable that differ.
 
     Attributes:
-      path: the variable's.
       devices: the devices with other bits than most; all that hold the part if no bits are in the majority.
       others: the devices that most have the same bits on; empty if no bits are in the majority.
     """

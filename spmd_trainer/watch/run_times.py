@@ -119,7 +119,6 @@ class StartTimes:
       start: its beginning, in seconds since 1970; identifies the start.
       seconds: {part: seconds}, of all `PARTS`.
       first_step: step of its initial state.
-      step: its latest step.
       time: time of this record, in seconds since 1970.
       ended: one of `ENDS`; '' while it runs, and if it was killed.
       starting: True until its state is restored or initialised. Its steps then repeat those of the start before.

@@ -33,8 +33,6 @@ class Verdict:
     """What one window says of one process.
 
     Attributes:
-      process: its index.
-      host: its host.
       part: the part with most excess over the others, one of `PARTS`.
       seconds: the median of that part.
       others: the same of the others: the median of their medians.

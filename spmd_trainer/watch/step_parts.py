@@ -33,7 +33,6 @@ class Parts(NamedTuple):
     """One training step on this process, in seconds.
 
     Attributes:
-      step: its number.
       input: what the loop waited for this process's own batch.
       dispatch: what the host did itself.
       whole: from the beginning of one step to that of the next.

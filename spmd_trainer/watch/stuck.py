@@ -30,7 +30,6 @@ class Beat:
     """Where a process is.
 
     Attributes:
-      process: its index.
       number: counts the beats of this process, from 1; 0 stands for a process that has not beaten yet.
       step: the last training step that it has handed to its devices.
       finished: the last step whose scalars have arrived.
@@ -100,7 +99,6 @@ class Seen:
     """A process as another one sees it.
 
     Attributes:
-      beat: its last beat.
       still: seconds since something has changed in its beats.
       silent: seconds since its last beat came.
     """

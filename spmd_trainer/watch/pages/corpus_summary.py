@@ -31,7 +31,6 @@ class SourceSummary:
     """One source of an input, as far as it was read.
 
     Attributes:
-      name: its name in the mixture.
       size_text: what it is: '3 files of 15,000 bytes'.
       wanted: its share of the mixture, at the beginning if it changes.
       documents, tokens: how many were read.
@@ -51,7 +50,6 @@ class CorpusSummary:
     """What was measured.
 
     Attributes:
-      sources: the sources, in order.
       seconds: how long reading took.
       tokens: tokens in the rows that were given.
       counted: those of them that count in the loss.

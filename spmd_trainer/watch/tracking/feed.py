@@ -76,7 +76,6 @@ class _Call:
     """A call of the tracker, on its thread.
 
     Attributes:
-      method: the method's name.
       records: number of records lost if it fails.
       make: calls it.
     """
