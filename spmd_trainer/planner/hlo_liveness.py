@@ -137,19 +137,15 @@ def schedule(hlo: str) -> Schedule | None:
     header = hlo.partition("\n")[0]
     if entry is None or "is_scheduled=true" not in header:
         return None
-    found = _Schedules(bodies).of(entry, _aliased_outputs(hlo), is_entry=True)
+    # The indices of the outputs that reuse the buffer of an argument.
+    aliased = {int(output or 0) for output, _ in _ALIAS.findall(header.partition("input_output_alias=")[2])}
+    found = _Schedules(bodies).of(entry, aliased, is_entry=True)
     return dataclasses.replace(found, loops=sorted(found.loops, key=lambda loop: (loop.depth, loop.begin)))
 
 
 def first_operation(made_by: str) -> str:
     """Returns an operation's name. Of several operations that XLA has merged, it returns the first."""
     return _MERGED.sub(r"\1", made_by)
-
-
-def _aliased_outputs(hlo: str) -> set[int]:
-    """Returns the indices of the program's outputs that reuse the buffer of an argument."""
-    header = hlo.partition("\n")[0]
-    return {int(output or 0) for output, _ in _ALIAS.findall(header.partition("input_output_alias=")[2])}
 
 
 @dataclasses.dataclass

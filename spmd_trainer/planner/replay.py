@@ -68,7 +68,9 @@ def replay(job: Job) -> None:
         )
     with _Batches(job, restored, step) as batches:
         compiled, key, state = start_up.compile_train_step(job), job.prng_key, restored.state
-        written = _written_losses(job)
+        averages = job.task.train.summary_accumulate_interval_steps is not None
+        records = {} if averages else read_metrics(job.config.job_log_dir, "train")
+        written = {step: float(record["loss"]) for step, record in records.items() if "loss" in record}
         for number in range(restored.step + 1, step):
             state, packed = compiled.fn(state, key, batches.take(number))
             _compare(number, compiled.packing.unpack(packed), written)
@@ -288,14 +290,6 @@ def _comparison(written: PyTree, own: PyTree | None) -> str:
         f"the one that the run wrote down. THE INPUT GIVES ANOTHER ONE ({', '.join(others)} differ): it has changed, or is not "
         "deterministic, so the steps before may have had other batches too"
     )
-
-
-def _written_losses(job: Job) -> Mapping[int, float]:
-    """Returns the losses that the run wrote, by step; none if it wrote averages."""
-    if job.task.train.summary_accumulate_interval_steps is not None:
-        return {}
-    records = read_metrics(job.config.job_log_dir, "train")
-    return {step: float(record["loss"]) for step, record in records.items() if "loss" in record}
 
 
 def _compare(step: int, scalars: Scalars, written: Mapping[int, float]) -> None:

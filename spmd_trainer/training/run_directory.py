@@ -259,7 +259,8 @@ def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
       The changed settings; empty for a new directory.
     """
     path = directory / CONFIG_FILE
-    now = [_on_one_line(line) for line in lines]
+    # An array's text has several lines.
+    now = [re.sub(r"\s*\n\s*", " ", line) for line in lines]
     last = _read(path)
     if last is None:
         write_atomically(path, now)
@@ -267,19 +268,20 @@ def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
     changed = changes(last, now)
     if changed:
         kept = _keep(directory, last)
-        logging.warning("%s", _message(changed, kept, path))
+        more = f"\n  and {len(changed) - _MAX_TOLD} more" if len(changed) > _MAX_TOLD else ""
+        logging.warning(
+            "%s changed since the last run in this directory:\n%s%s\nto see all changes: diff %s %s",
+            *(
+                count_text(len(changed), "setting has", "settings have"),
+                "\n".join(f"  {change}" for change in changed[:_MAX_TOLD]),
+                more,
+                kept,
+                path,
+            ),
+        )
     if settings(last) != settings(now):
         write_atomically(path, now)
     return changed
-
-
-def _message(changed: Sequence[Change], kept: epath.Path, path: epath.Path) -> str:
-    told = "\n".join(f"  {change}" for change in changed[:_MAX_TOLD])
-    more = f"\n  and {len(changed) - _MAX_TOLD} more" if len(changed) > _MAX_TOLD else ""
-    return (
-        f"{count_text(len(changed), 'setting has', 'settings have')} changed since the last run in this directory:\n"
-        f"{told}{more}\nto see all changes: diff {kept} {path}"
-    )
 
 
 def _read(path: epath.Path) -> list[str] | None:
@@ -310,8 +312,3 @@ def _keep(directory: epath.Path, lines: list[str]) -> epath.Path:
     path = directory / f"config.{newest + 1:04}.txt"
     write_atomically(path, lines)
     return path
-
-
-def _on_one_line(line: str) -> str:
-    """Joins the lines of a multi-line value, such as an array's text."""
-    return re.sub(r"\s*\n\s*", " ", line)

@@ -159,7 +159,17 @@ class ProgressLines(Callback):
 
     def after_pause(self, run: Run, step: int) -> None:
         """Starts the clock again: evaluations, saves and compilation don't count as training."""
-        self._progress = self._progress or _make_progress(run)
+        if self._progress is None:
+            items, unit = items_per_step(run)
+            train_p = run.task.train
+            self._progress = Progress(
+                num_steps=run.num_steps,
+                items_per_step=items,
+                unit=unit,
+                interval=train_p.log_train_output_interval_steps or train_p.summary_interval_steps,
+                peak_flops=_peak_flops(run),
+                steps_left=functools.partial(ramps.steps_left, ramps.stages_of(train_p), num_steps=run.num_steps),
+            )
         if run.batch is not self._batch:  # the first one, or that of another stage of a ramp
             self._batch = run.batch
             self._progress.items_per_step = items_per_step(run)[0]
@@ -223,19 +233,6 @@ def flops_per_item(run: Run) -> dict[str, float]:
     found = {"mfu_6n": float(chips.model_flops(trained, 1, num_frozen=frozen))}
     matrix_flops = getattr(run.task.model, "matrix_flops", None)
     return found if matrix_flops is None else {"mfu": matrix_flops(trained, frozen, run.batch.ids.shape[1]), **found}
-
-
-def _make_progress(run: Run) -> Progress:
-    items, unit = items_per_step(run)
-    train_p = run.task.train
-    return Progress(
-        num_steps=run.num_steps,
-        items_per_step=items,
-        unit=unit,
-        interval=train_p.log_train_output_interval_steps or train_p.summary_interval_steps,
-        peak_flops=_peak_flops(run),
-        steps_left=functools.partial(ramps.steps_left, ramps.stages_of(train_p), num_steps=run.num_steps),
-    )
 
 
 def _peak_flops(run: Run) -> float | None:
