@@ -111,7 +111,9 @@ class EarlyStop(Callback):
         # Processes may see the files of summaries at different moments.
         self._has_stopped = multihost.broadcast(self._has_stopped)
         if self._best is not None:
-            self._drop_later(self._best, run.step)
+            best = self._best.directory
+            # Of a run that was killed before its own checkpoint of that step was saved.
+            decided_by_process_0(lambda: [steps.delete(best, step) for step in steps.present(best) if step > run.step])
         if self._has_stopped:
             run.stop(STOPPED)
 
@@ -172,14 +174,3 @@ class EarlyStop(Callback):
             self._told_of = step
             # A run that had stopped at an earlier step, and was given more patience since, continues.
             self._has_stopped = stops and step == run.step
-
-    @staticmethod
-    def _drop_later(best: Checkpointer, step: int) -> None:
-        """Deletes best checkpoints of later steps: the run was killed before its own checkpoint of that step was saved."""
-
-        def delete() -> None:
-            for later in steps.present(best.directory):
-                if later > step:
-                    steps.delete(best.directory, later)
-
-        decided_by_process_0(delete)

@@ -184,8 +184,13 @@ def _dataset(name: str, found: CorpusSummary, rows: str) -> str:
             fact("Left out", f"{sum(one.skipped for one in found.sources):,}", "bad records"),
         )
     )
-    lengths = [(f"{length:,}", count) for length, count in _between(found.lengths)]
-    fills = _tenths(found.fills)
+    # All powers of two from the smallest to the largest, those without a segment too.
+    powers = range(min(found.lengths, default=1).bit_length() - 1, max(found.lengths, default=0).bit_length())
+    lengths = [(f"{2**n:,}", found.lengths.get(2**n, 0)) for n in powers]
+    tenths = [0] * 11  # full rows are a bar of their own
+    for percent, count in found.fills.items():
+        tenths[percent // 10] += count
+    fills = [(f"{10 * n}" if n == 10 else f"{10 * n}+", count) for n, count in enumerate(tenths)]
     text = (
         '<div class="card"><h2>First rows</h2><p class="note">Labels that count in the loss are in brackets.</p>'
         f'<pre class="mono rows">{html.escape(rows)}</pre></div>'
@@ -238,22 +243,3 @@ def _histogram(bars: Sequence[tuple[str, int]], what: str) -> str:
         f'<div class="bars" role="img" aria-label="{html.escape(spoken)}">{columns}</div>'
         f'<div class="ticks" aria-hidden="true">{ticks}</div>'
     )
-
-
-def _between(lengths: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Returns the counts of all powers of two from the smallest to the largest, those without a segment too."""
-    if not lengths:
-        return []
-    length, found = min(lengths), []
-    while length <= max(lengths):
-        found.append((length, lengths.get(length, 0)))
-        length *= 2
-    return found
-
-
-def _tenths(fills: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Returns the rows by tenths of filled positions; full rows are a bar of their own."""
-    counts = [0] * 11
-    for percent, count in fills.items():
-        counts[percent // 10] += count
-    return [(f"{10 * n}" if n == 10 else f"{10 * n}+", count) for n, count in enumerate(counts)]

@@ -49,8 +49,8 @@ class Curve:
 
 
 # Curves of training that are shown first: a pattern of the scalar's name, its title and unit. Of each kind, all that match.
-_BEFORE: Sequence[tuple[str, str, str]] = ((r"loss", "Training loss", ""),)
-_AFTER: Sequence[tuple[str, str, str]] = (
+_MAIN: Sequence[tuple[str, str, str]] = (
+    (r"loss", "Training loss", ""),
     (r"(?:.*/)?lr", "Learning rate", ""),
     (r"(?:.*/)?raw_grad_norm", "Gradient norm", ""),
     (r"tokens_per_sec", "Tokens per second", ""),
@@ -70,9 +70,9 @@ def curves_of(runs: Sequence[RunScalars]) -> list[Curve]:
             known = names.setdefault(folder, [])
             known += [name for name in file.names() if name not in known]
     main = [
-        *_matching(names.get(TRAIN, []), _BEFORE),
+        *_matching(names.get(TRAIN, []), _MAIN[:1]),
         *_results(names, runs),
-        *_matching(names.get(TRAIN, []), _AFTER),
+        *_matching(names.get(TRAIN, []), _MAIN[1:]),
     ]
     shown = {(curve.folder, curve.name) for curve in main}
     others = [
