@@ -22,6 +22,7 @@ from spmd_trainer.pax.task_fields import metrics_prefix
 from spmd_trainer.sweeps import space
 from spmd_trainer.sweeps.space import Values, is_literal
 from spmd_trainer.sweeps.trials import PRUNED, Metric, Sweep, Trial
+from spmd_trainer.training.class_overrides import with_attributes
 from spmd_trainer.training.summary_writers import read_metrics
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class PaxSearch:
             return call
 
         cls = with_named_choices(exp)
-        return _derived(cls, {name: under(getattr(cls, name)) for name in _METHODS}), []
+        return with_attributes(cls, {name: under(getattr(cls, name)) for name in _METHODS}), []
 
     def description(self) -> dict[str, Any]:
         choices = {name: str(hyper) for name, hyper in self._hypers.items()}
@@ -273,12 +274,7 @@ def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
     rows = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
     # A trial of `automl.parameter_sweep` has a row of values.
     body |= {name: property(lambda self, at=at: getattr(self, _ROW)[at]) for at, name in enumerate(rows)}
-    return _derived(cls, body)
-
-
-def _derived(cls: type[BaseExperiment], body: Mapping[str, Any]) -> type[BaseExperiment]:
-    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**same, **body})
+    return with_attributes(cls, body)
 
 
 def _shown(candidate: Any) -> Any:

@@ -7,7 +7,7 @@ import copy
 import inspect
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spmd_trainer.base_experiment import BaseExperiment
@@ -65,8 +65,7 @@ def make_experiment(
     own = vars(exp) if isinstance(exp, BaseExperiment) else {}
     values = dict(_parse(assignment, cls, own) for assignment in assignments)
     if values:
-        same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        cls = types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update({**same, **values}))
+        cls = with_attributes(cls, values)
     if isinstance(exp, BaseExperiment):
         experiment = copy.copy(exp)
         experiment.__class__ = cls
@@ -75,6 +74,12 @@ def make_experiment(
     for name in values.keys() & vars(experiment).keys():
         setattr(experiment, name, values[name])
     return experiment, values
+
+
+def with_attributes(cls: type[BaseExperiment], values: Mapping[str, Any]) -> type[BaseExperiment]:
+    """Returns a subclass of the same name and module that has these attributes."""
+    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update({**same, **values}))
 
 
 def _parse(assignment: str, cls: type, own: dict[str, Any]) -> tuple[str, Any]:

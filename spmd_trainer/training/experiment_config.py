@@ -99,20 +99,9 @@ def resolve(
     found, overrides = experiment_registry.find(exp), tuple(overrides)
     _check_class(found.cls, exp, found.label)
     try:
-        of_class = [assignment for assignment in overrides if class_overrides.is_of_class(assignment)]
-        experiment, attributes = class_overrides.make_experiment(exp, found.cls, of_class)
-        task_p = experiment.task()
-        with _errors_of(experiment, found.label):
-            if not isinstance(task_p, fdl.Buildable):
-                is_task = tasks_lib.SingleTask in (task_p, type(task_p))
-                wanted = f"task() returns {task_p!r:.200}; it must return a config of tasks_lib.SingleTask"
-                raise not_a_config("what task() returns", task_p) if is_task else UserError(wanted)
-        config = pax_fiddle.Config(ExperimentConfig, task=task_p)
-        of_task = [assignment for assignment in overrides if assignment.startswith("task.")]
-        for assignment in of_task:
-            apply_override(config, assignment)
+        experiment, attributes, config = _with_task(exp, found, overrides)
         if config.task.mup is not None:
-            _resolve_base(config.task.mup, exp, found.cls, overrides)
+            _resolve_base(config.task.mup, exp, found, overrides)
         with _errors_of(experiment, found.label):
             _validate_kinds(config)
             _validate_mesh(config.task)
@@ -123,7 +112,7 @@ def resolve(
         for kind in _DATASETS:
             setattr(config, kind, list(getattr(experiment, kind)()))
         for assignment in overrides:
-            if assignment not in of_task and assignment not in of_class:
+            if not assignment.startswith("task.") and not class_overrides.is_of_class(assignment):
                 apply_override(config, assignment)
         with _errors_of(experiment, found.label):
             _validate_kinds(config)
@@ -146,9 +135,26 @@ def resolve(
     return ResolvedExperiment(found.name, found.label, experiment, config, overrides, attributes)
 
 
-def _resolve_base(
-    mup_p: Any, exp: str | type[BaseExperiment] | BaseExperiment, cls: type[BaseExperiment], overrides: Sequence[str]
-) -> None:
+def _with_task(
+    exp: object, found: experiment_registry.Found, overrides: Sequence[str]
+) -> tuple[BaseExperiment, dict[str, Any], Any]:
+    """Returns the experiment, its overridden class attributes, and its config: the overridden task, no datasets yet."""
+    of_class = [assignment for assignment in overrides if class_overrides.is_of_class(assignment)]
+    experiment, attributes = class_overrides.make_experiment(exp, found.cls, of_class)
+    task_p = experiment.task()
+    with _errors_of(experiment, found.label):
+        if not isinstance(task_p, fdl.Buildable):
+            is_task = tasks_lib.SingleTask in (task_p, type(task_p))
+            wanted = f"task() returns {task_p!r:.200}; it must return a config of tasks_lib.SingleTask"
+            raise not_a_config("what task() returns", task_p) if is_task else UserError(wanted)
+    config = pax_fiddle.Config(ExperimentConfig, task=task_p)
+    for assignment in overrides:
+        if assignment.startswith("task."):
+            apply_override(config, assignment)
+    return experiment, attributes, config
+
+
+def _resolve_base(mup_p: Any, exp: object, found: experiment_registry.Found, overrides: Sequence[str]) -> None:
     """Sets `base_model` of a config of `mup.Mup`: the experiment's model with what `base` changes.
 
     Raises:
@@ -159,13 +165,7 @@ def _resolve_base(
             'task.mup must be a config with a base, e.g. Config(st.Mup, base={"MODEL_DIMS": 64}), with values by class attribute '
             "or path"
         )
-    assignments = [*overrides, *(f"{name}={value!r}" for name, value in mup_p.base.items())]
-    of_class = [assignment for assignment in assignments if class_overrides.is_of_class(assignment)]
-    experiment, _ = class_overrides.make_experiment(exp, cls, of_class)
-    config = pax_fiddle.Config(ExperimentConfig, task=experiment.task())
-    for assignment in assignments:
-        if assignment.startswith("task."):
-            apply_override(config, assignment)
+    _, _, config = _with_task(exp, found, [*overrides, *(f"{name}={value!r}" for name, value in mup_p.base.items())])
     mup_p.base_model = mup.BaseModel(config.task.model)
 
 
