@@ -272,9 +272,7 @@ def _results(
                 yield operands[aliased[position]][1][0]
             elif opcode.endswith("-done") and same:  # the result of its start, not the start's operand
                 yield max(same, key=lambda number: buffers[number].born)
-            elif (
-                opcode.endswith("-start") and same and instruction.shape.startswith("(")
-            ):  # its result repeats its operand
+            elif opcode.endswith("-start") and same and instruction.shape.startswith("("):  # it repeats its operand
                 flat.remove(same[0])
                 yield same[0]
             else:

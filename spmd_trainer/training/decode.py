@@ -122,9 +122,7 @@ class DecodeDataset(FiniteDataset):
         if multihost.broadcast(metrics is not None):
             logging.info("%s at step %d was already decoded with these variables: %s", self.name, step, output.path)
             return metrics or {}
-        if (
-            self._may_be_too_long
-        ):  # before the first is decoded, so that a prompt that is too long doesn't fail hours later
+        if self._may_be_too_long:  # looked for first, so that such a prompt doesn't fail hours later
             self._input.reset()
             for index, batch in enumerate(self._batches()):
                 decode_records.check_prompts(self._task, self.name, batch, index * self.num_rows)
