@@ -110,9 +110,6 @@ class Processes:
         Args:
           mode: the job's mode. Only in training does JAX's preemption service take the SIGTERM, to find a step to save.
 
-        Returns:
-          The number of processes.
-
         Raises:
           UserError: no cluster was found, or the processes don't form one job.
           SystemExit: with status 3; a process did not join in time.

@@ -200,11 +200,7 @@ class _LogFile(std_logging.Handler):
 
 
 def install() -> RunLog:
-    """Sets up logging for the command line: 'HH:MM:SS message' on stderr, and a full log.
-
-    Returns:
-      The full log; `open` gives it a file.
-    """
+    """Sets up logging for the command line: 'HH:MM:SS message' on stderr, and a full log."""
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()

@@ -22,6 +22,7 @@ from spmd_trainer import multihost
 from spmd_trainer.checkpointing import Checkpointer, DamagedCheckpointError, Restored, steps
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError, terminal
+from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.planner import replay_report
 from spmd_trainer.planner.nan_origin import Flags, Value
 from spmd_trainer.planner.replay_report import Observed
@@ -66,7 +67,8 @@ def replay(job: Job) -> None:
         raise UserError(
             f"--step={step} is of another stage than the checkpoint of step {restored.step}: {job.stage}; {last.stage}"
         )
-    with _Batches(job, restored, step) as batches:
+    with _input_after(job, restored) as data:
+        batches = _Batches(job, data, step)
         compiled, key, state = start_up.compile_train_step(job), job.prng_key, restored.state
         averages = job.task.train.summary_accumulate_interval_steps is not None
         records = {} if averages else read_metrics(job.config.job_log_dir, "train")
@@ -190,6 +192,15 @@ def _restore(job: Job, step: int) -> Restored:
     )
 
 
+def _input_after(job: Job, restored: Restored) -> contextlib.AbstractContextManager[Prefetcher | None]:
+    """Returns a context with the input from a checkpoint on; None if the checkpoint has no position of it."""
+    saved = restored.input_state
+    has_position = job.task.train.enable_input_checkpointing and saved is not None and saved["state"] is not None
+    if restored.step and not has_position:
+        return contextlib.nullcontext()
+    return start_up.train_batches(job, saved if restored.step else None)
+
+
 class _Batches:
     """The batches after a checkpoint, from the input. For the last step, the batch that the run has written takes
     precedence.
@@ -198,25 +209,10 @@ class _Batches:
       notes: lines about the batch, for the report.
     """
 
-    def __init__(self, job: Job, restored: Restored, step: int):
+    def __init__(self, job: Job, data: Prefetcher | None, step: int):
         self.notes: list[str] = []
-        self._job, self._last = job, step
-        saved = restored.input_state
-        can_rewind = restored.step == 0 or (
-            bool(job.task.train.enable_input_checkpointing) and saved is not None and saved["state"] is not None
-        )
-        self._context = (
-            start_up.train_batches(job, saved if restored.step else None) if can_rewind else contextlib.nullcontext()
-        )
-        self._input: Any = None
+        self._job, self._input, self._last = job, data, step
         self._unusable = ""
-
-    def __enter__(self) -> _Batches:
-        self._input = self._context.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._context.__exit__(*exc_info)
 
     def take(self, step: int) -> PyTree:
         """Returns the batch of a step, on the devices.

@@ -65,9 +65,6 @@ def prepare(config: RunConfig) -> tuple[SweepConfig, Sweep]:
 def run(prepared: tuple[SweepConfig, Sweep]) -> list[Trial]:
     """Runs the trials that have not ended, writes the sweep's page after each, and prints how all ended.
 
-    Returns:
-      The trials that have ended.
-
     Raises:
       UserError: all trials are broken.
       KeyboardInterrupt: after Ctrl-C, once the running trial has saved its state.

@@ -42,9 +42,6 @@ class CallbackList:
     def call(self, hook: str, run: Run, *args: object) -> list[object]:
         """Calls one method of every callback that overrides it.
 
-        Returns:
-          What they returned.
-
         Raises:
           CallbackError: an experiment's or a caller's callback raised an exception.
         """

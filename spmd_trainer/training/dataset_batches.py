@@ -262,9 +262,8 @@ def _differences(given: dict[str, str], wanted: dict[str, str]) -> Iterator[str]
 
 def _leaves(tree: Any) -> dict[str, str]:
     """Returns {path: dtype and shape}, e.g. {'image/pixels': 'float32 [8, 28, 28]'}."""
-    return {path_str(path): _dtype_and_shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _dtype_and_shape(leaf: Any) -> str:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    return f"{dtype} {list(np.shape(leaf))}"
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        found[path_str(path)] = f"{dtype} {list(np.shape(leaf))}"
+    return found

@@ -49,9 +49,6 @@ def rebuild(job: Job, devices: Sequence[jax.Device], state: TrainState) -> tuple
 
     The experiment's `mesh_for_devices` gives the mesh, the partitioner's `elastic_batch` decides about the batch.
 
-    Returns:
-      The job on the new mesh, and the state on it.
-
     Raises:
       UserError: the experiment has no mesh for this number of devices, its mesh doesn't fit the devices or the mappings, or the
         batch can't be scaled.

@@ -264,10 +264,7 @@ def move(
     """Moves a run to other devices: its state, its step and its input. Batches that were ready are made anew.
 
     Args:
-      job: the job on the old devices.
-      devices: the devices to continue on.
       run: told of the new state, partitioner, batch and input.
-      batches: the input on the old devices.
       inputs: holds the old one open, and then the new one.
 
     Returns:

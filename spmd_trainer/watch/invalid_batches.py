@@ -121,8 +121,12 @@ def read(job_log_dir: epath.Path, step: int, like: PyTree) -> PyTree | None:
     names = [name for name, _ in named_leaves(like)]
     if sorted(names) != sorted(arrays):
         raise ValueError(f"{path} holds {', '.join(sorted(arrays))}; the input gives {', '.join(sorted(names))}")
-    leaves = [_as_dtype(arrays[name], leaf.dtype) for name, leaf in named_leaves(like)]
-    for name, x, leaf in zip(names, leaves, jax.tree.leaves(like), strict=True):
+    leaves = []
+    for name, leaf in named_leaves(like):
+        x = arrays[name]
+        if x.dtype.kind == "V" and x.dtype.itemsize == np.dtype(leaf.dtype).itemsize:
+            x = x.view(leaf.dtype)  # NumPy's files know no bfloat16
+        leaves.append(x)
         if x.dtype != leaf.dtype:
             raise ValueError(f"{path} holds {name} as {x.dtype}; the input gives {leaf.dtype}")
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -132,8 +136,3 @@ def local_rows(x: jax.Array) -> np.ndarray:
     """Returns this process' rows of an array that is split on dimension 0; waits for the devices."""
     shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return np.concatenate([jax.device_get(shards[start]) for start in sorted(shards)])
-
-
-def _as_dtype(x: np.ndarray, dtype: Any) -> np.ndarray:
-    # NumPy's files know no bfloat16.
-    return x.view(dtype) if x.dtype.kind == "V" and x.dtype.itemsize == np.dtype(dtype).itemsize else x

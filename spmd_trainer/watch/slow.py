@@ -150,11 +150,7 @@ class SlowProcesses:
         self._named: dict[int, tuple[str, int]] = {}
 
     def update(self, told: Mapping[int, Mapping[str, Any] | None]) -> list[str]:
-        """Judges the newest window that all processes have told, once; see `judge`.
-
-        Returns:
-          Lines for the log; most often none.
-        """
+        """Judges the newest window that all processes have told, once; see `judge`."""
         lines = []
         for verdict in judge(told, self._judged):
             self._judged = verdict.steps[1]
