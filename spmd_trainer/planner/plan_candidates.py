@@ -109,12 +109,7 @@ def meshes(axes: Sequence[str], num_devices: int, num_slices: int = 1) -> Iterat
 
 
 def enumerate_candidates(
-    experiment: ResolvedExperiment,
-    searched: Sequence[str],
-    *,
-    mesh: Mapping[str, int],
-    num_slices: int,
-    rows: int,
+    experiment: ResolvedExperiment, searched: Sequence[str], *, mesh: Mapping[str, int], num_slices: int, rows: int
 ) -> list[Candidate]:
     """Returns all candidates.
 

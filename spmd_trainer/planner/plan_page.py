@@ -242,12 +242,7 @@ def worth_showing(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return plan_report.pareto_front(outcomes) or sorted(compiled, key=lambda outcome: outcome.bytes or 0)[:1]
 
 
-def search_record(
-    outcomes: Sequence[Outcome],
-    *,
-    chip_memory: int | None,
-    flags: Callable[[Candidate], str],
-) -> Record:
+def search_record(outcomes: Sequence[Outcome], *, chip_memory: int | None, flags: Callable[[Candidate], str]) -> Record:
     """Returns the page's data of a search.
 
     Args:

@@ -17,14 +17,7 @@ import jax
 from absl import logging
 
 from spmd_trainer.errors import UserError, first_line, first_paragraph
-from spmd_trainer.planner import (
-    links,
-    plan,
-    plan_candidates,
-    plan_page,
-    plan_prediction,
-    plan_report,
-)
+from spmd_trainer.planner import links, plan, plan_candidates, plan_page, plan_prediction, plan_report
 from spmd_trainer.planner.plan_candidates import Candidate, Settings
 from spmd_trainer.planner.plan_report import Outcome
 from spmd_trainer.sharding.messages import bytes_text, count_text

@@ -111,11 +111,7 @@ class Estimate:
 
 
 def estimate(
-    hlo: str,
-    devices: Sequence[jax.Device],
-    mesh_shape: Mapping[str, int],
-    *,
-    machine: links.Machine | None = None,
+    hlo: str, devices: Sequence[jax.Device], mesh_shape: Mapping[str, int], *, machine: links.Machine | None = None
 ) -> Estimate | None:
     """Estimates the time of a compiled step (`hlo`: `jax.stages.Compiled.as_text()`) on devices in row-major order;
     None if the chip is unknown.

@@ -45,12 +45,7 @@ _ALL = CheckpointLoadingRules(load_rules=[LOAD_ALL])
 
 
 def begin(
-    job: Job,
-    metadata: Layout,
-    state: TrainState,
-    rules: Mapping[Any, Any],
-    *,
-    restored_from: str | None = None,
+    job: Job, metadata: Layout, state: TrainState, rules: Mapping[Any, Any], *, restored_from: str | None = None
 ) -> tuple[TrainState, dict[str, Any], LoadReport | None]:
     """Loads variables of an initialised state by rules. Called by every process.
 

@@ -89,11 +89,7 @@ def _record(event: event_pb2.Event) -> bytes:
     return content.getvalue()
 
 
-_STATUSES = {
-    "finished": api_pb2.STATUS_SUCCESS,
-    "failed": api_pb2.STATUS_FAILURE,
-    "stopped": api_pb2.STATUS_UNKNOWN,
-}
+_STATUSES = {"finished": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE, "stopped": api_pb2.STATUS_UNKNOWN}
 
 
 def text(tag: str, content: str) -> summary_pb2.Summary:

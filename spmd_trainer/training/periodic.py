@@ -148,11 +148,7 @@ class PeriodicWork:
         self._evaluations.use_batch(job)
 
     def do(
-        self,
-        due: Due,
-        batches: Prefetcher,
-        batch: PyTree | None,
-        between_batches: Callable[[], None] = no_op,
+        self, due: Due, batches: Prefetcher, batch: PyTree | None, between_batches: Callable[[], None] = no_op
     ) -> None:
         """Evaluates and decodes `run.state`, as far as that is due. The step took `batch`; None if it isn't on the devices."""
         run, task = self._run, self._job.task
