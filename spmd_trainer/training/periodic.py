@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
@@ -19,17 +20,12 @@ from spmd_trainer.training.run_config import TrainConfig
 from spmd_trainer.training.signals import Interrupted, SaveRequest
 
 
-@dataclasses.dataclass(frozen=True)
-class Due:
+class Due(NamedTuple):
     """What is to be done after a step."""
 
     save: bool
     evaluate: bool
     decode: bool
-
-    @property
-    def any(self) -> bool:
-        return self.save or self.evaluate or self.decode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +176,7 @@ class PeriodicWork:
         """
         step = self._run.step
         due = schedule.due_at_end(step, evaluated=self.evaluated, decoded=self._decoded)
-        if not due.any:
+        if not any(due):
             return
         request.training = False
         try:

@@ -108,7 +108,7 @@ def train(job: Job) -> TrainResult:
                 asked = _take_request(request, run)
                 leave = request.leaving or bool(run.stop_reason)
                 due = schedule.due(checkpoints.checkpointer, run.step, asked=asked, leaves=leave)
-                if due.any or (not leave and any(callbacks.call("asks_for_pause", run, run.step))):
+                if any(due) or (not leave and any(callbacks.call("asks_for_pause", run, run.step))):
                     steps.drain()
                     with _pause(run, callbacks, save=checkpoints if due.save else None):
                         work.do(due, batches, batch)

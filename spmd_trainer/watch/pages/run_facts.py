@@ -92,13 +92,8 @@ def _speed(found: Found) -> Iterator[tuple[str, str, str, str]]:
     for name, unit in (("tokens_per_sec", "tokens/s"), ("examples_per_sec", "examples/s")):
         rate, steps = _finite(found, name), _finite(found, "steps_per_sec")
         if rate is not None:
-            each = (
-                f", {1e3 / steps:.3g} ms a step"
-                if steps and steps > 1
-                else f", {1 / steps:.3g} s a step"
-                if steps
-                else ""
-            )
+            each = f", {1e3 / steps:.3g} ms a step" if steps and steps > 1 else ""
+            each = each or (f", {1 / steps:.3g} s a step" if steps else "")
             yield "Throughput", f"{rate:,.0f}", f"{unit}{each}", ""
     mfu, of_6n = _finite(found, "mfu"), _finite(found, "mfu_6n")
     if mfu is not None:

@@ -9,6 +9,7 @@ into directories that the trainer doesn't write into.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ class TensorboardTracker(Tracker):
         self.where = f"tensorboard --logdir={self._root}"
         self._first_step = facts.first_step
         train = self._new_file("train")
-        train.add(facts.first_step, event_files.text("config", _as_code(facts.config_text)))
+        train.add(facts.first_step, event_files.text("config", textwrap.indent(facts.config_text, "    ")))
         hparams = {"experiment": facts.experiment, **flat(facts.settings)}
         train.add(0, event_files.hparams(hparams, trial=str(facts.job_log_dir), began=time.time()))
         train.flush()
@@ -78,8 +79,3 @@ class TensorboardTracker(Tracker):
         from spmd_trainer.training.event_files import EventFile
 
         return EventFile(self._root / name, replaces_from=replaces_from)
-
-
-def _as_code(text: str) -> str:
-    """Formats a text as a Markdown code block."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
