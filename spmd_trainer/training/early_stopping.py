@@ -112,8 +112,13 @@ class EarlyStop(Callback):
         self._has_stopped = multihost.broadcast(self._has_stopped)
         if self._best is not None:
             best = self._best.directory
-            # Of a run that was killed before its own checkpoint of that step was saved.
-            decided_by_process_0(lambda: [steps.delete(best, step) for step in steps.present(best) if step > run.step])
+
+            def drop_later() -> None:  # of a run that was killed before its own checkpoint of that step was saved
+                for step in steps.present(best):
+                    if step > run.step:
+                        steps.delete(best, step)
+
+            decided_by_process_0(drop_later)
         if self._has_stopped:
             run.stop(STOPPED)
 
