@@ -7,6 +7,7 @@ value; while the search space is looked at, and in the sweep's own process, the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
@@ -97,7 +98,8 @@ class PaxSearch:
         if self._reward is None:
             return Metric.find("", self._datasets, loss, maximize=False)
         aggregator = self._search.cross_step_metric_aggregator
-        return _Reward(self._reward, self._datasets, None if aggregator is None else pax_fiddle.build(aggregator))
+        aggregator = None if aggregator is None else pax_fiddle.build(aggregator)
+        return _Reward("reward", True, reward=self._reward, datasets=self._datasets, aggregator=aggregator)
 
     def values(self, number: int, ended: Sequence[Trial]) -> Values:
         """Returns what the algorithm proposes after the trials that have ended.
@@ -220,26 +222,26 @@ class PaxSearch:
         return _pyglove().DNA.from_dict(decisions, self._context.dna_spec)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Reward(Metric):
     """The reward of a `search()`, of the metrics of each evaluation. Higher is better."""
 
-    def __init__(self, reward: Any, datasets: Sequence[str], aggregator: Any):
-        super().__init__("reward", True)
-        object.__setattr__(self, "_parts", (reward, datasets, aggregator))
+    reward: Any = None
+    datasets: Sequence[str] = ()
+    aggregator: Any = None
 
     def curve(self, directory: epath.Path) -> dict[int, float]:
         """Returns {step: reward} of the evaluations of a run."""
-        reward, datasets, _ = self._parts  # type: ignore[attr-defined]
-        return {step: float(reward(found, step)) for step, found in _metrics_by_step(directory, datasets).items()}
+        by_step = _metrics_by_step(directory, self.datasets)
+        return {step: float(self.reward(found, step)) for step, found in by_step.items()}
 
     def result(self, directory: epath.Path) -> tuple[int, float] | None:
         """Returns the last step and the reward of what the aggregator makes of all steps' metrics."""
-        reward, datasets, aggregator = self._parts  # type: ignore[attr-defined]
-        found = _metrics_by_step(directory, datasets)
-        if aggregator is None or not found:
+        found = _metrics_by_step(directory, self.datasets)
+        if self.aggregator is None or not found:
             return super().result(directory)
-        steps = [(step, {**metrics, "reward": float(reward(metrics, step))}) for step, metrics in found.items()]
-        return max(found), float(reward(aggregator(steps), max(found)))
+        steps = [(step, {**metrics, "reward": float(self.reward(metrics, step))}) for step, metrics in found.items()]
+        return max(found), float(self.reward(self.aggregator(steps), max(found)))
 
 
 def _metrics_by_step(directory: epath.Path, datasets: Sequence[str]) -> dict[int, dict[str, float]]:

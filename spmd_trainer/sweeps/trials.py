@@ -205,10 +205,8 @@ class Sweep:
 
     def write(self, trial: Trial) -> None:
         # Values are written as Python literals: JSON has no tuples.
-        values = {path: repr(value) for path, value in trial.values.items()}
-        fields = {field.name: getattr(trial, field.name) for field in dataclasses.fields(trial)}
-        del fields["number"]
-        record = {**fields, "values": values}
+        record = {**vars(trial), "values": {path: repr(value) for path, value in trial.values.items()}}
+        del record["number"]
         write_atomically(self.trial_file(trial.number), json.dumps(record, indent=1).splitlines())
 
     def curve(self, number: int) -> dict[int, float]:
