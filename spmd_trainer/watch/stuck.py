@@ -38,7 +38,6 @@ class Beat:
       seconds: how long that part has lasted.
       phase: what goes on within the activity, e.g. 'evaluating heldout at step 20'; empty for nothing of its own.
       batches: batches that the phase has finished.
-      input_seconds: how long the process has waited for input since the run began.
       window: what another part of the trainer says of this process's last steps, or None; JSON.
       stacks: its Python stacks, if it is behind the others; else empty.
     """
@@ -52,7 +51,6 @@ class Beat:
     seconds: float
     phase: str = ""
     batches: int = 0
-    input_seconds: float = 0.0
     window: Mapping[str, object] | None = None
     stacks: str = ""
 

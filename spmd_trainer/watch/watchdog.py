@@ -202,7 +202,6 @@ class Watchdog(Callback):
             seconds=round(time.monotonic() - since, 3),
             phase="; ".join(phase.what for phase in phases),
             batches=sum(phase.batches or 0 for phase in phases),
-            input_seconds=round(run.times.seconds()["input"], 3),
             window=self._window(),
             stacks=self._stacks_if_behind(),
         )
