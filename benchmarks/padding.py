@@ -24,7 +24,6 @@ from praxis import layers, optimizers, pax_fiddle, schedules
 from benchmarks import reporting
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.inputs import batches
-from spmd_trainer.planner import hlo_collectives
 from spmd_trainer.step import pjit, step_fns
 
 Config = pax_fiddle.Config
@@ -110,7 +109,7 @@ def compare(report: reporting.Report, name: str, rounds: int) -> None:
     report.figure(f"{name}, even", times["even"], "ms", scale=1e3)
     report.ratio(f"{name}, uneven / even", times["uneven"], times["even"])
     for kind, run in runs.items():
-        report.note(f"{name}, {kind}", hlo_collectives.collectives_text(run.compiled.as_text()))
+        report.note(f"{name}, {kind}", reporting.collectives_text(run.compiled.as_text()))
 
 
 def main() -> int:

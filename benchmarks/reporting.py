@@ -56,6 +56,18 @@ def growth_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
+def collectives_text(hlo: str) -> str:
+    """Returns the collectives of a compiled program in one line: '8 all-reduce 12.50 MiB, ...'."""
+    from spmd_trainer.planner.hlo_collectives import find_collectives
+
+    found = list(find_collectives(hlo))
+    of_kind = {kind: [c for c in found if c.kind == kind] for kind in sorted({c.kind for c in found})}
+    return ", ".join(
+        f"{sum(c.times for c in those)} {kind} {sum(c.times * c.num_bytes for c in those) / 2**20:.2f} MiB"
+        for kind, those in of_kind.items()
+    )
+
+
 class Report:
     """The results of one run of a benchmark."""
 

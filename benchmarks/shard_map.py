@@ -28,7 +28,6 @@ from benchmarks import baseline_lm, reporting  # baseline_lm sets up the host de
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.experiments.lm.stdlib import StdlibBytes
 from spmd_trainer.inputs import batches
-from spmd_trainer.planner.hlo_collectives import collectives_text
 from spmd_trainer.step import pjit, step_fns
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.step.shard_map import ShardMapPartitioner
@@ -154,7 +153,9 @@ def main() -> int:
             report.ratio(f"{variant.name}, step / baseline", times[variant.name], times["baseline dp"])
         report.figure(f"{variant.name}, temporaries", memory.temp_size_in_bytes / 2**20, "MiB per device")
         report.figure(f"{variant.name}, arguments", memory.argument_size_in_bytes / 2**20, "MiB per device")
-        report.note(f"{variant.name}, collectives per device and step", collectives_text(variant.compiled.as_text()))
+        report.note(
+            f"{variant.name}, collectives per device and step", reporting.collectives_text(variant.compiled.as_text())
+        )
     return report.finish()
 
 

@@ -155,12 +155,7 @@ def decode(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] 
 
 @_message_last
 def export(
-    exp: Experiment,
-    job_log_dir: Directory,
-    export_dir: Directory,
-    *,
-    overrides: Iterable[str] = (),
-    **settings: Any,
+    exp: Experiment, job_log_dir: Directory, export_dir: Directory, *, overrides: Iterable[str] = (), **settings: Any
 ) -> int:
     """Writes one checkpoint as a Hugging Face folder, which transformers opens. Returns its step.
 
@@ -286,12 +281,7 @@ def load_variables(job_log_dir: Directory, step: int | None = None) -> dict[str,
 
 @contextlib.contextmanager
 def _job(
-    mode: str,
-    exp: Experiment,
-    job_log_dir: Directory,
-    overrides: Iterable[str],
-    settings: dict[str, Any],
-    **more: Any,
+    mode: str, exp: Experiment, job_log_dir: Directory, overrides: Iterable[str], settings: dict[str, Any], **more: Any
 ) -> Iterator[Job]:
     """Builds the job of a call, and shows its log lines as the command line does."""
     count, index = multihost.joined()

@@ -51,7 +51,6 @@ class BaseEvalProgram(Program):
     """Pax's base class of evaluation programs."""
 
     def __init__(self, input_p: InputConfig):
-        """Stores the config of the dataset to evaluate."""
         self.input_p = input_p
 
 
@@ -63,7 +62,6 @@ class SingleTaskDecodeProgram(Program):
     """Stands for the decode of one dataset, `training/decode.py`."""
 
     def __init__(self, input_p: InputConfig):
-        """Stores the config of the dataset to decode."""
         self.input_p = input_p
 
 

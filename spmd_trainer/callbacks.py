@@ -61,6 +61,7 @@ class Run:
       input: the training input; its `state` is its position after the batch of `step`.
       config_lines: the resolved config, one 'path: value' a line.
       began: `time.monotonic()` when the run began.
+      activity: what the run does now, e.g. 'training step 12', and `time.monotonic()` when it began to.
       times: adds up where this process' time goes.
       first_step: the step of the state that this start of the run began with.
       step: the number of training steps that `state` has taken.
@@ -110,7 +111,7 @@ class Run:
         self.step_watch = StepWatch()
         self.fail: Callable[[Exception], None] = lambda error: None
         self.hangs = False
-        self._activity = ("start", self.began)
+        self.activity = ("start", self.began)
         self._logged: dict[str, float] = {}
 
     @property
@@ -130,18 +131,12 @@ class Run:
 
     @property
     def mesh(self) -> Mesh:
-        """The device mesh."""
         return self.partitioner.mesh
 
     @property
     def num_rows(self) -> int:
         """Rows of the global training batch."""
         return int(jax.tree.leaves(self.batch)[0].shape[0])
-
-    @property
-    def activity(self) -> tuple[str, float]:
-        """What the run does now, e.g. 'training step 12', and `time.monotonic()` when it began to."""
-        return self._activity
 
     def begin(self, activity: str, part: str = "other") -> None:
         """Notes that one activity has ended and the next one begins. Cheap.
@@ -150,7 +145,7 @@ class Run:
           activity: what the run does now; for messages.
           part: what its time counts as, one of `PARTS`.
         """
-        self._activity = (activity, self.times.begin(part))
+        self.activity = (activity, self.times.begin(part))
 
     @property
     def is_complete(self) -> bool:
@@ -327,19 +322,16 @@ class RunTimes:
     """Adds up the seconds that a process spends in each part of a run. Exactly one part is active at any time.
 
     `begin` costs one clock reading and one addition, cheap enough to call at every step.
+
+    Attributes:
+      current: the active part and its start on the clock. One attribute, so that other threads see a consistent pair.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         """Begins with 'start'. `clock` returns the time in seconds."""
         self._clock = clock
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        # One attribute, so that other threads see a consistent pair of part and start.
-        self._current = ("start", clock())
-
-    @property
-    def current(self) -> tuple[str, float]:
-        """The active part and its start on the clock. Thread-safe."""
-        return self._current
+        self.current = ("start", clock())
 
     def begin(self, part: str) -> float:
         """Ends the active part and begins another of `PARTS`. Returns its start on the clock.
@@ -348,14 +340,14 @@ class RunTimes:
           KeyError: the part is unknown.
         """
         now = self._clock()
-        before, since = self._current
+        before, since = self.current
         self._seconds[before] += now - since
         self._seconds[part] += 0.0
-        self._current = (part, now)
+        self.current = (part, now)
         return now
 
     def seconds(self) -> dict[str, float]:
         """Returns {part: seconds so far}, the active part included. Thread-safe."""
-        seconds, (part, since) = dict(self._seconds), self._current
+        seconds, (part, since) = dict(self._seconds), self.current
         seconds[part] += self._clock() - since
         return seconds

@@ -249,9 +249,8 @@ def _no_module_text(module_name: str) -> str:
             hint = suggestion_text(near) or f"; its modules: {', '.join(sorted(inside)) or 'none'}"
             return f"There is no module {parent_name}.{parts[end]} in {_file(parent)}{hint}"
     here = [module.name for module in pkgutil.iter_modules([os.getcwd()])]
-    looked = (
-        "" if os.getcwd() in sys.path or "" in sys.path else " (which is not on Python's path: PYTHONSAFEPATH is set)"
-    )
+    is_on_path = os.getcwd() in sys.path or "" in sys.path
+    looked = "" if is_on_path else " (which is not on Python's path: PYTHONSAFEPATH is set)"
     return (
         f"There is no package {parts[0]!r}, neither in the working directory {os.getcwd()}{looked} nor installed"
         f"{did_you_mean(parts[0], here, otherwise='.')}"

@@ -168,7 +168,6 @@ def _matches_after_imports(name: str) -> list[str]:
 
 
 def get_all() -> Mapping[str, type]:
-    """Returns the registered experiments by full name."""
     return dict(_registry)
 
 

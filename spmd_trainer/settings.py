@@ -71,7 +71,12 @@ class Setting:
         if self.kind in (int, float):
             of_kind = numbers.Integral if self.kind is int else numbers.Real
             is_number = isinstance(value, of_kind) and not isinstance(value, bool)
-            return "" if is_number and self.at_least <= value <= self.at_most else f"give {self._valid_numbers()}"
+            if is_number and self.at_least <= value <= self.at_most:
+                return ""
+            noun = "a whole number" if self.kind is int else "a number"
+            if self.at_most < math.inf:
+                return f"give {noun} from {self.at_least:.15g} to {self.at_most:.15g}"
+            return f"give {noun}, {self.at_least:g} or more" if self.at_least > -math.inf else f"give {noun}"
         if self.kind is str and self.read is None and not isinstance(value, str):
             return "give a text"
         for item in value if self.kind is tuple else [value]:
@@ -79,12 +84,6 @@ class Setting:
                 near = did_you_mean(str(item), self.choices, otherwise="")
                 return f"there is no {item!r}; it takes {', '.join(self.choices)}{near}"
         return ""
-
-    def _valid_numbers(self) -> str:
-        noun = "a whole number" if self.kind is int else "a number"
-        if self.at_most < math.inf:
-            return f"{noun} from {self.at_least:.15g} to {self.at_most:.15g}"
-        return f"{noun}, {self.at_least:g} or more" if self.at_least > -math.inf else noun
 
     def checked(self, value: Any) -> Any:
         """Returns the field's value of what was given.
@@ -205,7 +204,6 @@ def names(flag: str, value: Any) -> tuple[str, ...]:
 
 
 def split_names(lists: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names in texts like 'a,b', each once."""
     return tuple(dict.fromkeys(name.strip() for text in lists for name in text.split(",") if name.strip()))
 
 

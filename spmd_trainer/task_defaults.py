@@ -172,7 +172,7 @@ def set_default_adam(
       decay_end: step from which the learning rate is a tenth of the highest.
     """
     adam = Config(optimizers.Adam, beta1=0.9, beta2=0.99, weight_decay=weight_decay, clip_gradient_norm_to_value=5.0)
-    _set_learner(task_p, adam, learning_rate, _schedule(warmup_steps, decay_start, decay_end))
+    _set_learner(task_p, adam, learning_rate, (warmup_steps, decay_start, decay_end))
 
 
 def set_default_adafactor(
@@ -199,7 +199,7 @@ def set_default_adafactor(
         weight_decay=weight_decay,
         clip_gradient_norm_to_value=clip_gradient_norm_to_value,
     )
-    _set_learner(task_p, adafactor, learning_rate, _schedule(warmup_steps, decay_start, decay_end))
+    _set_learner(task_p, adafactor, learning_rate, (warmup_steps, decay_start, decay_end))
 
 
 def set_adam_with_cosine_decay(
@@ -239,20 +239,11 @@ def set_adam_with_cosine_decay(
     )
 
 
-def _schedule(warmup_steps: int, decay_start: int, decay_end: int) -> Any:
-    return Config(
-        schedules.LinearRampupExponentialDecay,
-        warmup_steps=warmup_steps,
-        decay_start=decay_start,
-        decay_end=decay_end,
-        min_ratio=0.1,
-        max=1.0,
-    )
-
-
-def _set_learner(task_p: Any, optimizer_p: Any, learning_rate: float, schedule_p: Any) -> None:
-    optimizer_p.learning_rate = learning_rate
-    optimizer_p.lr_schedule = schedule_p
+def _set_learner(task_p: Any, optimizer_p: Any, learning_rate: float, steps: tuple[int, int, int]) -> None:
+    """Sets the optimizer, with Pax's default schedule; `steps`: warmup_steps, decay_start and decay_end."""
+    schedule = Config(schedules.LinearRampupExponentialDecay, min_ratio=0.1, max=1.0)
+    schedule.warmup_steps, schedule.decay_start, schedule.decay_end = steps
+    optimizer_p.learning_rate, optimizer_p.lr_schedule = learning_rate, schedule
     task_p.train.learner.loss_name = "total_loss"
     task_p.train.learner.optimizer = optimizer_p
 

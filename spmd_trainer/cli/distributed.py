@@ -46,8 +46,6 @@ class Cluster:
 
     Attributes:
       coordinator_address: 'host:port' of process 0. It and the next two are None if JAX is to detect them.
-      num_processes: number of processes in the job.
-      process_id: id of this process, from 0.
       heartbeat_seconds: a process that sends no heartbeat for this many seconds is treated as lost.
       bind_address: 'host:port' where process 0 listens; None for the coordinator's address.
     """
@@ -84,9 +82,7 @@ def cluster_from_flags(flag_values: Any) -> Cluster | None:
     if not 0 <= index < count:
         raise UserError(f"--process_id={index} with --num_processes={count}; ids go from 0 to {count - 1}")
     _check_address("coordinator_address", address)
-    return (
-        Cluster(address, count, index, flag_values.heartbeat_seconds, bind_address=bind_address) if count > 1 else None
-    )
+    return Cluster(address, count, index, flag_values.heartbeat_seconds, bind_address) if count > 1 else None
 
 
 def _check_address(flag: str, address: str) -> None:
@@ -114,9 +110,6 @@ class Processes:
         Args:
           mode: the job's mode. Only in training does JAX's preemption service take the SIGTERM, to find a step to save.
 
-        Returns:
-          The number of processes.
-
         Raises:
           UserError: no cluster was found, or the processes don't form one job.
           SystemExit: with status 3; a process did not join in time.
@@ -131,12 +124,8 @@ class Processes:
         if count == 1:
             return 1
         try:
-            names = join.meet(
-                address,
-                join.Member(index, count),
-                bind_address=self._cluster.bind_address,
-                seconds=_JOIN_SECONDS,
-            )
+            own, bind_address = join.Member(index, count), self._cluster.bind_address
+            names = join.meet(address, own, bind_address=bind_address, seconds=_JOIN_SECONDS)
         except join.AbsentError as error:
             _say_here(f"process {index} exits: {error}")
             os._exit(loss.STATUS_LOST_PROCESS)
@@ -196,10 +185,9 @@ class Processes:
             # A lost process makes every collective of the others fail, with an error that doesn't name it.
             watch.wait_for_news()
         if isinstance(error, KeyboardInterrupt):
+            # One more Ctrl-C must not cut off what the others are told.
             if threading.current_thread() is threading.main_thread():
-                signal.signal(
-                    signal.SIGINT, signal.SIG_IGN
-                )  # one more Ctrl-C must not cut off what the others are told
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             log_lines.say_interrupted()
             status, how = log_lines.STATUS_INTERRUPTED, "was interrupted"
         elif isinstance(error, UserError):
@@ -231,7 +219,6 @@ def _say_here(text: str) -> None:
 
 
 def _described(error: BaseException) -> str:
-    """Returns what the other processes are told of an error."""
     if isinstance(error, KeyboardInterrupt):
         return "Ctrl-C"
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

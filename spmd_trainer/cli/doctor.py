@@ -69,7 +69,9 @@ def _findings() -> Iterator[Finding]:
     yield from packages
     yield from _devices()
     if all(finding.fix is None for finding in packages):
-        yield _praxis_imports()
+        status, _, error = _run(_PRAXIS_PROBE)
+        shows = f"{sys.executable} -c '{_PRAXIS_PROBE}'  (shows the whole error)"
+        yield Finding(f"praxis can't be imported: {error}", shows) if status else Finding("praxis can be imported")
 
 
 def _packages() -> list[Finding]:
@@ -98,13 +100,10 @@ def _unresolvable_packages() -> Iterator[Finding]:
         version = installation.installed_version(name)
         if version is None:
             # A source tree on the path can be imported, but has no version.
-            is_source_tree = importlib.machinery.PathFinder.find_spec(name) is not None
-            what = (
-                f"{name}, imported from a source tree; {wanted} is expected"
-                if is_source_tree
-                else f"{name} is not installed; {wanted} is required"
-            )
-            yield Finding(what, None if is_source_tree else installation.install_command())
+            if importlib.machinery.PathFinder.find_spec(name) is not None:
+                yield Finding(f"{name}, imported from a source tree; {wanted} is expected")
+            else:
+                yield Finding(f"{name} is not installed; {wanted} is required", installation.install_command())
         elif version != wanted:
             yield Finding(f"{name} {version}; {wanted} is required", installation.install_command())
         else:
@@ -135,15 +134,6 @@ def _devices() -> Iterator[Finding]:
 
 def _install(requirement: str) -> str:
     return f"{installation.pip_install()} {shlex.quote(requirement)}"
-
-
-def _praxis_imports() -> Finding:
-    status, _, error = _run(_PRAXIS_PROBE)
-    if not status:
-        return Finding("praxis can be imported")
-    return Finding(
-        f"praxis can't be imported: {error}", f"{sys.executable} -c '{_PRAXIS_PROBE}'  (shows the whole error)"
-    )
 
 
 def _run(code: str) -> tuple[int, str, str]:

@@ -176,14 +176,18 @@ def help_page(topic: str = "") -> str:
     for title, members in groups:
         parts.append(f"\n{title}\n")
         for about in members:
-            what = about.off or about.help
-            parts.append(_entry(_head(about), what if topic else _first_sentence(what), width))
+            what, default = about.off or about.help, about.default
+            if about.kind is bool:
+                head = f"--{'no' if default else ''}{about.flag}"
+            else:
+                default = ",".join(default) if about.kind is tuple else default
+                head = f"--{about.flag}={about.value}" + ("" if default in (None, "") else f"  (default: {default})")
+            parts.append(_entry(head, what if topic else _first_sentence(what), width))
     parts.append(f"\nExamples\n{_EXAMPLES}")
     return "".join([*parts, _EXIT_STATUS] if topic == "all" else parts)
 
 
 def _groups(settings: Iterable[Setting]) -> list[tuple[str, list[Setting]]]:
-    """Returns the settings of each group, with its title."""
     found: dict[str, list[Setting]] = {}
     for about in settings:
         found.setdefault(about.group, []).append(about)
@@ -192,13 +196,6 @@ def _groups(settings: Iterable[Setting]) -> list[tuple[str, list[Setting]]]:
 
 def _first_sentence(what: str) -> str:
     return re.split(r"(?<!e\.g)\. (?=[A-Z-])", what)[0].rstrip(".")
-
-
-def _head(about: Setting) -> str:
-    if about.kind is bool:
-        return f"--{'no' if about.default else ''}{about.flag}"
-    default = ",".join(about.default) if about.kind is tuple else about.default
-    return f"--{about.flag}={about.value}" + ("" if default in (None, "") else f"  (default: {default})")
 
 
 def _entry(head: str, what: str, width: int) -> str:

@@ -111,9 +111,6 @@ def enable_compile_cache(directory: str | None) -> str | None:
     Args:
       directory: the cache directory; None for JAX's own setting, or else the default; '' for no cache.
 
-    Returns:
-      The directory in use, or None.
-
     Raises:
       UserError: a path that no storage is known for, see `storage.directory`, or an object store that can't be read.
     """

@@ -38,7 +38,7 @@ _GAP = 2
 # Widths of a bar; where there is no room for the smaller one, there is no bar.
 _SHORTEST_BAR, _LONGEST_BAR = 6, 30
 # Columns of a training run, the most important first. They are shown in the order in which `_training_columns` makes them.
-_PRIORITIES = ("step", "loss", "eta", "rate", "seconds", "mfu", "memory", "due")
+_PRIORITIES: Sequence[str] = ("step", "loss", "eta", "rate", "seconds", "mfu", "memory", "due")
 
 
 @contextlib.contextmanager
@@ -87,12 +87,17 @@ class LiveLine:
     @contextlib.contextmanager
     def drawn(self) -> Iterator[None]:
         """Context manager that shows the line. At its end the row is empty, and everything is as it was before."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._streams_above())
+        with self._streams_above():
             self._status.display = self
-            stack.callback(self._end)
             self._thread.start()
-            yield
+            try:
+                yield
+            finally:
+                self._status.display = None
+                self._ended.set()
+                self._thread.join()
+                with self._lock, contextlib.suppress(OSError):
+                    self._draw("")
 
     def print(self, content: RenderableType) -> None:
         """Prints something above the line; see `Display.print`."""
@@ -116,13 +121,6 @@ class LiveLine:
             stream.flush()
             # Drawn for another width, it could take two rows.
             self._draw(drawn if self._width() == self._drawn_width else "")
-
-    def _end(self) -> None:
-        self._status.display = None
-        self._ended.set()
-        self._thread.join()
-        with self._lock, contextlib.suppress(OSError):
-            self._draw("")
 
     def _work(self) -> None:
         """Draws the line until the end. If the terminal has gone away, there is nothing left to do."""
@@ -207,9 +205,8 @@ class _Above:
 
     def write(self, text: str) -> int:
         """Writes the lines that have ended, and keeps the rest until its end comes."""
-        if (
-            os.getpid() != self._process
-        ):  # a forked child has no live line, and may have inherited a lock that nobody opens
+        # A forked child has no live line, and may have inherited a lock that nobody opens.
+        if os.getpid() != self._process:
             return self._stream.write(text)
         with self._lock:
             lines, end, self._rest = (self._rest + text).rpartition("\n")
@@ -224,7 +221,6 @@ class _Above:
             self._stream.flush()
 
     def writelines(self, lines: Iterator[str]) -> None:
-        """Writes several texts."""
         for line in lines:
             self.write(line)
 
@@ -236,7 +232,6 @@ class _Above:
 
 
 def _handlers_on(stream: TextIO) -> list[std_logging.StreamHandler[TextIO]]:
-    """Returns the log handlers that write to a stream."""
     known = [std_logging.getLogger(), *std_logging.getLogger().manager.loggerDict.values()]
     handlers = [handler for logger in known if isinstance(logger, std_logging.Logger) for handler in logger.handlers]
     # absl's handler passes records on to one that has the stream.
@@ -257,19 +252,18 @@ def line(status: LiveStatus, width: int) -> Table | None:
     if phases:
         return _phase_line(phases, room)
     training = status.training() if status.training else None
-    return None if training is None else _training_line(training, room)
-
-
-def _training_line(training: TrainingStatus, room: int) -> Table | None:
+    if training is None:
+        return None
+    columns, priorities = _training_columns(training), _PRIORITIES
     if training.activity:
-        columns = {"activity": _plain(training.activity), "step": _step(training)}
-        return _row(columns, ("activity", "step"), room, training.step, training.num_steps)
-    return _row(_training_columns(training), _PRIORITIES, room, training.step, training.num_steps)
+        columns, priorities = {"activity": _plain(training.activity), "step": columns["step"]}, ("activity", "step")
+    return _row(columns, priorities, room, training.step, training.num_steps)
 
 
 def _training_columns(training: TrainingStatus) -> dict[str, Text]:
-    """Returns the columns by name, in the order in which they are shown."""
-    columns = {"step": _step(training)}
+    # The step is as wide at the first step as at the last: the other columns must not move.
+    number = str(training.num_steps)
+    columns = {"step": _labelled("step", f"{training.step:>{len(number)}}/{number}", "bold")}
     if training.loss is not None:
         columns["loss"] = _labelled("loss", f"{training.loss:.4f}", "bold")
     if seconds := training.seconds_per_step:
@@ -304,9 +298,7 @@ def _phase_line(phases: Sequence[PhaseStatus], room: int) -> Table | None:
         left = max(newest.total - newest.batches, 0) * newest.seconds / newest.batches
         columns["left"] = _labelled("", f"about {format_duration(left)} left")
     for number, other in enumerate(reversed(phases[:-1])):
-        columns[f"other {number}"] = _labelled(
-            "", terminal.visible(f"{other.what} {format_duration(other.seconds)}", keep="")
-        )
+        columns[f"other {number}"] = _plain(f"{other.what} {format_duration(other.seconds)}")
     priorities = ("what", "seconds", *(name for name in columns if name not in ("what", "seconds")))
     return _row(columns, priorities, room, newest.batches, newest.total)
 
@@ -340,12 +332,6 @@ def _row(
         grid.add_column(no_wrap=True)
     grid.add_row(*cells)
     return grid
-
-
-def _step(training: TrainingStatus) -> Text:
-    """Returns the step, as wide at the first step as at the last: the other columns must not move."""
-    number = str(training.num_steps)
-    return _labelled("step", f"{training.step:>{len(number)}}/{number}", "bold")
 
 
 def _plain(text: str) -> Text:

@@ -136,7 +136,6 @@ class RunLog(MemoryHandler):
         return True
 
     def close(self) -> None:
-        """Closes the file too."""
         file = self.target
         super().close()
         if file is not None:
@@ -201,20 +200,12 @@ class _LogFile(std_logging.Handler):
 
 
 def install() -> RunLog:
-    """Sets up logging for the command line: 'HH:MM:SS message' on stderr, and a full log.
-
-    Returns:
-      The full log; `open` gives it a file.
-    """
+    """Sets up logging for the command line: 'HH:MM:SS message' on stderr, and a full log."""
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
     handler.setFormatter(_Format())
     handler.addFilter(_Wanted())
-    return _keep_full_log()
-
-
-def _keep_full_log() -> RunLog:
     run_log = RunLog()
     std_logging.getLogger().addHandler(run_log)
     return run_log
@@ -234,7 +225,8 @@ def shown(*, warnings_only: bool = False) -> Iterator[RunLog]:
     handler.addFilter(_Wanted())
     logging.set_verbosity(logging.WARNING if warnings_only else logging.INFO)
     root.setLevel(min(root.level, std_logging.INFO))
-    run_log = _keep_full_log()
+    run_log = RunLog()
+    root.addHandler(run_log)
     run_log.is_shown = not (wants_own or warnings_only)
     if not wants_own:
         root.addHandler(handler)

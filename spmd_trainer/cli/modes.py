@@ -20,8 +20,7 @@ class Mode:
 
     Attributes:
       help: what it does, for `--help`; the first sentence alone stands in the list of modes.
-      module: the module of `spmd_trainer` that defines the program. Imported only when the mode runs.
-      function: name of the program's function in that module; it takes a `Job`.
+      path: 'MODULE:FUNCTION' of the program, below `spmd_trainer`; it takes a `Job`. Imported only when the mode runs.
       has_run: True if the mode reads or writes a run's directory.
       alone: True if the function takes the mode's settings, made of the flags and the command's arguments, instead of a `Job`.
       after_interrupt: what to do after Ctrl-C, for its message.
@@ -29,17 +28,19 @@ class Mode:
     """
 
     help: str
-    module: str
-    function: str
+    path: str
     has_run: bool = True
     alone: bool = False
     after_interrupt: str = log_lines.CONTINUES
     builder: str = ""
 
     def program(self) -> Callable[[Any], object]:
-        """Imports and returns the program."""
-        program: Callable[[Any], object] = self._import(self.function)
+        program: Callable[[Any], object] = self._import(self.path.partition(":")[2])
         return program
+
+    @property
+    def module(self) -> str:
+        return self.path.partition(":")[0]
 
     def build_job(self, config: RunConfig) -> Job:
         """Builds the mode's job.
@@ -60,110 +61,94 @@ MODES = {
     "train": Mode(
         "Train the experiment. A run with checkpoints in JOB_LOG_DIR goes on from the newest one. Ctrl-C and SIGTERM save a "
         "checkpoint before exiting.",
-        "training.train",
-        "train",
+        "training.train:train",
     ),
     "sweep": Mode(
         "Train the experiment several times with other values. --sweep says which; the trials run one after the other, and "
         "JOB_LOG_DIR/sweep.html compares their results. The same command goes on where it ended.",
-        "sweeps.run",
-        "run",
+        "sweeps.run:run",
         has_run=False,
         builder="prepare",
         after_interrupt="the running trial has saved its state; the same command goes on",
     ),
     "eval": Mode(
         "Evaluate the newest checkpoint and each later one until training ends.",
-        "training.evaluate",
-        "evaluate_checkpoints",
+        "training.evaluate:evaluate_checkpoints",
     ),
     "decode": Mode(
         "Decode with the newest checkpoint and each later one until training ends.",
-        "training.decode",
-        "decode_checkpoints",
+        "training.decode:decode_checkpoints",
     ),
     "decode_once": Mode(
-        "Decode with one checkpoint: the newest, or --restore_checkpoint_step.", "training.decode", "decode_once"
+        "Decode with one checkpoint: the newest, or --restore_checkpoint_step.", "training.decode:decode_once"
     ),
-    "infer": Mode("Like decode_once, with the random seed of task.infer.", "training.decode", "decode_once"),
+    "infer": Mode("Like decode_once, with the random seed of task.infer.", "training.decode:decode_once"),
     "inspect": Mode(
         "Print how every variable is sharded on the mesh, and why. Nothing is allocated.",
-        "planner.inspect_sharding",
-        "inspect_job",
+        "planner.inspect_sharding:inspect_job",
         has_run=False,
     ),
     "plan": Mode(
         "Search for the fastest mesh on chips that need not be here. It searches the meshes (and, with --search, "
         "rematerialisation, minibatches and batch) for --topology, compiles the most promising ones, and prints their estimated "
         "step, their bytes per chip and the flags of the best. With --search=memory, it finds what makes the experiment fit.",
-        "planner.plan_mode",
-        "search",
+        "planner.plan_mode:search",
         has_run=False,
         builder="build_job",
     ),
     "data": Mode(
         "Print the first rows of each dataset. Shown are their text, with the labels that count in the loss in colour (in "
         "brackets if the output is not a terminal), how long their segments are, and how much is padding.",
-        "watch.pages.show_data",
-        "show_data",
+        "watch.pages.show_data:show_data",
         has_run=False,
         builder="build_job",
     ),
     "verify": Mode(
         "Compare a few training steps on one device and on the mesh. Losses, gradient norms and variables are compared.",
-        "training.verify",
-        "verify",
+        "training.verify:verify",
         has_run=False,
     ),
     "coord_check": Mode(
         "Check muP: print how the layers' changes depend on the width. It trains the model of task.mup for a few steps at "
         "several --widths. Exit status 1: the changes of some products depend on it.",
-        "planner.coord_check",
-        "check",
+        "planner.coord_check:check",
         has_run=False,
     ),
     "replay": Mode(
         "Take a step of a run again, and print where its first NaN came from. It starts from the newest checkpoint before "
         "--step, and shows layer by layer where the first NaN or infinity was made.",
-        "planner.replay",
-        "replay",
+        "planner.replay:replay",
     ),
     "export": Mode(
         "Write one checkpoint as a Hugging Face folder. It is the newest, or --restore_checkpoint_step; the folder is "
         "--export_dir.",
-        "hf.export_mode",
-        "export",
+        "hf.export_mode:export",
     ),
     "lm_eval": Mode(
         "Evaluate one checkpoint on tasks of EleutherAI's lm-eval harness. It is the newest, or --restore_checkpoint_step.",
-        "lm_eval.mode",
-        "evaluate",
+        "lm_eval.mode:evaluate",
     ),
     "chat": Mode(
         "Talk to one checkpoint. It is the newest, or --restore_checkpoint_step, and answers --prompt, a pipe, or what is typed.",
-        "lm_eval.chat",
-        "chat",
+        "lm_eval.chat:chat",
     ),
     "page": Mode(
         "Write run.html: curves, times, samples and settings of a run. The run is that in --job_log_dir. More directories may "
         "follow as arguments; their runs are compared. Needs no --exp. Training writes it too, at its end.",
-        "watch.pages.page_mode",
-        "show",
+        "watch.pages.page_mode:show",
         has_run=False,
         alone=True,
     ),
     "port": Mode(
         "Print what an experiment file written for paxml needs here. The file is --module; its renamed imports are shown as "
         "a diff. Runs nothing of the file. Exit status 1: it uses something that has no counterpart.",
-        "pax.port",
-        "print_reports",
+        "pax.port:print_reports",
         has_run=False,
     ),
     "tokenise": Mode(
         "Tokenise files of text or conversations into a store of tokens. The files follow as arguments, the store is "
         "--output, and inputs read it. Needs no --exp.",
-        "inputs.corpus.prepare",
-        "tokenise",
+        "inputs.corpus.prepare:tokenise",
         has_run=False,
         alone=True,
         after_interrupt="the same command goes on: finished parts are kept",
@@ -171,8 +156,7 @@ MODES = {
     "tokenizer": Mode(
         "Train a tokenizer on files. They follow as arguments; --output is a folder with a tokenizer.json, or a SentencePiece "
         ".model. Needs no --exp.",
-        "inputs.tokenizer_training",
-        "train_tokenizer",
+        "inputs.tokenizer_training:train_tokenizer",
         has_run=False,
         alone=True,
         after_interrupt="nothing was written",

@@ -114,10 +114,6 @@ def define() -> flags.FlagValues:
 def without_dotted(arguments: Iterable[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
     """Separates the flags whose names only an experiment or JAX knows.
 
-    Args:
-      arguments: the command line after the program's name.
-      known: names of all flags that are defined.
-
     Returns:
       The arguments with --fdl.NAME=VALUE written as --fdl.set=NAME=VALUE; and, apart from them, the --jax_* arguments that
       are no flags of the trainer.
@@ -158,10 +154,6 @@ def refuse_modes(arguments: Iterable[str]) -> None:
 
 def translate(given: flags.FlagValues, own: flags.FlagValues) -> None:
     """Sets the trainer's flags that mean the same as the flags of Pax that were given.
-
-    Args:
-      given: the flags of `define`, parsed.
-      own: the trainer's flags, parsed; changed.
 
     Raises:
       UserError: a flag is refused, or contradicts another one.

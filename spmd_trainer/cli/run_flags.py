@@ -153,7 +153,6 @@ def define() -> None:
 
 
 def refuse_other_modes(flag_values: flags.FlagValues) -> None:
-    """Raises UserError for a flag that the mode does not have."""
     own = {about.flag for cls in _classes(flag_values.mode) for about in settings_of(cls).values()}
     for about in all_settings():
         flag = flag_values[about.flag]
@@ -245,9 +244,8 @@ def _with_those_of_the_run(
     kept = experiment_config.without_replaced(record["overrides"], overrides)
     own = settings_of(config_class(flag_values.mode))
     left = {"job_log_dir", *given}
-    left |= {
-        name for name, about in own.items() if flag_values[about.flag].present
-    }  # an empty flag isn't among the given
+    # An empty flag isn't among the given.
+    left |= {name for name, about in own.items() if flag_values[about.flag].present}
     if flag_values.mode != "train":
         left |= {"restore_checkpoint_dir", "restore_checkpoint_step", "jax_profiler_port"}
     left |= {"restore_checkpoint_step"} if "restore_checkpoint_dir" in left else set()

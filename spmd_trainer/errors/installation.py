@@ -72,7 +72,6 @@ def install_command(packages: Iterable[str] = ("praxis", "lingvo")) -> str:
 
 
 def missing_packages_text(packages: Iterable[str]) -> str:
-    """Returns the message for packages that are not installed."""
     names = " and ".join(packages)
     return (
         f"{names} is not installed. Its own pins are too old for this JAX, so it is installed by a command of its own: "

@@ -23,7 +23,6 @@ def visible(text: str, *, keep: str = _MEANT) -> str:
     r"""Returns a text with `\x1b` for an ESC, and likewise for every character that would act on a terminal.
 
     Args:
-      text: any text.
       keep: the characters that may act; '' for text that must stay in one row.
     """
     return _ACTS.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)

@@ -120,7 +120,6 @@ def where(error: BaseException, fallback: type | None = None) -> str:
     """Returns ' (FILE:LINE)' of the user's line that led to an error, to append to a message.
 
     Args:
-      error: the error.
       fallback: the class to name if no frame is the user's, e.g. the experiment.
 
     Returns:

@@ -69,6 +69,11 @@ class Curve:
         return float(np.polyfit(x, y, 1)[0])
 
     @property
+    def texts(self) -> list[str]:
+        """The slope and the changes as a table has them."""
+        return [f"{self.slope:+.2f}", *(f"{change:.3g}" for change in self.changes.values())]
+
+    @property
     def is_flat(self) -> bool:
         """True if the change has the same size at each width."""
         return FLAT[0] <= self.slope <= FLAT[1]
@@ -87,15 +92,9 @@ def check(job: Job) -> None:
     found = curves(job, config.multiples, config.coord_steps, without=config.without_mup)
     multiples = [f"width x {multiple}" for multiple in config.multiples]
     rows = [
-        (
-            "" if curve.is_flat else "NOT FLAT",
-            f"{curve.slope:+.2f}",
-            *(f"{change:.3g}" for change in curve.changes.values()),
-            curve.name,
-        )
-        for curve in found
+        ("", "slope", *multiples, "change of the products of"),
+        *(("" if curve.is_flat else "NOT FLAT", *curve.texts, curve.name) for curve in found),
     ]
-    rows = [("", "slope", *multiples, "change of the products of"), *rows]
     terminal.write("\n".join([*table_lines(rows, right=range(1, len(rows[0]) - 1)), ""]))
     steep = [curve for curve in found if not curve.is_flat]
     said = f"{len(steep)} of {len(found)} curves are not flat" if steep else f"all {len(found)} curves are flat"
@@ -119,7 +118,6 @@ def curves(job: Job, multiples: Sequence[int], steps: int, *, without: bool = Fa
     Args:
       job: the job at any width.
       multiples: of the base, ascending.
-      steps: training steps.
       without: leave muP's multipliers out.
     """
     source = reference_files.attach_zeros(job.build_train_input())
@@ -139,7 +137,6 @@ def curves(job: Job, multiples: Sequence[int], steps: int, *, without: bool = Fa
 
 
 def _task(job: Job, multiple: int, *, without: bool) -> SingleTask:
-    """Returns the task at a multiple of the base."""
     experiment = job.config.experiment
     mup_p = experiment.task_p.mup
     if mup_p is None:
@@ -243,7 +240,7 @@ def coord_page(experiment: str, verdict: str, found: Sequence[Curve]) -> str:
     steepest = max(found, key=lambda curve: abs(curve.slope))
     rows = "".join(
         f'<tr class="{"" if curve.is_flat else "bad"}"><th scope="row">{html.escape(curve.name)}</th>'
-        + "".join(f"<td class=num>{text}</td>" for text in (f"{curve.slope:+.2f}", *_texts(curve)))
+        + "".join(f"<td class=num>{text}</td>" for text in curve.texts)
         + "</tr>"
         for curve in found
     )
@@ -258,10 +255,6 @@ def coord_page(experiment: str, verdict: str, found: Sequence[Curve]) -> str:
         f'<thead><tr><th scope="col">Products of</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>\n'
     )
     return page.document(f"{experiment}: coordinate check", body, styles=(shared("page.css"),))
-
-
-def _texts(curve: Curve) -> Iterator[str]:
-    return (f"{change:.3g}" for change in curve.changes.values())
 
 
 def _plot(found: Sequence[Curve]) -> str:

@@ -32,35 +32,14 @@ _SCATTERED_SUM = "all-reduce-scatter"
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
 
-@dataclasses.dataclass
-class CollectiveTotals:
-    """Totals of one kind of collective.
-
-    Attributes:
-      count: executions in one run of the program, including those in loops.
-      num_bytes: bytes on one device, summed over all executions: of the results, or of the operand of a reduce-scatter.
-      largest: bytes of the largest single execution.
-    """
-
-    count: int = 0
-    num_bytes: int = 0
-    largest: int = 0
-
-    def add(self, times: int, num_bytes: int) -> None:
-        """Adds `times` executions of a collective of `num_bytes`."""
-        self.count += times
-        self.num_bytes += times * num_bytes
-        self.largest = max(self.largest, num_bytes)
-
-
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """One collective of a program.
 
     Attributes:
       kind: 'all-reduce', 'all-gather', ...
-      times: executions in one run of the program.
-      num_bytes: as in `CollectiveTotals`, for one execution.
+      times: executions in one run of the program, including those in loops.
+      num_bytes: bytes of one execution on one device: of the results, or of the operand of a reduce-scatter.
       groups: positions of the devices that communicate, [number of groups, members]; empty if the text names none.
     """
 
@@ -99,20 +78,6 @@ def find_collectives(hlo: str) -> Iterator[Collective]:
             if kind == "all-reduce" and execution.name.startswith(_SCATTERED_SUM):
                 kind = "reduce-scatter"
             yield Collective(kind, execution.times, hlo_text.array_bytes(result) * members, groups)
-
-
-def count_collectives(hlo: str) -> dict[str, CollectiveTotals]:
-    """Returns {kind: totals} of a compiled program; a kind is e.g. 'all-gather'."""
-    totals: dict[str, CollectiveTotals] = {}
-    for found in find_collectives(hlo):
-        totals.setdefault(found.kind, CollectiveTotals()).add(found.times, found.num_bytes)
-    return totals
-
-
-def collectives_text(hlo: str) -> str:
-    """Returns the totals in one line: '8 all-reduce 12.50 MiB, ...'."""
-    totals = sorted(count_collectives(hlo).items())
-    return ", ".join(f"{t.count} {kind} {t.num_bytes / 2**20:.2f} MiB" for kind, t in totals) or "no collectives"
 
 
 def _result(kind: str, shape: str, *, is_start: bool) -> str:

@@ -18,25 +18,9 @@ from spmd_trainer.planner import hlo_kernels, hlo_text
 from spmd_trainer.planner.hlo_text import Instruction
 
 # Instructions that move nothing by themselves.
-_FREE = frozenset(
-    {
-        "add-dependency",
-        "after-all",
-        "bitcast",
-        "call",
-        "conditional",
-        "constant",
-        "domain",
-        "get-tuple-element",
-        "iota",
-        "opt-barrier",
-        "optimization-barrier",
-        "parameter",
-        "partition-id",
-        "replica-id",
-        "tuple",
-        "while",
-    }
+_FREE = re.compile(
+    r"add-dependency|after-all|bitcast|call|conditional|constant|domain|get-tuple-element|iota|opt-barrier|"
+    r"optimization-barrier|parameter|partition-id|replica-id|tuple|while"
 )
 # `links.py` estimates their time.
 _COMMUNICATION = re.compile(
@@ -58,7 +42,6 @@ class InstructionCost:
     """Work of one instruction. It runs `times` times in one run of the program.
 
     Attributes:
-      instruction: the instruction.
       times: executions in one run of the program.
       flops: FLOPs of one execution.
       num_bytes: bytes that one execution reads and writes in main memory.
@@ -150,7 +133,10 @@ class _Program:
         if of_float32 and not all(s.startswith("f32") for s in self._shapes(instruction, computation)[:2]):
             return 0.0
         if instruction.opcode == "dot":
-            return _dot_flops(instruction, self._shapes(instruction, computation))
+            found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
+            left = hlo_text.dimensions(self._shapes(instruction, computation)[0])
+            contracted = math.prod(left[int(n)] for n in found[1].split(",") if n) if found else 1
+            return 2.0 * math.prod(hlo_text.dimensions(instruction.shape)) * contracted
         if instruction.opcode == "convolution":
             image, kernel = self._shapes(instruction, computation)[:2]
             return hlo_kernels.convolution_flops(instruction, image, kernel, instruction.shape)
@@ -160,7 +146,7 @@ class _Program:
 
     def num_bytes(self, instruction: Instruction, computation: str) -> int:
         opcode = instruction.opcode
-        if opcode in _FREE or _COMMUNICATION.match(opcode) or opcode.endswith("-done"):
+        if _FREE.fullmatch(opcode) or _COMMUNICATION.match(opcode) or opcode.endswith("-done"):
             return 0
         if opcode == "custom-call" and hlo_kernels.moves_nothing(instruction):
             return 0
@@ -183,14 +169,12 @@ class _Program:
 
     def _fusion_bytes(self, fusion: Instruction, shapes: Sequence[str]) -> int:
         inner = fusion.called or ""
-        parameters = [i for i in self.computations[inner] if i.opcode == "parameter"]
-        parameters.sort(key=lambda i: int(i.rest.partition(")")[0]))
+        parameters = self._parameters(inner)
         read = sum(
-            min(_main_memory(shape), self._read_of(parameter, inner))
-            for parameter, shape in zip(parameters, shapes, strict=False)
+            min(_main_memory(shape), self._read_of(parameters[number], inner))
+            for number, shape in enumerate(shapes[: len(parameters)])
         )
-        root = next(i for i in self.computations[inner] if i.is_root)
-        known = self._by_name(inner)
+        root, known = self._root(inner), self._by_name(inner)
         roots = [known[name] for name in root.operands] if root.opcode == "tuple" else [root]
         results = hlo_text.tuple_elements(fusion.shape) if fusion.shape.startswith("(") else [fusion.shape]
         written = sum(
@@ -199,8 +183,15 @@ class _Program:
         )
         return read + written
 
+    def _parameters(self, computation: str) -> dict[int, Instruction]:
+        """Returns the parameters of a fused computation by their numbers."""
+        found = [i for i in self.computations[computation] if i.opcode == "parameter"]
+        return {int(i.rest.partition(")")[0]): i for i in found}
+
+    def _root(self, computation: str) -> Instruction:
+        return next(i for i in self.computations[computation] if i.is_root)
+
     def _read_of(self, value: Instruction, computation: str) -> int:
-        """Returns the bytes of a value that a fused computation reads."""
         whole, read = hlo_text.array_bytes(value.shape), 0
         for user in self._users(computation).get(value.name, []):
             if user.opcode in _VIEWS:
@@ -208,7 +199,9 @@ class _Program:
             elif user.opcode in _PARTS and user.operands[0] == value.name:
                 read += hlo_text.array_bytes(user.shape)
             elif user.opcode == "fusion" and user.called in self.computations:
-                read += self._read_by_fusion(user, value)
+                parameters = self._parameters(user.called or "")
+                numbers = [n for n, name in enumerate(user.operands) if name == value.name and n in parameters]
+                read += sum(self._read_of(parameters[n], user.called or "") for n in numbers)
             elif user.opcode == "tuple" or _COMMUNICATION.match(user.opcode):
                 continue
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
@@ -219,17 +212,7 @@ class _Program:
                 return whole
         return min(whole, read)
 
-    def _read_by_fusion(self, fusion: Instruction, value: Instruction) -> int:
-        inner = fusion.called or ""
-        parameters = {int(i.rest.partition(")")[0]): i for i in self.computations[inner] if i.opcode == "parameter"}
-        return sum(
-            self._read_of(parameters[number], inner)
-            for number, name in enumerate(fusion.operands)
-            if name == value.name and number in parameters
-        )
-
     def _written_by(self, result: Instruction, computation: str) -> int:
-        """Returns the bytes that a fused computation writes for one result."""
         known = self._by_name(computation)
         while result.opcode in _VIEWS and result.operands[0] in known:
             result = known[result.operands[0]]
@@ -238,9 +221,7 @@ class _Program:
         if result.opcode == "parameter" or _COMMUNICATION.match(result.opcode):
             return 0
         if result.opcode == "fusion" and result.called in self.computations:
-            inner = result.called or ""
-            root = next(i for i in self.computations[inner] if i.is_root)
-            return self._written_by(root, inner)
+            return self._written_by(self._root(result.called or ""), result.called or "")
         return hlo_text.array_bytes(result.shape)
 
 
@@ -251,10 +232,3 @@ def _main_memory(shape: str) -> int:
 def _as_large_as(part: str, shapes: Sequence[str]) -> int:
     """Returns the bytes of `part` if its array is in main memory, else 0."""
     return hlo_text.array_bytes(part) if any(_main_memory(shape) for shape in shapes) else 0
-
-
-def _dot_flops(dot: Instruction, shapes: Sequence[str]) -> float:
-    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.rest)
-    left = hlo_text.dimensions(shapes[0])
-    contracted = math.prod(left[int(n)] for n in found[1].split(",") if n) if found else 1
-    return 2.0 * math.prod(hlo_text.dimensions(dot.shape)) * contracted

@@ -13,20 +13,10 @@ from spmd_trainer.planner.hlo_text import Instruction
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 # Custom calls that reserve memory, or mark the start or end of another operation.
-_NOTHING = frozenset(
-    {
-        "AllocateBuffer",
-        "AsyncCollectiveDone",
-        "AsyncCollectiveStart",
-        "ConcatBitcast",
-        "MoveToDevice",
-        "MoveToHost",
-        "Sharding",
-        "SPMDFullToShardShape",
-        "SPMDShardToFullShape",
-    }
+_NOTHING = re.compile(
+    "AllocateBuffer|AsyncCollective(Done|Start)|ConcatBitcast|MoveTo(Device|Host)|Sharding|SPMD(FullToShard|ShardToFull)Shape"
 )
-_GEMM = re.compile(r"__cublas\$")
+_GEMM, _CONTRACTING = re.compile(r"__cublas\$"), re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _ATTENTION = re.compile(r"__cudnn\$fmha")
 _CONVOLUTION = re.compile(r"__cudnn\$conv")
 # Matrix products of attention: logits and their product with the values; five in the backward pass, which computes the logits
@@ -41,7 +31,7 @@ def target(instruction: Instruction) -> str:
 
 def moves_nothing(instruction: Instruction) -> bool:
     """Returns True for custom calls that neither compute nor move data."""
-    return target(instruction) in _NOTHING
+    return bool(_NOTHING.fullmatch(target(instruction)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,24 +67,15 @@ def flops(instruction: Instruction, shapes: Sequence[str]) -> float:
     if found := attention(instruction, shapes):
         return found.flops
     if _GEMM.match(name):
-        return _gemm_flops(instruction, shapes)
+        left, contracting = hlo_text.dimensions(shapes[0]), re.search(_CONTRACTING, instruction.rest)
+        contracted = math.prod(left[int(n)] for n in re.findall(r"\d+", contracting[1])) if contracting else 1
+        return 2.0 * math.prod(hlo_text.dimensions(hlo_text.arrays(instruction.shape)[0])) * contracted
     if _CONVOLUTION.match(name):
         return _convolution_flops(instruction, shapes)
     if name == "tpu_custom_call":
         stated = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', instruction.rest)
         return float(stated[1]) if stated else 0.0
     return 0.0
-
-
-def _numbers(field: str, text: str) -> list[int]:
-    found = re.search(rf'"{field}":\s*\[([^\]]*)\]', text)
-    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
-
-
-def _gemm_flops(instruction: Instruction, shapes: Sequence[str]) -> float:
-    left = hlo_text.dimensions(shapes[0])
-    contracted = math.prod(left[n] for n in _numbers("lhs_contracting_dimensions", instruction.rest))
-    return 2.0 * math.prod(hlo_text.dimensions(hlo_text.arrays(instruction.shape)[0])) * contracted
 
 
 def _convolution_flops(instruction: Instruction, shapes: Sequence[str]) -> float:
@@ -156,26 +137,17 @@ _SPLASH_FUSED_PRODUCTS = 5
 
 
 def _splash_attention(instruction: Instruction) -> Attention | None:
-    """Returns the work of a splash attention kernel; None for other Pallas kernels."""
-    known = next((settings for name, settings in _SPLASH.items() if name in instruction.made_by), None)
-    operands = re.search(r"operand_layout_constraints=\{(.*?\})\}", instruction.rest)
-    return _splash_work(instruction, hlo_text.arrays(operands[1]), *known) if known and operands else None
-
-
-def _splash_work(
-    instruction: Instruction,
-    operands: Sequence[str],
-    query_block: str,
-    key_block: str,
-    products: int,
-    operations: int,
-) -> Attention:
-    """Returns the work of the pairs of blocks that a splash attention kernel computes.
+    """Returns the work of the pairs of blocks that a splash attention kernel computes; None for other Pallas kernels.
 
     Its first operand is a table [1, query blocks, key blocks]. With a window, the last dimension (for keys and values the one
     before) is only as large as the most blocks that are computed for one block. The tables are followed by queries, keys and
     values.
     """
+    known = next((settings for name, settings in _SPLASH.items() if name in instruction.made_by), None)
+    layouts = re.search(r"operand_layout_constraints=\{(.*?\})\}", instruction.rest)
+    if known is None or layouts is None:
+        return None
+    (query_block, key_block, products, operations), operands = known, hlo_text.arrays(layouts[1])
     settings = {name: int(size) for name, size in re.findall(r'\\"(\w+)\\": (\d+)', instruction.rest)}
     arrays = [hlo_text.dimensions(array) for array in operands]
     first = next(n for n, array in enumerate(operands) if array.startswith(("bf16", "f32")))

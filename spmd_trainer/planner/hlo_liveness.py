@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,27 +25,9 @@ _CALLED = re.compile(
 _IN_PLACE = frozenset({"bitcast", "optimization-barrier", "while", "add-dependency"})
 _HOLDS_NOTHING = frozenset({"constant", "partition-id", "replica-id", "after-all", "create-token"})
 # Operations that can't overwrite an operand of the same shape: they read and write elements in different orders.
-_NEEDS_OWN = frozenset(
-    {
-        "all-gather",
-        "all-to-all",
-        "cholesky",
-        "collective-permute",
-        "concatenate",
-        "convolution",
-        "copy",
-        "copy-start",
-        "custom-call",
-        "dot",
-        "fft",
-        "gather",
-        "pad",
-        "reduce-window",
-        "reverse",
-        "slice",
-        "transpose",
-        "triangular-solve",
-    }
+_NEEDS_OWN = re.compile(
+    r"all-gather|all-to-all|cholesky|collective-permute|concatenate|convolution|copy|copy-start|custom-call|dot|fft|gather|pad|"
+    r"reduce-window|reverse|slice|transpose|triangular-solve"
 )
 # XLA gives a merged operation one name that lists all of them: 'scope/(a/mul:b/add)'.
 _MERGED = re.compile(r"\(([^():]*):.*")
@@ -76,7 +59,6 @@ class LiveRange:
     """The part of the schedule in which an array is live.
 
     Attributes:
-      array: the array.
       begin, end: first and last position.
       filled_by: the model's operation of the loop that fills the array, one entry of its first dimension per iteration:
         residuals that layers save for the backward pass, or the gradients of repeated layers. '' for other arrays.
@@ -155,26 +137,15 @@ def schedule(hlo: str) -> Schedule | None:
     header = hlo.partition("\n")[0]
     if entry is None or "is_scheduled=true" not in header:
         return None
-    found = _Schedules(bodies).of(entry, _aliased_outputs(hlo), is_entry=True)
+    # The indices of the outputs that reuse the buffer of an argument.
+    aliased = {int(output or 0) for output, _ in _ALIAS.findall(header.partition("input_output_alias=")[2])}
+    found = _Schedules(bodies).of(entry, aliased, is_entry=True)
     return dataclasses.replace(found, loops=sorted(found.loops, key=lambda loop: (loop.depth, loop.begin)))
 
 
 def first_operation(made_by: str) -> str:
     """Returns an operation's name. Of several operations that XLA has merged, it returns the first."""
     return _MERGED.sub(r"\1", made_by)
-
-
-def _aliased_outputs(hlo: str) -> set[int]:
-    """Returns the indices of the program's outputs that reuse the buffer of an argument."""
-    header = hlo.partition("\n")[0]
-    return {int(output or 0) for output, _ in _ALIAS.findall(header.partition("input_output_alias=")[2])}
-
-
-def _names_called(instruction: Instruction) -> list[str]:
-    """Returns the names of the computations that a loop, a call or a conditional runs; () for other instructions."""
-    if instruction.opcode not in ("while", "call", "conditional"):
-        return []
-    return [name for group in _CALLED.findall(instruction.rest) for name in re.findall(r"[\w.-]+", group)]
 
 
 @dataclasses.dataclass
@@ -192,12 +163,8 @@ class _Buffer:
         return self.array.array, hlo_text.is_in_main_memory(self.leaf)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Value:
-    """A result: its shape, and the index of each of its arrays' buffers."""
-
-    shape: str
-    numbers: list[int]
+# A result: its shape, and the index of each of its arrays' buffers.
+_Value: TypeAlias = tuple[str, list[int]]
 
 
 class _Schedules:
@@ -222,7 +189,12 @@ class _Schedules:
                 is_loop = instruction.opcode == "while"
                 made_by += inner.made_by
                 ranges += [dataclasses.replace(r, begin=r.begin + offset, end=r.end + offset) for r in inner.ranges]
-                loops += list(_moved(inner.loops, offset, int(is_loop)))
+                loops += [
+                    dataclasses.replace(
+                        loop, begin=loop.begin + offset, end=loop.end + offset, depth=loop.depth + is_loop
+                    )
+                    for loop in inner.loops
+                ]
                 if is_loop:
                     times = hlo_text.trip_count(instruction.rest, self._bodies)
                     own_loops.append((place, Loop(offset, len(made_by) - 1, times, instruction.made_by, 0)))
@@ -231,35 +203,22 @@ class _Schedules:
             if buffer.array.num_bytes:
                 begin = starts[buffer.born] if buffer.born >= 0 else 0
                 end = ends[buffer.last] if buffer.last < len(ends) else len(made_by) - 1
-                filled_by = next(
-                    (
-                        loop.made_by
-                        for at, loop in own_loops
-                        if buffer.born < at <= buffer.last and _fills(loop, buffer)
-                    ),
-                    "",
-                )
-                ranges.append(LiveRange(buffer.array, begin, end, filled_by))
+                # A loop fills zeros that were made before it, with one entry for each of its iterations.
+                entries = hlo_text.dimensions(buffer.array.array)[:1] if _ZEROS.search(buffer.array.made_by) else ()
+                fills = [loop for at, loop in own_loops if buffer.born < at <= buffer.last and entries == (loop.times,)]
+                ranges.append(LiveRange(buffer.array, begin, end, fills[0].made_by if fills else ""))
         return Schedule(made_by, ranges, loops + [loop for _, loop in own_loops])
 
     def _called(self, instruction: Instruction) -> Schedule | None:
         """Returns the schedule that an instruction runs; of a conditional's branches, the one with the most bytes."""
-        names = [name for name in _names_called(instruction) if name in self._bodies]
+        if instruction.opcode not in ("while", "call", "conditional"):
+            return None
+        called = [name for group in _CALLED.findall(instruction.rest) for name in re.findall(r"[\w.-]+", group)]
+        names = [name for name in called if name in self._bodies]
         for name in names:
             if name not in self._known:
                 self._known[name] = self.of(name, set())
         return max((self._known[name] for name in names), key=lambda s: s.totals().max(initial=0), default=None)
-
-
-def _moved(loops: Sequence[Loop], offset: int, deeper: int) -> Iterator[Loop]:
-    for loop in loops:
-        yield dataclasses.replace(loop, begin=loop.begin + offset, end=loop.end + offset, depth=loop.depth + deeper)
-
-
-def _fills(loop: Loop, buffer: _Buffer) -> bool:
-    """Returns True if the loop fills the array: zeros before it, with one entry for each iteration."""
-    array = buffer.array
-    return bool(_ZEROS.search(array.made_by)) and hlo_text.dimensions(array.array)[:1] == (loop.times,)
 
 
 def _buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_entry: bool) -> list[_Buffer]:
@@ -270,18 +229,14 @@ def _buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_en
         operands = [held[name] for name in instruction.operands if name in held]
         numbers = list(_results(place, instruction, operands, buffers, is_entry=is_entry))
         # get-tuple-element reads one element of the tuple only.
-        read = (
-            numbers
-            if instruction.opcode == "get-tuple-element"
-            else [n for operand in operands for n in operand.numbers]
-        )
-        for number in read:
+        of_operands = [n for _, of_operand in operands for n in of_operand]
+        for number in numbers if instruction.opcode == "get-tuple-element" else of_operands:
             buffers[number].last = max(buffers[number].last, place)
-        held[instruction.name] = _Value(instruction.shape, numbers)
+        held[instruction.name] = (instruction.shape, numbers)
         for number in numbers:  # a compiler's copy counts for the operation that uses it
             if instruction.made_by and not buffers[number].array.made_by:
                 buffers[number].array = dataclasses.replace(buffers[number].array, made_by=instruction.made_by)
-    outputs = [number for i in instructions if i.is_root for number in held[i.name].numbers]
+    outputs = [number for i in instructions if i.is_root for number in held[i.name][1]]
     for position, number in enumerate(outputs):
         buffer = buffers[number]
         buffer.last = len(instructions)
@@ -296,35 +251,33 @@ def _results(
 ) -> Iterator[int]:
     """Yields the index of each result array's buffer, and adds the instruction's new buffers to `buffers`."""
     opcode = instruction.opcode
-    flat = [number for operand in operands for number in operand.numbers]
+    flat = [number for _, numbers in operands for number in numbers]
     if opcode in _IN_PLACE and operands:
-        yield from operands[0].numbers
+        yield from operands[0][1]
     elif opcode == "tuple":
         yield from flat
     elif opcode == "get-tuple-element":
-        yield from _element(instruction, operands[0])
+        shape, numbers = operands[0]
+        found = re.search(r"\bindex=(\d+)", instruction.rest)
+        sizes, index = [len(hlo_text.arrays(e)) for e in hlo_text.tuple_elements(shape)], int(found[1]) if found else 0
+        begin = sum(sizes[:index])
+        yield from numbers[begin : begin + sizes[index]]
     else:
-        aliased = _aliased_operands(instruction)
+        # Each result's index, and the operand that it aliases; operands are arrays.
+        _, _, text = instruction.rest.partition("output_to_operand_aliasing=")
+        aliased = {int(of or 0): int(operand) for of, operand in _ALIAS.findall(text.partition(")}")[0] + ")")}
         for position, leaf in enumerate(hlo_text.arrays(instruction.shape)):
             same = [number for number in flat if buffers[number].leaf == leaf]
             if position in aliased:
-                yield operands[aliased[position]].numbers[0]
+                yield operands[aliased[position]][1][0]
             elif opcode.endswith("-done") and same:  # the result of its start, not the start's operand
                 yield max(same, key=lambda number: buffers[number].born)
-            elif (
-                opcode.endswith("-start") and same and instruction.shape.startswith("(")
-            ):  # its result repeats its operand
+            elif opcode.endswith("-start") and same and instruction.shape.startswith("("):  # it repeats its operand
                 flat.remove(same[0])
                 yield same[0]
             else:
                 buffers.append(_new_buffer(leaf, place, instruction, is_entry=is_entry))
                 yield len(buffers) - 1
-
-
-def _aliased_operands(instruction: Instruction) -> dict[int, int]:
-    """Maps each result index to the operand that it aliases (`output_to_operand_aliasing`); operands are arrays."""
-    _, _, text = instruction.rest.partition("output_to_operand_aliasing=")
-    return {int(output or 0): int(operand) for output, operand in _ALIAS.findall(text.partition(")}")[0] + ")")}
 
 
 def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bool) -> _Buffer:
@@ -338,27 +291,19 @@ def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bo
     return _Buffer(leaf, array, _BEFORE if is_argument else place, last)
 
 
-def _element(instruction: Instruction, operand: _Value) -> Sequence[int]:
-    found = re.search(r"\bindex=(\d+)", instruction.rest)
-    sizes = [len(hlo_text.arrays(element)) for element in hlo_text.tuple_elements(operand.shape)]
-    index = int(found[1]) if found else 0
-    begin = sum(sizes[:index])
-    return operand.numbers[begin : begin + sizes[index]]
-
-
 def _without_reused(
     instructions: Sequence[Instruction], held: dict[str, _Value], buffers: list[_Buffer]
 ) -> list[_Buffer]:
     """Lets each result reuse the buffer of an operand with the same type and shape whose last reader it is."""
     lies_in = list(range(len(buffers)))
     for place, instruction in enumerate(instructions):
-        if instruction.opcode in _NEEDS_OWN or (
+        if _NEEDS_OWN.fullmatch(instruction.opcode) or (
             instruction.opcode == "fusion" and "kind=kLoop" not in instruction.rest
         ):
             continue
-        flat = [number for name in instruction.operands if name in held for number in held[name].numbers]
+        flat = [number for name in instruction.operands if name in held for number in held[name][1]]
         free = dict.fromkeys(lies_in[number] for number in flat if buffers[lies_in[number]].last == place)
-        for number in held[instruction.name].numbers:
+        for number in held[instruction.name][1]:
             buffer = buffers[number]
             fitting = [n for n in free if n != number and buffers[n].key == buffer.key]
             # A buffer without bytes is already part of another one.

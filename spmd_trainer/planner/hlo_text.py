@@ -86,11 +86,14 @@ def instructions(body: str) -> Iterator[Instruction]:
         found = _INSTRUCTION.match(line)
         if not found:
             continue
-        shape, rest = _split_shape(found[3])
+        shape, _, rest = found[3].partition(" ")
+        if shape.startswith("("):
+            end = _closing(found[3], 0)
+            shape, rest = found[3][: end + 1], found[3][end + 2 :]
         opcode, _, after = rest.partition("(")
-        yield Instruction(
-            found[2], shape, opcode, tuple(re.findall(r"%([\w.-]+)", _arguments(after))), after, bool(found[1])
-        )
+        arguments = after[: _closing("(" + after, 0) - 1]
+        operands = tuple(re.findall(r"%([\w.-]+)", arguments))
+        yield Instruction(found[2], shape, opcode, operands, after, bool(found[1]))
 
 
 def executions(bodies: Mapping[str, str], entry: str | None) -> Iterator[Execution]:
@@ -154,7 +157,12 @@ def dimensions(array: str) -> tuple[int, ...]:
 def array_bytes(result: str) -> int:
     """Returns the bytes of an array or a tuple of arrays in XLA's notation, e.g. 'f32[8,128]{1,0}'."""
     found = re.findall(r"\b(\w+)\[([\d,]*)\]", result)
-    return sum(-(-_item_bits(kind) * math.prod(int(n) for n in sizes.split(",") if n) // 8) for kind, sizes in found)
+    num_bytes = 0
+    for kind, sizes in found:
+        # XLA packs small elements, such as s4; pred has no number.
+        bits = _ITEM_BITS.search(kind)
+        num_bytes += -(-(int(bits[0]) if bits else 8) * math.prod(int(n) for n in sizes.split(",") if n) // 8)
+    return num_bytes
 
 
 def is_in_main_memory(array: str) -> bool:
@@ -173,20 +181,6 @@ def tuple_elements(shape: str) -> Sequence[str]:
     return elements
 
 
-def _item_bits(kind: str) -> int:
-    """Returns the bits of one element of an XLA type such as f32, bf16, s4, pred or f8e4m3fn. XLA packs small ones."""
-    bits = _ITEM_BITS.search(kind)
-    return 8 if bits is None else int(bits[0])
-
-
-def _split_shape(text: str) -> tuple[str, str]:
-    if not text.startswith("("):
-        shape, _, rest = text.partition(" ")
-        return shape, rest
-    end = _closing(text, 0)
-    return text[: end + 1], text[end + 2 :]
-
-
 def _closing(text: str, begin: int) -> int:
     depth = 0
     for place in range(begin, len(text)):
@@ -194,7 +188,3 @@ def _closing(text: str, begin: int) -> int:
         if not depth:
             return place
     return len(text) - 1
-
-
-def _arguments(after: str) -> str:
-    return after[: _closing("(" + after, 0) - 1]

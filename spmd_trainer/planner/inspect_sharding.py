@@ -18,7 +18,12 @@ from spmd_trainer.training.run_directory import report_directory, write_report
 
 def inspect_job(job: Job) -> None:
     """Prints the sharding report and, if requested, the plan. If a directory was given, also writes both to files there."""
-    report = job.sharding_report(_attention_lines(job), report_parts.of_inputs(job))
+    try:
+        kernels = report_parts.of_forward_pass(job)
+    except Exception as error:  # an experiment's own code may raise anything
+        logging.warning("the report doesn't name the attention kernels: %s: %s", type(error).__name__, error)
+        kernels = []
+    report = job.sharding_report(kernels, report_parts.of_inputs(job))
     terminal.write(f"{report}\n")
     if job.config.writes_reports:
         for path in write_report(report, report_directory(job.config.job_log_dir)):
@@ -26,15 +31,6 @@ def inspect_job(job: Job) -> None:
     config = job.config.of(InspectConfig)
     if config.plan or config.topology:
         write_plan(job)
-
-
-def _attention_lines(job: Job) -> list[str]:
-    """Returns the lines about attention kernels. They are optional: a forward pass that can't be traced only logs a warning."""
-    try:
-        return report_parts.of_forward_pass(job)
-    except Exception as error:  # an experiment's own code may raise anything
-        logging.warning("the report doesn't name the attention kernels: %s: %s", type(error).__name__, error)
-        return []
 
 
 def write_plan(job: Job) -> None:
@@ -47,23 +43,19 @@ def write_plan(job: Job) -> None:
     result = plan.plan(job)
     terminal.write(plan.plan_text(result))
     if job.config.writes_reports:
-        _write_record(job, result)
+        estimate = result.estimate.record() if result.estimate else None
+        record = {
+            **dataclasses.asdict(result),
+            "total": result.total,
+            "fits": result.fits,
+            "topology": job.config.of(ChipsConfig).topology,
+            "estimate": estimate,
+        }
+        memory = record.pop("memory_over_time")  # plan.html has all of it
+        record["largest"] = memory["largest"] if memory else []
+        path = report_directory(job.config.job_log_dir) / "plan.json"
+        files.write_atomically(path, json.dumps(record, indent=1).splitlines())
+        logging.info("wrote %s", path)
         plan_page.write_plan_page(job, result)
     if (problem := plan.misfit(result, job.config.of(ChipsConfig).topology)) is not None:
         raise UserError(problem)
-
-
-def _write_record(job: Job, result: plan.Plan) -> None:
-    path = report_directory(job.config.job_log_dir) / "plan.json"
-    estimate = result.estimate.record() if result.estimate else None
-    record = {
-        **dataclasses.asdict(result),
-        "total": result.total,
-        "fits": result.fits,
-        "topology": job.config.of(ChipsConfig).topology,
-        "estimate": estimate,
-    }
-    memory = record.pop("memory_over_time")  # plan.html has all of it
-    record["largest"] = memory["largest"] if memory else []
-    files.write_atomically(path, json.dumps(record, indent=1).splitlines())
-    logging.info("wrote %s", path)

@@ -70,7 +70,6 @@ class Machine:
       network: in one direction, per chip, between TPU slices or NVLink domains.
       inside: name of the links within a slice or an NVLink domain.
       outside: name of the network.
-      measured: measured rates.
       wraps_at: TPU: smallest size of a torus dimension whose ends are linked; 0 for GPUs, which have no torus.
       cubes: TPU: True if a dimension's ends are only linked in slices of whole cubes of `wraps_at` chips in each dimension.
       domain_devices: most GPUs in an NVLink domain, which is one host if there are at most 8; 0 for TPUs.

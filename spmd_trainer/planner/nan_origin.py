@@ -156,15 +156,13 @@ class Flags:
         if operation.body is not None:
             return None
         backward = any(_BACKWARD in part for part in operation.scope)
-        layer = layer_of(operation.scope, self._iterations(value.place))
+        loops = [self._frame(value.place[:n]).operations[at] for n, (at, _) in enumerate(value.place)]
+        iterations = [at for loop, (_, at) in zip(loops, value.place, strict=True) if loop.length]
+        layer = layer_of(operation.scope, iterations)
         recomputed = backward and "rematted_computation" in operation.scope
         order = (*self._order(value.place), index)
         top = value.place[0][0] if value.place else index
         return Found(operation, None, layer, backward and not recomputed, recomputed, flag, from_infinity, order, top)
-
-    def _iterations(self, place: Place) -> list[int]:
-        loops = (self._frame(place[:depth]).operations[index] for depth, (index, _) in enumerate(place))
-        return [iteration for loop, (_, iteration) in zip(loops, place, strict=True) if loop.length]
 
     def _order(self, place: Place) -> Iterator[int]:
         for depth, (index, iteration) in enumerate(place):

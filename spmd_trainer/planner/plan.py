@@ -6,7 +6,6 @@ collectives are read from the compiled program, not computed by a formula.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import html
 import re
@@ -75,7 +74,6 @@ class Plan(ChipBytes):
     """Resources that the compiled train step needs on one chip. Sizes are in bytes.
 
     Attributes:
-      chips: number of chips.
       kind: `jax.Device.device_kind` of the chips.
       mesh: mesh axis sizes by name.
       padding: bytes of the state that are padding.
@@ -91,7 +89,6 @@ class Plan(ChipBytes):
       least_chips: number of chips whose memory the state alone would fill, divided evenly; None if the memory is unknown.
       memory_over_time: live bytes over the program's schedule, and the largest arrays at the peak: shrink these if the step
         doesn't fit. `hlo_liveness` says how accurate it is. None if the program's instructions are not in execution order.
-      seconds: compile time.
     """
 
     chips: int
@@ -132,7 +129,6 @@ def refused_bytes(message: str, arguments: int) -> int | None:
     """Returns the bytes per chip of a step that the TPU compiler refused, as its message says; None if it doesn't say.
 
     Args:
-      message: the compiler's message.
       arguments: bytes of the step's arguments, which the message may leave out.
     """
     found = _REFUSED.search(message)
@@ -163,11 +159,13 @@ def plan(job: Job) -> Plan:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             least = _least_chips(job) or 0
-            raise UserError(
-                f"the train step doesn't fit: {_shortened(str(error))}"
-                + (f"\n{_least_text(least)}" if least > 1 else "")
-                + f"\n{_CLIMB}"
-            ) from error
+            said = [line for line in str(error).splitlines() if line.strip()][:30]
+            lines = [
+                "the train step doesn't fit: " + "\n".join(said),
+                *([_least_text(least)] if least > 1 else []),
+                _CLIMB,
+            ]
+            raise UserError("\n".join(lines)) from error
         chips_text = topology or "these devices"
         raise UserError(f"the compiler can't compile the train step for {chips_text}: {first_line(error)}") from error
     compiled = step.fn
@@ -219,24 +217,16 @@ def _least_text(least: int) -> str:
 
 
 def _collectives(text: str, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
-    totals: dict[tuple[str, tuple[str, ...]], hlo_collectives.CollectiveTotals] = collections.defaultdict(
-        hlo_collectives.CollectiveTotals
-    )
+    rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
     for found in hlo_collectives.find_collectives(text):
-        totals[found.kind, found.axes(mesh)].add(found.times, found.num_bytes)
-    rows = [
-        {"kind": kind, "axes": list(axes), "count": t.count, "bytes": t.num_bytes} for (kind, axes), t in totals.items()
-    ]
-    return sorted(rows, key=lambda row: -row["bytes"])
-
-
-def _shortened(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return "\n".join(lines[:30])
+        kind, axes = found.kind, found.axes(mesh)
+        row = rows.setdefault((kind, axes), {"kind": kind, "axes": list(axes), "count": 0, "bytes": 0})
+        row["count"] += found.times
+        row["bytes"] += found.times * found.num_bytes
+    return sorted(rows.values(), key=lambda row: -row["bytes"])
 
 
 def plan_text(result: Plan) -> str:
-    """Formats the plan as text."""
     mesh = mesh_text(result.mesh)
     lines = [
         f"train step on {result.chips} chips ({result.kind}), mesh {mesh}; compiled in {result.seconds:.0f} s",

@@ -57,7 +57,6 @@ class Candidate:
         return (*found, *self.more)
 
     def flags(self, experiment: ResolvedExperiment) -> str:
-        """Returns the command line's flags for this candidate."""
         parts = [f"--mesh={mesh_flag(self.mesh)}"]
         if self.minibatches is not None:
             parts.append(f"--num_minibatches={self.minibatches}")
@@ -110,20 +109,13 @@ def meshes(axes: Sequence[str], num_devices: int, num_slices: int = 1) -> Iterat
 
 
 def enumerate_candidates(
-    experiment: ResolvedExperiment,
-    searched: Sequence[str],
-    *,
-    mesh: Mapping[str, int],
-    num_slices: int,
-    rows: int,
+    experiment: ResolvedExperiment, searched: Sequence[str], *, mesh: Mapping[str, int], num_slices: int, rows: int
 ) -> list[Candidate]:
     """Returns all candidates.
 
     Args:
-      experiment: the experiment.
       searched: see `PlanConfig`.
       mesh: the mesh without a search; its axes and number of devices are those of all candidates.
-      num_slices: number of slices.
       rows: the global batch without a search.
 
     Raises:

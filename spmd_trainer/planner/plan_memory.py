@@ -68,7 +68,6 @@ class PeakArray:
 
     Attributes:
       num_bytes: bytes of all of them.
-      count: number of arrays.
       array: type and shape in XLA's notation.
       group: name of the chart's group.
       operation: the model's operation, e.g. 'lm/softmax, backward: dot_general'; '' if the compiler added it.

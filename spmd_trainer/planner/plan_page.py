@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import html
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -65,9 +66,12 @@ def write_search_page(job: Job, outcomes: Sequence[Outcome], *, chip_memory: int
 
 def plan_page(about: Mapping[str, str], plan: Record) -> str:
     """Returns the HTML page of one plan. `about`: facts for the head; 'experiment' is the title. `plan`: a `plan_record`."""
-    facts = [_fits_fact(plan), _step_fact(plan["seconds"])]
+    facts = [_fits_fact(plan)]
+    if plan["seconds"]:
+        note = "from everything overlapping to nothing overlapping"
+        facts.append(("Estimated step", _range_text(plan["seconds"]), note, ""))
     facts.append(("Padding of the state", bytes_text(plan["padding"]), "per chip", ""))
-    return _page("Plan", about, [one for one in facts if one], {"plan": plan, "search": None}, "")
+    return _page("Plan", about, facts, {"plan": plan, "search": None}, "")
 
 
 def search_page(about: Mapping[str, str], search: Record) -> str:
@@ -104,7 +108,7 @@ def _about(job: Job, mesh: Mapping[str, int] | None = None) -> dict[str, str]:
         "topology": f"{config.topology}: {chips}{slices}" if config.topology else chips,
         **({"mesh": mesh_text(mesh)} if mesh else {}),
         "parameters": f"{job.partitioner.metadata.num_params() + job.partitioner.metadata.num_frozen_params():,}",
-        "versions": ", ".join(f"{name} {version}" for name, version in library_versions().items()),
+        "versions": ", ".join(map(" ".join, library_versions().items())),
     }
 
 
@@ -142,12 +146,6 @@ def _fits_fact(plan: Record) -> tuple[str, str, str, str]:
     return "Memory of a chip", bytes_text(total), note, "good" if plan["fits"] else "bad"
 
 
-def _step_fact(seconds: Mapping[str, float] | None) -> tuple[str, str, str, str] | None:
-    if seconds is None:
-        return None
-    return "Estimated step", _range_text(seconds), "from everything overlapping to nothing overlapping", ""
-
-
 def _range_text(seconds: Mapping[str, float]) -> str:
     scale, unit = _unit(seconds["longest"])
     return f"{seconds['shortest'] / scale:.3g} to {seconds['longest'] / scale:.3g} {unit}"
@@ -162,35 +160,29 @@ def _unit(seconds: float) -> tuple[float, str]:
     return next(((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "µs"))
 
 
+# Columns of the table of candidates after the name, and their classes.
+_COLUMNS = {"Step": "num", "Range": "num", "Bytes per chip": "num", "Padding": "num", "Longest collective": ""}
+
+
 def _front_table(search: Record) -> str:
     """Returns the table of the candidates that are shown in full; '' if there are none."""
-    shown = [(candidate, _front_cells(candidate, search["per_row"])) for candidate in search["shown"]]
-    if not shown:
+    if not search["shown"]:
         return ""
-    header = "".join(f'<th scope="col"{" class=num" if kind else ""}>{name}</th>' for name, kind, _ in shown[0][1])
-    rows = "".join(_front_row(number, *one) for number, one in enumerate(shown, start=1))
+    header = "".join(f'<th scope="col"{" class=num" if kind else ""}>{name}</th>' for name, kind in _COLUMNS.items())
+    rows = "".join(_front_row(number, one, search["per_row"]) for number, one in enumerate(search["shown"], start=1))
     return f'<table class=front><thead><tr><th scope="col">Candidate</th>{header}</tr></thead><tbody>{rows}</tbody></table>'
 
 
-def _front_cells(shown: Record, per_row: bool) -> list[tuple[str, str, str]]:
-    """Returns (column, class, HTML) of a candidate's cells after its name."""
+def _front_row(number: int, shown: Record, per_row: bool) -> str:
     seconds = "does not fit" if shown["seconds"] is None else _seconds_text(shown["seconds"])
     rows = f" <small>for {shown['rows']} rows</small>" if per_row else ""
-    return [
-        ("Step", "num", html.escape(seconds) + rows),
-        ("Range", "num", html.escape(_range_text(shown))),
-        ("Bytes per chip", "num", bytes_text(shown["bytes"])),
-        ("Padding", "num", bytes_text(shown["padding"])),
-        ("Longest collective", "", html.escape(shown["dominant"] or "none")),
-    ]
-
-
-def _front_row(number: int, shown: Record, cells: Iterable[tuple[str, str, str]]) -> str:
+    texts = [_range_text(shown), bytes_text(shown["bytes"]), bytes_text(shown["padding"]), shown["dominant"] or "none"]
+    cells = zip(_COLUMNS.items(), [html.escape(seconds) + rows, *map(html.escape, texts)], strict=True)
     # A line breaks between flags, and inside of one only if it is longer than the line.
     flags = " ".join(f"<span>{html.escape(flag)}</span>" for flag in re.split(r" (?=--)", shown["flags"]))
     return (
         f'<tr><th scope="row"><b>{number}</b> {html.escape(shown["name"])}</th>'
-        + "".join(f'<td class="{kind}" data-name="{name}">{text}</td>' for name, kind, text in cells)
+        + "".join(f'<td class="{kind}" data-name="{name}">{text}</td>' for (name, kind), text in cells)
         + f'</tr><tr class="run"><td colspan="6"><div><code tabindex="0">{flags}</code>'
         '<button type="button" class="copy">Copy flags</button></div></td></tr>'
     )
@@ -201,7 +193,6 @@ def _asset(name: str) -> str:
 
 
 def plan_record(plan: Plan) -> Record:
-    """Returns the page's data of a compiled plan."""
     estimate = plan.estimate
     return {
         "mesh": mesh_text(plan.mesh),
@@ -243,32 +234,29 @@ def _collectives(plan: Plan) -> list[Record]:
 
 
 def worth_showing(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Returns the candidates shown in full, at most `MOST_PLANS`."""
-    return _table(outcomes)[:MOST_PLANS]
+    """Returns the Pareto front, fastest first; if nothing fits, the smallest compiled candidate.
 
-
-def _table(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Returns the Pareto front, fastest first; if nothing fits, the smallest compiled candidate."""
+    The page has the programs of the first `MOST_PLANS`.
+    """
     compiled = [outcome for outcome in outcomes if outcome.bytes is not None]
     return plan_report.pareto_front(outcomes) or sorted(compiled, key=lambda outcome: outcome.bytes or 0)[:1]
 
 
-def search_record(
-    outcomes: Sequence[Outcome],
-    *,
-    chip_memory: int | None,
-    flags: Callable[[Candidate], str],
-) -> Record:
+def search_record(outcomes: Sequence[Outcome], *, chip_memory: int | None, flags: Callable[[Candidate], str]) -> Record:
     """Returns the page's data of a search.
 
     Args:
-      outcomes: all candidates.
       chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
       flags: returns the command line's flags that run a candidate.
     """
     front = {id(outcome) for outcome in plan_report.pareto_front(outcomes)}
     points = [_point(outcome, id(outcome) in front) for outcome in outcomes]
-    points.sort(key=lambda point: (point["status"] not in ("fits", "too large"), _order(point)))
+    points.sort(
+        key=lambda point: (
+            point["status"] not in ("fits", "too large"),
+            math.inf if point["seconds"] is None else point["seconds"] / point["rows"],
+        )
+    )
     # Many candidates share a long reason.
     reasons: dict[str, int] = {}
     kept = [
@@ -296,7 +284,7 @@ def search_record(
                 "flags": flags(outcome.candidate),
                 "plan": outcome.details,
             }
-            for outcome in _table(outcomes)
+            for outcome in worth_showing(outcomes)
         ],
     }
 
@@ -306,6 +294,7 @@ def _point(outcome: Outcome, is_front: bool) -> Record:
     prediction, else None.
     """
     compiled = outcome.bytes is not None
+    seconds = outcome.estimated if compiled else outcome.predicted or None
     if outcome.seconds is not None:
         status = "fits"
     elif compiled:
@@ -319,15 +308,7 @@ def _point(outcome: Outcome, is_front: bool) -> Record:
         "status": status,
         "front": is_front,
         "rows": outcome.rows,
-        "seconds": _rounded(outcome.estimated if compiled else outcome.predicted or None),
+        "seconds": None if seconds is None else float(f"{seconds:.4g}"),
         "bytes": outcome.bytes if compiled else outcome.state_bytes,
         "reason": outcome.reason or outcome.not_reached,
     }
-
-
-def _order(point: Record) -> float:
-    return float("inf") if point["seconds"] is None else point["seconds"] / point["rows"]
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else float(f"{seconds:.4g}")

@@ -37,13 +37,11 @@ class Outcome:
     """The facts known about a candidate.
 
     Attributes:
-      candidate: the candidate.
       seconds: middle of the estimated range of a step; None if it was not compiled or doesn't fit.
       shortest, longest: the range.
       bytes: bytes that the compiled step needs on one chip.
       state_bytes: bytes of the train state on one chip, from its layout.
       padding: bytes of the state that are padding.
-      rows: global batch.
       dominant: the collective that takes longest, and its axes.
       predicted: seconds predicted before the compilation.
       bound: lower limit for a step's seconds.
@@ -90,7 +88,6 @@ class Outcome:
         return math.inf if self.seconds is None else self.seconds / self.rows
 
     def forget(self) -> None:
-        """Resets all fields but the candidate."""
         for name, value in vars(Outcome(self.candidate)).items():
             setattr(self, name, value)
 
@@ -121,13 +118,15 @@ class Store:
         self._searched = list(searched)
         self._earlier: dict[str, dict[str, Any]] | None = None
         self._versions = library_versions()
+        partitioner = make_partitioner(config.experiment.experiment)
+        kind = type(partitioner)
         settings = [
             # Plain objects print their address, which differs between processes.
             *map(without_addresses, config.experiment.lines()),
             config.topology,
             config.num_slices,
             config.num_minibatches,
-            _partitioner_settings(job),
+            without_addresses(f"{kind.__module__}.{kind.__qualname__}: {sorted(vars(partitioner).items())}"),
             sorted(self._versions.items()),
             [os.environ.get(name) for name in _VARIABLES],
             repr((chips.CHIPS, links.MACHINES)),
@@ -163,7 +162,6 @@ class Store:
             return {}
 
     def write(self, outcomes: Sequence[Outcome]) -> None:
-        """Writes the file."""
         if self._path is None:
             return
         front = {id(outcome) for outcome in pareto_front(outcomes)}
@@ -195,7 +193,6 @@ def best(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
-    """Formats the result of a search."""
     topology = job.config.of(ChipsConfig).topology
     ranked, front = best(outcomes), {id(outcome) for outcome in pareto_front(outcomes)}
     compiled = sum(outcome.compiled_in > 0 for outcome in outcomes)
@@ -262,9 +259,3 @@ def _least_chips(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
     least, there = -(-state // (memory - min(rest, default=0))), job.partitioner.mesh.size
     number = f"at least {count_text(least, 'chip')}" if least > there else f"more than {count_text(there, 'chip')}"
     return f"{needs}: with the state split over all chips, {number} of {bytes_text(memory)} are needed."
-
-
-def _partitioner_settings(job: Job) -> str:
-    partitioner = make_partitioner(job.config.experiment.experiment)
-    settings = sorted(vars(partitioner).items())
-    return without_addresses(f"{type(partitioner).__module__}.{type(partitioner).__qualname__}: {settings}")

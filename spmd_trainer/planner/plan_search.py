@@ -17,14 +17,7 @@ import jax
 from absl import logging
 
 from spmd_trainer.errors import UserError, first_line, first_paragraph
-from spmd_trainer.planner import (
-    links,
-    plan,
-    plan_candidates,
-    plan_page,
-    plan_prediction,
-    plan_report,
-)
+from spmd_trainer.planner import links, plan, plan_candidates, plan_page, plan_prediction, plan_report
 from spmd_trainer.planner.plan_candidates import Candidate, Settings
 from spmd_trainer.planner.plan_report import Outcome
 from spmd_trainer.sharding.messages import bytes_text, count_text
@@ -45,7 +38,6 @@ class Search:
 
     Attributes:
       machine: the chips' rates.
-      num_slices: number of slices that meshes are divided over.
       outcomes: the candidates with what is known about each.
     """
 
@@ -160,7 +152,8 @@ class Search:
             if time.monotonic() > ends and not any(outcome.compiled_in for outcome in same):
                 continue
             if len(all_settings) > 1:
-                logging.info("tracing %s: %d of %d", _settings_text(settings), number + 1, len(all_settings))
+                what = (policy or "the experiment's policy") + (f", {rows} rows" if rows else "")
+                logging.info("tracing %s: %d of %d", what, number + 1, len(all_settings))
             try:
                 job = self.job_of(dataclasses.replace(same[0].candidate, mesh=self._mesh))
                 text, work = plan_prediction.traced(job)
@@ -268,24 +261,13 @@ class Search:
           gradients.
         """
         known, default = too_large.candidate, self._job.partitioner.num_minibatches
-        number = known.minibatches or default
-        same = [o for o in self.outcomes if _without_rows(o.candidate) == _without_rows(known)]
-        larger = [
-            o
-            for o in same
-            if (o.candidate.rows or 0) >= (known.rows or 0)
-            and ((o.candidate.minibatches or default) == number or 1 < (o.candidate.minibatches or default) < number)
-        ]
+        number, larger = known.minibatches or default, []
+        for outcome in self.outcomes:
+            own = outcome.candidate.minibatches or default
+            same = dataclasses.replace(outcome.candidate, rows=known.rows, minibatches=known.minibatches) == known
+            if same and (outcome.candidate.rows or 0) >= (known.rows or 0) and (own == number or 1 < own < number):
+                larger.append(outcome)
         _leave_out(larger, f"{known} doesn't fit, and this one has at least as many rows in a minibatch")
-
-
-def _without_rows(candidate: Candidate) -> Candidate:
-    return dataclasses.replace(candidate, rows=None, minibatches=None)
-
-
-def _settings_text(settings: Settings) -> str:
-    policy, rows, _ = settings
-    return ", ".join([policy or "the experiment's policy", *([f"{rows} rows"] if rows else [])])
 
 
 def _leave_out(outcomes: Sequence[Outcome], reason: str | Callable[[Outcome], str]) -> None:
@@ -297,7 +279,7 @@ def _leave_out(outcomes: Sequence[Outcome], reason: str | Callable[[Outcome], st
 
 def _drop_details(outcomes: Sequence[Outcome]) -> None:
     """Keeps only the details that the page shows, so that `plan_search.json` stays small."""
-    shown = {id(outcome) for outcome in plan_page.worth_showing(outcomes)}
+    shown = {id(outcome) for outcome in plan_page.worth_showing(outcomes)[: plan_page.MOST_PLANS]}
     for outcome in outcomes:
         if id(outcome) not in shown:
             outcome.details = None

@@ -22,6 +22,7 @@ from spmd_trainer import multihost
 from spmd_trainer.checkpointing import Checkpointer, DamagedCheckpointError, Restored, steps
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError, terminal
+from spmd_trainer.inputs.prefetch import Prefetcher
 from spmd_trainer.planner import replay_report
 from spmd_trainer.planner.nan_origin import Flags, Value
 from spmd_trainer.planner.replay_report import Observed
@@ -66,9 +67,12 @@ def replay(job: Job) -> None:
         raise UserError(
             f"--step={step} is of another stage than the checkpoint of step {restored.step}: {job.stage}; {last.stage}"
         )
-    with _Batches(job, restored, step) as batches:
+    with _input_after(job, restored) as data:
+        batches = _Batches(job, data, step)
         compiled, key, state = start_up.compile_train_step(job), job.prng_key, restored.state
-        written = _written_losses(job)
+        averages = job.task.train.summary_accumulate_interval_steps is not None
+        records = {} if averages else read_metrics(job.config.job_log_dir, "train")
+        written = {step: float(record["loss"]) for step, record in records.items() if "loss" in record}
         for number in range(restored.step + 1, step):
             state, packed = compiled.fn(state, key, batches.take(number))
             _compare(number, compiled.packing.unpack(packed), written)
@@ -92,7 +96,6 @@ def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, updat
 
     Args:
       state: the train state before the step, padded, on the mesh.
-      key: the run's key.
       batch: the batch on the mesh.
       update: also flag the values inside the learner, not only its results.
     """
@@ -151,17 +154,13 @@ def _check_step(job: Job, step: int) -> None:
     if step > planned:
         raise UserError(f"--step={step}: task.train.num_train_steps is {planned}; give 1 to {planned}")
     if last is None:
-        written = decided_by_process_0(lambda: _newest_written(job))
+        logs, saves = job.config.job_log_dir, job.config.checkpoint_dir
+        written = decided_by_process_0(lambda: max([*read_metrics(logs, "train"), *steps.whole(saves)], default=None))
         # Summaries come at intervals, so the run may be one interval further.
         if written is not None and step > written + int(job.task.train.summary_interval_steps):
             raise UserError(
                 f"--step={step}: the run in {job.config.job_log_dir} has written up to step {written}; give 1 to {written}"
             )
-
-
-def _newest_written(job: Job) -> int | None:
-    """Returns the newest step that the run has written or saved; None if there is none."""
-    return max([*read_metrics(job.config.job_log_dir, "train"), *steps.whole(job.config.checkpoint_dir)], default=None)
 
 
 def _restore(job: Job, step: int) -> Restored:
@@ -193,6 +192,15 @@ def _restore(job: Job, step: int) -> Restored:
     )
 
 
+def _input_after(job: Job, restored: Restored) -> contextlib.AbstractContextManager[Prefetcher | None]:
+    """Returns a context with the input from a checkpoint on; None if the checkpoint has no position of it."""
+    saved = restored.input_state
+    has_position = job.task.train.enable_input_checkpointing and saved is not None and saved["state"] is not None
+    if restored.step and not has_position:
+        return contextlib.nullcontext()
+    return start_up.train_batches(job, saved if restored.step else None)
+
+
 class _Batches:
     """The batches after a checkpoint, from the input. For the last step, the batch that the run has written takes
     precedence.
@@ -201,25 +209,10 @@ class _Batches:
       notes: lines about the batch, for the report.
     """
 
-    def __init__(self, job: Job, restored: Restored, step: int):
+    def __init__(self, job: Job, data: Prefetcher | None, step: int):
         self.notes: list[str] = []
-        self._job, self._last = job, step
-        saved = restored.input_state
-        can_rewind = restored.step == 0 or (
-            bool(job.task.train.enable_input_checkpointing) and saved is not None and saved["state"] is not None
-        )
-        self._context = (
-            start_up.train_batches(job, saved if restored.step else None) if can_rewind else contextlib.nullcontext()
-        )
-        self._input: Any = None
+        self._job, self._input, self._last = job, data, step
         self._unusable = ""
-
-    def __enter__(self) -> _Batches:
-        self._input = self._context.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._context.__exit__(*exc_info)
 
     def take(self, step: int) -> PyTree:
         """Returns the batch of a step, on the devices.
@@ -282,8 +275,10 @@ class _Batches:
 def _comparison(written: PyTree, own: PyTree | None) -> str:
     if own is None:
         return "the one that the run wrote down; the input can't give it again"
-    pairs = zip(named_leaves(written), named_leaves(own), strict=True)
-    others = [name for (name, x), (_, y) in pairs if not _same_rows(x, y)]
+    others = []
+    for (name, x), (_, y) in zip(named_leaves(written), named_leaves(own), strict=True):
+        may_be_nan, rows = jax.numpy.issubdtype(x.dtype, jax.numpy.floating), invalid_batches.local_rows
+        others += [] if np.array_equal(rows(x), rows(y), equal_nan=may_be_nan) else [name]
     if not others:
         return "the one that the run wrote down; the input gives the same"
     logging.warning("the input gives another batch than the run had: %s differ", ", ".join(others))
@@ -291,19 +286,6 @@ def _comparison(written: PyTree, own: PyTree | None) -> str:
         f"the one that the run wrote down. THE INPUT GIVES ANOTHER ONE ({', '.join(others)} differ): it has changed, or is not "
         "deterministic, so the steps before may have had other batches too"
     )
-
-
-def _same_rows(x: jax.Array, y: jax.Array) -> bool:
-    may_be_nan = jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
-    return np.array_equal(invalid_batches.local_rows(x), invalid_batches.local_rows(y), equal_nan=may_be_nan)
-
-
-def _written_losses(job: Job) -> Mapping[int, float]:
-    """Returns the losses that the run wrote, by step; none if it wrote averages."""
-    if job.task.train.summary_accumulate_interval_steps is not None:
-        return {}
-    records = read_metrics(job.config.job_log_dir, "train")
-    return {step: float(record["loss"]) for step, record in records.items() if "loss" in record}
 
 
 def _compare(step: int, scalars: Scalars, written: Mapping[int, float]) -> None:

@@ -88,19 +88,17 @@ def _origin(found: Found, observed: Observed) -> str:
     if found.operation is None:
         if found.argument is None:
             return "a constant of the program holds it: an array of NumPy or JAX that the model's code made"
-        return _argument(observed.arguments[found.argument])
+        name = observed.arguments[found.argument]
+        if name.startswith("batch/"):
+            return f"the batch holds it: {name.removeprefix('batch/')}"
+        is_parameter = name.startswith("mdl_vars/")
+        kind = "the parameters themselves hold it" if is_parameter else "the state before the step holds it"
+        return f"{kind}: variable {name.removeprefix('mdl_vars/')}. An earlier step made it"
     operation = found.operation
     made = "of an infinity" if found.from_infinity else "of finite values"
     stage = _stage(found, observed)
     layer = found.layer or ("the learner" if stage == "update" else "outside of the layers")
     return f"{stage}, {layer}\n    {operation.primitive} made it {made}, at {operation.where}"
-
-
-def _argument(name: str) -> str:
-    if name.startswith("batch/"):
-        return f"the batch holds it: {name.removeprefix('batch/')}"
-    kind = "the parameters themselves hold it" if name.startswith("mdl_vars/") else "the state before the step holds it"
-    return f"{kind}: variable {name.removeprefix('mdl_vars/')}. An earlier step made it"
 
 
 def _stage(found: Found, observed: Observed) -> str:

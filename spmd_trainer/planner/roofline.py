@@ -106,20 +106,12 @@ class Estimate:
         return (self.shortest + self.longest) / 2
 
     def record(self) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(self),
-            "shortest": self.shortest,
-            "longest": self.longest,
-            "middle": self.middle,
-        }
+        derived = {name: getattr(self, name) for name in ("shortest", "longest", "middle")}
+        return dataclasses.asdict(self) | derived
 
 
 def estimate(
-    hlo: str,
-    devices: Sequence[jax.Device],
-    mesh_shape: Mapping[str, int],
-    *,
-    machine: links.Machine | None = None,
+    hlo: str, devices: Sequence[jax.Device], mesh_shape: Mapping[str, int], *, machine: links.Machine | None = None
 ) -> Estimate | None:
     """Estimates the time of a compiled step (`hlo`: `jax.stages.Compiled.as_text()`) on devices in row-major order;
     None if the chip is unknown.
@@ -156,11 +148,7 @@ def estimate(
         latency_seconds=latency,
         permute_seconds=sum(time.inside for (kind, _), time in rows.items() if kind == "collective-permute"),
         collectives=sorted(
-            (
-                CollectiveTime(kind, axes, time.inside + time.outside, _links(time, machine))
-                for (kind, axes), time in rows.items()
-            ),
-            key=lambda row: -row.seconds,
+            (_collective_time(*key, time, machine) for key, time in rows.items()), key=lambda row: -row.seconds
         ),
     )
 
@@ -192,13 +180,13 @@ def _collectives(
     return rows, latency
 
 
-def _links(time: links.LinkTime, machine: links.Machine) -> str:
+def _collective_time(kind: str, axes: tuple[str, ...], time: links.LinkTime, machine: links.Machine) -> CollectiveTime:
     used = [(machine.inside, time.inside), (machine.outside, time.outside)]
-    return ", ".join(name for name, seconds in used if seconds)
+    names = ", ".join(name for name, seconds in used if seconds)
+    return CollectiveTime(kind, axes, time.inside + time.outside, names)
 
 
 def estimate_text(found: Estimate) -> str:
-    """Formats an estimate as lines of a plan."""
     links_seconds = found.inside_seconds + found.outside_seconds
     lines = [
         f"estimated step {found.shortest:.4g} s (all overlaps) to {found.longest:.4g} s (nothing does)",

@@ -45,7 +45,6 @@ class Operation:
     """One operation of a program.
 
     Attributes:
-      primitive: its name in JAX.
       scope: its name stack, a component each; `ITERATION` stands for the iteration of a loop.
       where: its line of Python source.
       inputs: ids of its operands; `LITERAL` for literals.
@@ -72,13 +71,10 @@ class Frame:
     """A program or the body of a loop. Its values have ids from 0.
 
     Attributes:
-      arguments: ids of the arguments.
-      results: ids of the results.
       operations: in the order in which they are executed.
       producers: {id: (index of the operation, position among its results)}.
       flagged: {id: index of its flag}.
       tags: {name: id} of the values that `jax.ad_checkpoint.checkpoint_name` named, and the number of operations before each.
-      num_values: number of ids.
     """
 
     arguments: list[int] = dataclasses.field(default_factory=list)
@@ -96,8 +92,6 @@ def run_with_flags(
     """Evaluates a jaxpr. Under jit.
 
     Args:
-      closed: the program.
-      args: its arguments, flat.
       until: operations after the first `checkpoint_name` that begins with this get no flags, but the results do. Each flag
         takes the compiler time.
       measure: what to take of each floating-point value instead of its flag.
@@ -258,17 +252,9 @@ def _scan(
         unroll=params["unroll"],
     )
     recorder.bodies[str(len(recorder.frame.operations))] = flags
-    operation = Operation(
-        "scan",
-        scope,
-        source_info_util.summarize(eqn.source_info),
-        tuple(ids),
-        frames[-1],
-        num_consts,
-        num_carry,
-        params["length"],
-        params["reverse"],
-    )
+    where = source_info_util.summarize(eqn.source_info)
+    sizes = (num_consts, num_carry, params["length"], params["reverse"])
+    operation = Operation("scan", scope, where, tuple(ids), frames[-1], *sizes)
     results = [*carry, *stacked]
     return results, recorder.operation(operation, results)
 

@@ -30,12 +30,7 @@ class TrialCallback(Callback):
     turn: ClassVar[Turn] = Turn.LAST
 
     def __init__(self, sweep: Sweep, number: int):
-        """Writes nothing yet.
-
-        Args:
-          sweep: the trial's sweep.
-          number: the trial's number.
-        """
+        """Writes nothing yet."""
         self._sweep = sweep
         self._number = number
         self._pruned = ""
@@ -91,7 +86,6 @@ class TrialCallback(Callback):
             self._write(status=status, value=value, step=step, flops=training_flops(run, step), reason=self._pruned)
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Writes that the trial is broken."""
         del run
         if isinstance(error, Exception):
             text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_paragraph(error)}"

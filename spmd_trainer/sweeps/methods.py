@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.sweeps import space as space_lib
-from spmd_trainer.sweeps.space import Choices, Space, Values
+from spmd_trainer.sweeps.space import Range, Space, Values
 
 if TYPE_CHECKING:
     from spmd_trainer.base_experiment import BaseExperiment
@@ -21,88 +21,44 @@ if TYPE_CHECKING:
     from spmd_trainer.training.run_config import Experiment
 
 
-class Method(Protocol):
-    """How a sweep chooses its trials."""
-
-    @property
-    def num_trials(self) -> int:
-        """Number of trials."""
-
-    def values(self, number: int, ended: Sequence[Trial]) -> Values:
-        """Returns the values of a trial.
-
-        Args:
-          number: the trial's number, from 0.
-          ended: the trials that have ended, by number.
-        """
-
-    def experiment(self, exp: type[BaseExperiment], values: Values) -> tuple[Experiment, list[str]]:
-        """Returns the experiment and the overrides that give it a trial's values."""
-
-    def own_overrides(self, values: Values) -> list[str] | None:
-        """Returns the overrides that train a trial as a run of its own; None if no overrides can."""
-
-    def description(self) -> dict[str, Any]:
-        """Returns what makes this sweep another one than others, as JSON: space, method, seed."""
-
-
 @dataclasses.dataclass(frozen=True)
 class OverSpace:
-    """What the methods share that choose values of a space.
+    """Chooses the values of trials from a space. `PaxSearch` has the same methods for an experiment's `search()`.
 
     Attributes:
-      space: what is varied.
-      num_trials: number of trials.
-      seed: of random choices.
+      name: 'grid' for all combinations in order; 'random'; or 'optuna' for what its sampler proposes: tree-structured Parzen
+        estimators (Bergstra et al. 2011). It needs the extra `optuna`.
+      maximize: whether a higher metric is better.
     """
 
     space: Space
     num_trials: int
     seed: int
+    name: str
+    maximize: bool
 
     def experiment(self, exp: type[BaseExperiment], values: Values) -> tuple[Experiment, list[str]]:
-        """Returns the experiment as it is, and the values as overrides."""
+        """Returns the experiment and the overrides that give it a trial's values."""
         return exp, space_lib.overrides(values)
 
-    def own_overrides(self, values: Values) -> list[str] | None:
-        """Returns the values as overrides."""
+    def own_overrides(self, values: Values) -> list[str]:
+        """Returns the overrides that train a trial as a run of its own."""
         return space_lib.overrides(values)
 
     def description(self) -> dict[str, Any]:
-        """Returns the space, the method and the seed."""
-        return {"space": space_lib.as_json(self.space), "method": type(self).__name__.lower(), "seed": self.seed}
-
-
-class Grid(OverSpace):
-    """All combinations of the values, in order."""
+        """Returns what makes this sweep another one than others, as JSON: space, method, seed."""
+        return {"space": space_lib.as_json(self.space), "method": self.name, "seed": self.seed}
 
     def values(self, number: int, ended: Sequence[Trial]) -> Values:
-        """Returns the values at a point of the grid."""
-        del ended
-        return space_lib.by_name(space_lib.grid_point(self.space, number))
+        """Returns the values of a trial.
 
-
-class Random(OverSpace):
-    """Random values."""
-
-    def values(self, number: int, ended: Sequence[Trial]) -> Values:
-        """Returns random values, which depend on the number and the seed alone."""
-        del ended
-        return space_lib.by_name(space_lib.random_point(self.space, self.seed, number))
-
-
-@dataclasses.dataclass(frozen=True)
-class Optuna(OverSpace):
-    """What Optuna's sampler proposes: tree-structured Parzen estimators (Bergstra et al. 2011). Needs the extra `optuna`.
-
-    Attributes:
-      maximize: whether a higher metric is better.
-    """
-
-    maximize: bool = False
-
-    def values(self, number: int, ended: Sequence[Trial]) -> Values:
-        """Returns what the sampler proposes after the trials that have ended; broken ones are left out."""
+        Args:
+          ended: the trials that have ended, by number; Optuna's sampler learns from them, without broken ones.
+        """
+        if self.name == "grid":
+            return space_lib.by_name(space_lib.grid_point(self.space, number))
+        if self.name == "random":
+            return space_lib.by_name(space_lib.random_point(self.space, self.seed, number))
         optuna = _optuna()
         # Seeded anew for each trial, so that a sweep that goes on after it was killed draws the same numbers.
         sampler = optuna.samplers.TPESampler(seed=self.seed * 1_000_003 + number)
@@ -112,27 +68,20 @@ class Optuna(OverSpace):
                 continue
             # A loss of NaN is a bad one.
             value = trial.value if trial.value == trial.value else float("-inf" if self.maximize else "inf")
-            study.add_trial(
-                optuna.create_trial(
-                    params=self._as_params(trial.values), distributions=self._distributions, value=value
-                )
-            )
-        asked = study.ask(self._distributions)
+            params = self._as_params(trial.values)
+            study.add_trial(optuna.create_trial(params=params, distributions=self._distributions, value=value))
+        params = study.ask(self._distributions).params
         # Values of a list are known to Optuna by their places: they may be of any type.
-        return space_lib.by_name(
-            {
-                path: x.values[asked.params[path]] if isinstance(x, Choices) else asked.params[path]
-                for path, x in self.space.items()
-            }
-        )
+        chosen = {path: params[path] if isinstance(x, Range) else x[params[path]] for path, x in self.space.items()}
+        return space_lib.by_name(chosen)
 
     def _as_params(self, values: Values) -> Values:
         params: Values = {}
         for path, x in self.space.items():
             names = space_lib.names_of(path)
             value = values[path] if len(names) == 1 else [values[name] for name in names]
-            if isinstance(x, Choices):
-                known = list(x.values) if len(names) == 1 else [list(row) for row in x.values]
+            if not isinstance(x, Range):
+                known = list(x) if len(names) == 1 else [list(row) for row in x]
                 value = known.index(value)
             params[path] = value
         return params
@@ -142,8 +91,8 @@ class Optuna(OverSpace):
         kinds = _optuna().distributions
         found = {}
         for path, x in self.space.items():
-            if isinstance(x, Choices):
-                found[path] = kinds.CategoricalDistribution(range(len(x.values)))
+            if not isinstance(x, Range):
+                found[path] = kinds.CategoricalDistribution(range(len(x)))
             elif x.integer:
                 found[path] = kinds.IntDistribution(int(x.low), int(x.high), log=x.log)
             else:
@@ -165,14 +114,12 @@ def _optuna() -> Any:
     return optuna
 
 
-def make(name: str, space: Space, num_trials: int | None, seed: int, *, maximize: bool) -> Method:
+def make(name: str, space: Space, num_trials: int | None, seed: int, *, maximize: bool) -> OverSpace:
     """Returns the method of a name.
 
     Args:
       name: 'grid', 'random' or 'optuna'.
-      space: what is varied; at least one path.
       num_trials: None for all points of a grid.
-      seed: of random choices.
       maximize: whether a higher metric is better.
 
     Raises:
@@ -182,7 +129,7 @@ def make(name: str, space: Space, num_trials: int | None, seed: int, *, maximize
         size = space_lib.grid_size(space)
         if num_trials is not None and num_trials > size:
             raise UserError(f"--sweep_trials={num_trials}: the grid has {size} points; give at most {size}")
-        return Grid(space, num_trials or size, seed)
+        num_trials = num_trials or size
     if num_trials is None:
         raise UserError(f"--sweep_method={name} needs --sweep_trials=N, the number of trials")
-    return Random(space, num_trials, seed) if name == "random" else Optuna(space, num_trials, seed, maximize)
+    return OverSpace(space, num_trials, seed, name, maximize)

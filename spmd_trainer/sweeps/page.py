@@ -27,7 +27,6 @@ _MOST_POINTS = 200
 
 
 def write(config: SweepConfig, sweep: Sweep) -> None:
-    """Writes the page of the trials that have begun."""
     own = functools.partial(page.asset, "spmd_trainer.sweeps")
     text = page.document(
         f"Sweep of {short_name(sweep.experiment)}",
@@ -40,7 +39,6 @@ def write(config: SweepConfig, sweep: Sweep) -> None:
 
 
 def data(config: SweepConfig, sweep: Sweep) -> dict[str, Any]:
-    """Returns what the page shows, as JSON."""
     found = in_order(sweep, sweep.trials())
     best = sweep.best(found)
     sized = [(t.number, t.flops, t.value) for t in found if t.status == trials.FINISHED and t.value is not None]

@@ -7,11 +7,12 @@ value; while the search space is looked at, and in the sweep's own process, the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from praxis import pax_fiddle
@@ -22,6 +23,7 @@ from spmd_trainer.pax.task_fields import metrics_prefix
 from spmd_trainer.sweeps import space
 from spmd_trainer.sweeps.space import Values, is_literal
 from spmd_trainer.sweeps.trials import PRUNED, Metric, Sweep, Trial
+from spmd_trainer.training.class_overrides import with_attributes
 from spmd_trainer.training.summary_writers import read_metrics
 
 if TYPE_CHECKING:
@@ -37,23 +39,16 @@ _METHODS = ("task", "datasets", "train_datasets", "eval_datasets", "decode_datas
 
 
 def has_search(cls: type[BaseExperiment]) -> bool:
-    """Returns True if an experiment has a `search()`."""
     return cls.search is not BaseExperiment.search
 
 
 class PaxSearch:
-    """The method of an experiment's `search()`.
-
-    Attributes:
-      num_trials: number of trials.
-    """
+    """The method of an experiment's `search()`."""
 
     def __init__(self, cls: type[BaseExperiment], datasets: Sequence[str], num_trials: int | None):
         """Looks at the search space.
 
         Args:
-          cls: the experiment.
-          datasets: names of its evaluation datasets.
           num_trials: None for as many as `search()` says.
 
         Raises:
@@ -67,12 +62,15 @@ class PaxSearch:
         self._row: Sequence[str] = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
         self._search = search
         self._context = pg.hyper.DynamicEvaluationContext(require_hyper_name=True)
-        with self._context.collect(), _errors_of_search(cls):
-            experiment = with_named_choices(cls)()
-            experiment.task()
-            if search.enable_dataset_tuning:
-                for method in ("datasets", "decode_datasets"):
-                    getattr(experiment, method)()
+        try:
+            with self._context.collect():
+                experiment = with_named_choices(cls)()
+                experiment.task()
+                if search.enable_dataset_tuning:
+                    experiment.datasets()
+                    experiment.decode_datasets()
+        except ValueError as error:
+            raise UserError(f"the search space of {cls.__name__}: {error}") from error
         self._hypers: Mapping[str, Any] = dict(self._context.hyper_dict)
         if not self._hypers:
             raise UserError(f"{cls.__name__} has a search(), and nothing to choose: no pg.oneof(...), pg.floatv(...)")
@@ -100,27 +98,32 @@ class PaxSearch:
         if self._reward is None:
             return Metric.find("", self._datasets, loss, maximize=False)
         aggregator = self._search.cross_step_metric_aggregator
-        return _Reward(self._reward, self._datasets, None if aggregator is None else pax_fiddle.build(aggregator))
+        aggregator = None if aggregator is None else pax_fiddle.build(aggregator)
+        return _Reward("reward", True, reward=self._reward, datasets=self._datasets, aggregator=aggregator)
 
     def values(self, number: int, ended: Sequence[Trial]) -> Values:
         """Returns what the algorithm proposes after the trials that have ended.
 
         It proposes all trials before it again, because an algorithm keeps more of its proposals than their values.
         """
-        with _seeded():
+        learns_from_all = self._search.treats_early_stopped_trials_as_done
+        learnt_from = {
+            trial.number: trial
+            for trial in ended
+            if (learns_from_all or trial.status != PRUNED) and trial.value is not None and not math.isnan(trial.value)
+        }
+        before = random.getstate()
+        random.seed(0)  # algorithms without a seed of their own draw the same numbers again
+        try:
             generator = pax_fiddle.build(self._search.search_algorithm)()
             generator.setup(self._context.dna_spec)
-            by_number = {trial.number: trial for trial in ended}
             for earlier in range(number):
-                dna = generator.propose()
-                trial = by_number.get(earlier)
-                if trial is not None and self._is_learnt_from(trial) and self._values_of(dna) == trial.values:
+                dna, trial = generator.propose(), learnt_from.get(earlier)
+                if trial is not None and self._values_of(dna) == trial.values:
                     generator.feedback(dna, trial.value)
             return self._values_of(generator.propose())
-
-    def _is_learnt_from(self, trial: Trial) -> bool:
-        counts = trial.status != PRUNED or self._search.treats_early_stopped_trials_as_done
-        return counts and trial.value is not None and not math.isnan(trial.value)
+        finally:
+            random.setstate(before)
 
     def experiment(self, exp: type[BaseExperiment], values: Values) -> tuple[Experiment, list[str]]:
         """Returns the experiment in which each of its choices has a trial's value."""
@@ -135,16 +138,14 @@ class PaxSearch:
             return call
 
         cls = with_named_choices(exp)
-        return _derived(cls, {name: under(getattr(cls, name)) for name in _METHODS}), []
+        return with_attributes(cls, {name: under(getattr(cls, name)) for name in _METHODS}), []
 
     def description(self) -> dict[str, Any]:
-        """Returns the search space and the algorithm."""
         choices = {name: str(hyper) for name, hyper in self._hypers.items()}
         return {"space": choices, "method": type(pax_fiddle.build(self._search.search_algorithm)).__name__, "seed": 0}
 
     @property
     def stops_early(self) -> bool:
-        """Whether `search()` has a policy."""
         return self._search.early_stopping is not None
 
     def reason_to_prune(self, sweep: Sweep, number: int, others: Sequence[Trial]) -> str:
@@ -180,7 +181,6 @@ class PaxSearch:
         return space.overrides(values) if are_attributes else None
 
     def _decide(self, values: Values, hyper: Any) -> Any:
-        """Returns the value of one choice in a trial."""
         pg, values = _pyglove(), self._by_choice(values)
         if hyper.name not in values:
             raise UserError(f"{self._cls.__name__}: {hyper.name!r} is a choice that search() did not find in task()")
@@ -222,26 +222,26 @@ class PaxSearch:
         return _pyglove().DNA.from_dict(decisions, self._context.dna_spec)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Reward(Metric):
     """The reward of a `search()`, of the metrics of each evaluation. Higher is better."""
 
-    def __init__(self, reward: Any, datasets: Sequence[str], aggregator: Any):
-        super().__init__("reward", True)
-        object.__setattr__(self, "_parts", (reward, datasets, aggregator))
+    reward: Any = None
+    datasets: Sequence[str] = ()
+    aggregator: Any = None
 
     def curve(self, directory: epath.Path) -> dict[int, float]:
         """Returns {step: reward} of the evaluations of a run."""
-        reward, datasets, _ = self._parts  # type: ignore[attr-defined]
-        return {step: float(reward(found, step)) for step, found in _metrics_by_step(directory, datasets).items()}
+        by_step = _metrics_by_step(directory, self.datasets)
+        return {step: float(self.reward(found, step)) for step, found in by_step.items()}
 
     def result(self, directory: epath.Path) -> tuple[int, float] | None:
         """Returns the last step and the reward of what the aggregator makes of all steps' metrics."""
-        reward, datasets, aggregator = self._parts  # type: ignore[attr-defined]
-        found = _metrics_by_step(directory, datasets)
-        if aggregator is None or not found:
+        found = _metrics_by_step(directory, self.datasets)
+        if self.aggregator is None or not found:
             return super().result(directory)
-        steps = [(step, {**metrics, "reward": float(reward(metrics, step))}) for step, metrics in found.items()]
-        return max(found), float(reward(aggregator(steps), max(found)))
+        steps = [(step, {**metrics, "reward": float(self.reward(metrics, step))}) for step, metrics in found.items()]
+        return max(found), float(self.reward(self.aggregator(steps), max(found)))
 
 
 def _metrics_by_step(directory: epath.Path, datasets: Sequence[str]) -> dict[int, dict[str, float]]:
@@ -274,43 +274,14 @@ def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
 
     body = {name: reader(name, inspect.getattr_static(cls, name)) for name in names}
     rows = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
-    body |= {name: property(functools.partial(_of_row, at)) for at, name in enumerate(rows)}
-    return _derived(cls, body)
-
-
-def _of_row(at: int, experiment: BaseExperiment) -> object:
-    """Returns a value of the row that a trial of `automl.parameter_sweep` has."""
-    return getattr(experiment, _ROW)[at]
-
-
-def _derived(cls: type[BaseExperiment], body: Mapping[str, Any]) -> type[BaseExperiment]:
-    """Returns a subclass of the same name."""
-    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**same, **body})
+    # A trial of `automl.parameter_sweep` has a row of values.
+    body |= {name: property(lambda self, at=at: getattr(self, _ROW)[at]) for at, name in enumerate(rows)}
+    return with_attributes(cls, body)
 
 
 def _shown(candidate: Any) -> Any:
     """Returns a candidate if it is a literal, and its text if not."""
     return candidate if is_literal(candidate) else repr(candidate)
-
-
-@contextlib.contextmanager
-def _seeded() -> Iterator[None]:
-    """Seeds Python's random numbers, which algorithms without a seed of their own draw, so that they draw the same ones again."""
-    before = random.getstate()
-    random.seed(0)
-    try:
-        yield
-    finally:
-        random.setstate(before)
-
-
-@contextlib.contextmanager
-def _errors_of_search(cls: type[BaseExperiment]) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"the search space of {cls.__name__}: {error}") from error
 
 
 def _pyglove() -> Any:

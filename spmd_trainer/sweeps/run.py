@@ -56,7 +56,7 @@ def prepare(config: RunConfig) -> tuple[SweepConfig, Sweep]:
             f"{asked.experiment.label} is defined in a notebook or a script, where the processes of trials can't import it; move "
             "it into a module"
         )
-    sweep = asked.make_sweep()
+    sweep = asked.made
     access.check_writable("--job_log_dir", sweep.directory)
     sweep.open()
     return asked, sweep
@@ -64,9 +64,6 @@ def prepare(config: RunConfig) -> tuple[SweepConfig, Sweep]:
 
 def run(prepared: tuple[SweepConfig, Sweep]) -> list[Trial]:
     """Runs the trials that have not ended, writes the sweep's page after each, and prints how all ended.
-
-    Returns:
-      The trials that have ended.
 
     Raises:
       UserError: all trials are broken.
@@ -101,7 +98,6 @@ def run(prepared: tuple[SweepConfig, Sweep]) -> list[Trial]:
 
 
 def command(config: SweepConfig, sweep: Sweep, number: int) -> list[str]:
-    """Returns the arguments of `spmd-trainer` that run a trial."""
     return [
         f"--exp={short_name(sweep.experiment)}",
         "--mode=sweep",
@@ -113,7 +109,6 @@ def command(config: SweepConfig, sweep: Sweep, number: int) -> list[str]:
 
 
 def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals) -> Trial:
-    """Runs a trial, or the rest of it, and returns how it stands."""
     _wait_for_earlier_start(sweep, number)
     trial = sweep.begin(number)
     if trial.has_ended:
@@ -167,7 +162,6 @@ def _wait_for_earlier_start(sweep: Sweep, number: int) -> None:
 
 
 def _report(sweep: Sweep, trial: Trial, seconds_left: float) -> None:
-    """Logs how a trial ended, and how long the others will take."""
     best = sweep.best(sweep.trials())
     shown = "" if best is None else f"; the best so far is trial {best.number}, {best.value:.6g}"
     left = f"; about {format_duration(seconds_left)} left" if seconds_left else ""
@@ -203,15 +197,14 @@ def _summarise(config: SweepConfig, sweep: Sweep, ended: Sequence[Trial]) -> Non
             f"all {len(ended)} trials are broken, e.g. trial {broken[0].number}: {broken[0].reason}\nTo run it again, delete "
             f"{sweep.trial_file(broken[0].number)} and give the same command"
         )
-    lines = [_outcome(sweep, trial) + f" ({_values_text(trial)})" for trial in page.in_order(sweep, ended)]
+    lines = []
+    for trial in page.in_order(sweep, ended):
+        values = ", ".join(f"{path.rpartition('.')[2]}={value!r}" for path, value in trial.values.items())
+        lines.append(f"{_outcome(sweep, trial)} ({values})")
     own = "" if (best := sweep.best(ended)) is None else page.own_command(config, sweep, best)
     lines += ["the best one as a run of its own:", f"  {own}"] if own else []
     lines += [f"the page: {sweep.directory / page.FILE}"]
     terminal.write("".join(f"{line}\n" for line in lines))
-
-
-def _values_text(trial: Trial) -> str:
-    return ", ".join(f"{path.rpartition('.')[2]}={value!r}" for path, value in trial.values.items())
 
 
 class _Signals:

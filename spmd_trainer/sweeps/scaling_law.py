@@ -41,7 +41,6 @@ class ScalingLaw:
     unit: float
 
     def loss(self, flops: Floats | float) -> Floats:
-        """Returns the loss for the compute of a training run."""
         return np.asarray(self.floor + self.scale * (np.asarray(flops, np.float64) / self.unit) ** -self.exponent)
 
 

@@ -28,7 +28,6 @@ _sweep = functools.partial(setting, group="Sweeps (--mode=sweep)")
 
 
 def _texts(flag: str, value: object) -> tuple[str, ...]:
-    """Returns the texts of `--sweep`, also of a mapping of Python's."""
     if isinstance(value, Mapping):
         return tuple(f"{path}={json.dumps(values)}" for path, values in value.items())
     return texts(flag.removeprefix("--"), value)
@@ -88,19 +87,13 @@ class SweepConfig(TrainConfig):
             named = pax_search.with_named_choices(cls) if has_choices else exp
             # Without devices: those are the trials'.
             base = cast("SweepConfig", super().resolved(named, overrides, None))
-        sweep = base.make_sweep()
-        if self.trial is None:
-            return base
-        if self.trial >= sweep.method.num_trials:
-            raise UserError(f"--trial={self.trial}: the sweep has trials 0 to {sweep.method.num_trials - 1}")
-        return _of_trial(base, sweep, self.trial, join)
+        if (last := base.made.method.num_trials - 1) < (self.trial or 0):
+            raise UserError(f"--trial={self.trial}: the sweep has trials 0 to {last}")
+        return base if self.trial is None else _of_trial(base, base.made, self.trial, join)
 
-    def make_sweep(self) -> Sweep:
-        """Returns the sweep, whose directory is this one's.
-
-        Raises:
-          UserError: see `resolved`.
-        """
+    @functools.cached_property
+    def made(self) -> Sweep:
+        """The sweep, whose directory is this one's. Raises UserError as `resolved`."""
         from spmd_trainer.sweeps import methods, pax_search, space, trials
 
         experiment = self.experiment.experiment
@@ -109,7 +102,7 @@ class SweepConfig(TrainConfig):
         if self.sweep or experiment.sweep:
             given = space.read_space(space.read_texts(self.sweep) if self.sweep else experiment.sweep)
             maximize = self.sweep_goal == "max"
-            method: methods.Method = methods.make(
+            method: methods.OverSpace | pax_search.PaxSearch = methods.make(
                 self.sweep_method, given, self.sweep_trials, self.sweep_seed, maximize=maximize
             )
             metric = trials.Metric.find(self.sweep_metric, datasets, loss, maximize=maximize)
@@ -136,7 +129,6 @@ class SweepConfig(TrainConfig):
 
 
 def _of_trial(base: SweepConfig, sweep: Sweep, number: int, join: Callable[[], int] | None) -> TrainConfig:
-    """Returns the settings of a trial's training run."""
     from spmd_trainer.sweeps.callback import TrialCallback
 
     if join is not None:
@@ -177,7 +169,6 @@ def _agreed_values(sweep: Sweep, number: int) -> Values:
 def _with_values(
     base: SweepConfig, sweep: Sweep, values: Values, join: Callable[[], int] | None = None
 ) -> ResolvedExperiment:
-    """Returns the experiment with a trial's values."""
     from spmd_trainer.training import experiment_config
 
     exp, assigned = sweep.method.experiment(type(base.experiment.experiment), values)

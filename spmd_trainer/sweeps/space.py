@@ -23,21 +23,6 @@ _MOST_SHUFFLED = 10**6
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
-    """A list of values.
-
-    Attributes:
-      values: the values; at least one.
-    """
-
-    values: tuple[Any, ...]
-
-    def sample(self, generator: np.random.Generator) -> Any:
-        """Returns one of them, each as likely as the others."""
-        return self.values[int(generator.integers(len(self.values)))]
-
-
-@dataclasses.dataclass(frozen=True)
 class Range:
     """All numbers from `low` to `high`, both included.
 
@@ -53,7 +38,6 @@ class Range:
     integer: bool = False
 
     def sample(self, generator: np.random.Generator) -> float | int:
-        """Returns one of them."""
         # A whole number stands for the interval of length 1 around it, so that the bounds are as likely as the others.
         low, high = (self.low - 0.5, self.high + 0.5) if self.integer else (self.low, self.high)
         scale, back = (math.log, math.exp) if self.log else (float, float)
@@ -62,7 +46,8 @@ class Range:
         return round(drawn) if self.integer else drawn
 
 
-Space: TypeAlias = Mapping[str, Choices | Range]
+# A list has at least one value.
+Space: TypeAlias = Mapping[str, tuple[Any, ...] | Range]
 
 
 def read_space(given: object, where: str = "sweep") -> Space:
@@ -79,7 +64,7 @@ def read_space(given: object, where: str = "sweep") -> Space:
     """
     if not isinstance(given, Mapping):
         raise UserError(f"{where} is {given!r:.80}; give a mapping such as {{'LEARNING_RATE': [1e-3, 1e-2]}}")
-    space: dict[str, Choices | Range] = {}
+    space: dict[str, tuple[Any, ...] | Range] = {}
     for path, values in given.items():
         what = f"{where}[{path!r}]"
         if isinstance(values, Mapping):
@@ -95,7 +80,7 @@ def read_space(given: object, where: str = "sweep") -> Space:
                     raise UserError(
                         f"{what} has {value!r:.80}; give a list of {count} values for each trial, one for each name"
                     )
-            space[str(path)] = Choices(tuple(values))
+            space[str(path)] = tuple(values)
         else:
             raise UserError(f"{what} is {values!r:.80}; give a list of values, or {{'low': 1e-4, 'high': 1e-2}}")
     return space
@@ -178,11 +163,8 @@ def _of_file(name: str) -> dict[str, Any]:
 
 def as_json(space: Space) -> dict[str, Any]:
     """Returns the mapping that `read_space` reads, of JSON values; what JSON has no form for is its repr."""
-
-    def shown(x: Choices | Range) -> object:
-        return dataclasses.asdict(x) if isinstance(x, Range) else list(x.values)
-
-    found: dict[str, Any] = json.loads(json.dumps({path: shown(x) for path, x in space.items()}, default=repr))
+    shown = {path: dataclasses.asdict(x) if isinstance(x, Range) else x for path, x in space.items()}
+    found: dict[str, Any] = json.loads(json.dumps(shown, default=repr))
     return found
 
 
@@ -197,7 +179,7 @@ def grid_size(space: Space) -> int:
         raise UserError(
             f"{ranges[0]} is a range, and a grid needs lists of values; give a list, or --sweep_method=random --sweep_trials=N"
         )
-    return math.prod(len(x.values) for x in space.values() if isinstance(x, Choices))
+    return math.prod(len(x) for x in space.values() if not isinstance(x, Range))
 
 
 def grid_point(space: Space, number: int) -> Values:
@@ -209,9 +191,9 @@ def grid_point(space: Space, number: int) -> Values:
     """
     values: Values = {}
     for path, choices in reversed(list(space.items())):
-        assert isinstance(choices, Choices), path  # `grid_size` refuses others
-        number, at = divmod(number, len(choices.values))
-        values[path] = choices.values[at]
+        assert not isinstance(choices, Range), path  # `grid_size` refuses them
+        number, at = divmod(number, len(choices))
+        values[path] = choices[at]
     return dict(reversed(values.items()))
 
 
@@ -219,17 +201,15 @@ def random_point(space: Space, seed: int, number: int) -> Values:
     """Returns the values of a trial drawn at random. It depends on the seed and the number alone.
 
     If all are lists, no point of the grid comes twice before each came once, unless there are more than a million.
-
-    Args:
-      space: the space.
-      seed: the sweep's seed.
-      number: the trial's number, from 0.
     """
-    if all(isinstance(x, Choices) for x in space.values()) and (size := grid_size(space)) <= _MOST_SHUFFLED:
+    if not any(isinstance(x, Range) for x in space.values()) and (size := grid_size(space)) <= _MOST_SHUFFLED:
         turn, at = divmod(number, size)
         return grid_point(space, int(np.random.default_rng([seed, turn]).permutation(size)[at]))
     generator = np.random.default_rng([seed, number])
-    return {path: x.sample(generator) for path, x in space.items()}
+    return {
+        path: x.sample(generator) if isinstance(x, Range) else x[int(generator.integers(len(x)))]
+        for path, x in space.items()
+    }
 
 
 def overrides(values: Values) -> list[str]:

@@ -14,7 +14,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
@@ -22,9 +22,12 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.storage import json_values
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.storage.run_files import LOGS, names_in
-from spmd_trainer.sweeps.methods import Method
+from spmd_trainer.sweeps.methods import OverSpace
 from spmd_trainer.sweeps.space import Values
 from spmd_trainer.training.summary_writers import read_metrics
+
+if TYPE_CHECKING:
+    from spmd_trainer.sweeps.pax_search import PaxSearch
 
 SWEEP = "sweep.json"
 # The status of a trial that has begun and not ended, and those of trials that have ended.
@@ -38,7 +41,6 @@ class Trial:
     """A trial of a sweep.
 
     Attributes:
-      number: from 0.
       values: its values by path or name.
       status: 'unfinished', 'finished', 'pruned', or 'broken': it ended with an error, which says nothing about its values.
       value: the metric at its last evaluation; NaN if training has diverged; None if it has none.
@@ -85,7 +87,6 @@ class Metric:
 
         Args:
           name: '' for the loss of the first evaluation dataset, or of training if there is none.
-          datasets: names of the evaluation datasets.
           loss: what evaluations call the loss.
           maximize: whether a higher value is better.
 
@@ -119,44 +120,28 @@ class Metric:
         return value > other if self.maximize else value < other
 
 
-@runtime_checkable
-class Prunes(Protocol):
-    """A method that decides itself which trials stop early."""
-
-    @property
-    def stops_early(self) -> bool:
-        """Whether it stops any."""
-
-    def reason_to_prune(self, sweep: Sweep, number: int, others: Sequence[Trial]) -> str:
-        """Returns why a trial should stop after its newest evaluation; '' if it should go on. `others`: ended before it."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Sweep:
     """A sweep and its directory.
 
     Attributes:
-      directory: its directory.
-      experiment: the experiment's full name.
       method: chooses the values of its trials.
       metric: tells good trials from bad ones.
-      prunes: whether trials that fall behind are stopped.
+      prunes: whether trials that fall behind are stopped; a `search()` decides it itself.
       common: what all trials have besides their values, as JSON: overrides, mesh.
     """
 
     directory: epath.Path
     experiment: str
-    method: Method
+    method: OverSpace | PaxSearch
     metric: Metric
     prunes: bool
     common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def trial_directory(self, number: int) -> epath.Path:
-        """Returns the directory of a trial's run."""
         return self.directory / "trials" / f"{number:04}"
 
     def trial_file(self, number: int) -> epath.Path:
-        """Returns the file that says how a trial stands."""
         return self.directory / "trials" / f"{number:04}.json"
 
     def open(self) -> None:
@@ -207,8 +192,7 @@ class Sweep:
 
     @property
     def stops_early(self) -> bool:
-        """Whether some trials may be stopped before their end."""
-        return self.method.stops_early if isinstance(self.method, Prunes) else self.prunes
+        return self.prunes if isinstance(self.method, OverSpace) else self.method.stops_early
 
     def begin(self, number: int) -> Trial:
         """Returns a trial, whose values are written down when it begins for the first time."""
@@ -220,12 +204,9 @@ class Sweep:
         return found
 
     def write(self, trial: Trial) -> None:
-        """Writes how a trial stands."""
         # Values are written as Python literals: JSON has no tuples.
-        values = {path: repr(value) for path, value in trial.values.items()}
-        fields = {field.name: getattr(trial, field.name) for field in dataclasses.fields(trial)}
-        del fields["number"]
-        record = {**fields, "values": values}
+        record = {**vars(trial), "values": {path: repr(value) for path, value in trial.values.items()}}
+        del record["number"]
         write_atomically(self.trial_file(trial.number), json.dumps(record, indent=1).splitlines())
 
     def curve(self, number: int) -> dict[int, float]:
@@ -246,24 +227,14 @@ class Sweep:
         """Returns why a trial should stop; '' if it should go on.
 
         Only trials with lower numbers that have ended are asked, so that a sweep that was killed prunes the same ones.
-
-        Args:
-          number: the trial's number.
-          step: the step of its evaluation.
-          value: the metric there.
         """
         if not self.stops_early:
             return ""
         others = [trial for trial in self.trials() if trial.number < number and trial.status in (FINISHED, PRUNED)]
-        if isinstance(self.method, Prunes):
+        if not isinstance(self.method, OverSpace):
             return self.method.reason_to_prune(self, number, others)
-        return self._is_below_median(step, value, others)
-
-    def _is_below_median(self, step: int, value: float, others: Sequence[Trial]) -> str:
-        """Returns a reason by the median stopping rule (Golovin et al. 2017, section 3.2.2).
-
-        A trial stops whose value at a step is worse than the median of the best values that the others had reached by this step.
-        """
+        # The median stopping rule (Golovin et al. 2017, section 3.2.2): a trial stops whose value at a step is worse than the
+        # median of the best values that the others had reached by this step.
         reached = []
         for trial in others:
             values = [v for at, v in self.curve(trial.number).items() if at <= step and not math.isnan(v)]

@@ -44,38 +44,20 @@ FOLDER_KEY = "hugging_face_folder"
 _ALL = CheckpointLoadingRules(load_rules=[LOAD_ALL])
 
 
-@dataclasses.dataclass(frozen=True)
-class Beginning:
-    """A state that was loaded by rules.
-
-    Attributes:
-      state: the state.
-      origin: what the run's checkpoints note of where it came from: the Hugging Face folder and, in a run with adapters, the base
-        and the settings of the adapters.
-      report: what was loaded; None without rules.
-    """
-
-    state: TrainState
-    origin: dict[str, Any]
-    report: LoadReport | None
-
-
 def begin(
-    job: Job,
-    metadata: Layout,
-    state: TrainState,
-    rules: Mapping[Any, Any],
-    *,
-    restored_from: str | None = None,
-) -> Beginning:
+    job: Job, metadata: Layout, state: TrainState, rules: Mapping[Any, Any], *, restored_from: str | None = None
+) -> tuple[TrainState, dict[str, Any], LoadReport | None]:
     """Loads variables of an initialised state by rules. Called by every process.
 
     Args:
-      job: the job.
       metadata: the layout of the state, with or without optimizer states.
       state: the initialised state; it is used up.
       rules: {checkpoint directory: CheckpointLoadingRules}; may be empty.
       restored_from: see `BaseRecord`.
+
+    Returns:
+      The state; what the run's checkpoints note of where it came from: the Hugging Face folder and, in a run with adapters, the
+      base and the settings of the adapters; and what was loaded, None without rules.
 
     Raises:
       As `loading_rules.resolve_rules`; CheckpointMismatchError if adapters were trained with other settings than the task's.
@@ -106,7 +88,7 @@ def begin(
         origin[BASE_KEY] = _record(variables, base, rules, resolved, restored_from).to_json()
         origin[SETTINGS_KEY] = frozen_base.settings(job.task.lora)
     loaded: TrainState = jax.tree.unflatten(structure, leaves.values())
-    return Beginning(loaded, origin, None if resolved is None else resolved.report)
+    return loaded, origin, None if resolved is None else resolved.report
 
 
 def begins_with(job: Job, directory: epath.Path) -> bool:
@@ -129,7 +111,6 @@ def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | Non
     """Returns the rules by which a run with adapters begins with the folder in `--restore_checkpoint_dir`.
 
     Args:
-      job: the job.
       directory: a Hugging Face folder, which is the base; or a folder of PEFT, which has the adapters: then the base is that of
         `task.train.init_from_checkpoint_rules` or, without rules, the folder that adapter_config.json names.
 
@@ -219,7 +200,6 @@ def _resolve(job: Job, variables: TrainState, rules: Mapping[Any, Any]) -> Resol
 
 
 def _load_base(job: Job, variables: TrainState, recorded: BaseRecord) -> tuple[dict[str, jax.Array], BaseRecord]:
-    """Returns the base by path, and its record."""
     rules: Mapping[Any, Any] = job.task.train.init_from_checkpoint_rules or {}
     restored_from = recorded.restored_from
     is_folder = checkpoint_sources.is_hf_folder
@@ -278,8 +258,6 @@ def _prepared(job: Job, metadata: Layout, state: TrainState, loaded: set[str]) -
     """Returns the adapters that depend on the base, by path: DoRA's magnitudes.
 
     Args:
-      job: the job.
-      metadata: the layout of the state.
       state: the state, with its base loaded.
       loaded: paths of adapters that were loaded, and so are not returned.
     """

@@ -29,7 +29,6 @@ def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: boo
     Args:
       source: this process's share, at its beginning.
       kind: 'training', 'evaluation' or 'decode'.
-      count: number of processes.
       must_end_together: True to refuse shares that end at different batches; False to end with the shortest.
 
     Raises:
@@ -125,7 +124,6 @@ class AgreedInput:
         self._cancelled.set()
 
     def reset(self) -> None:
-        """Begins again."""
         self._batches = 0
         self._source.reset()  # type: ignore[attr-defined]  # finite inputs have it
 

@@ -52,7 +52,6 @@ def of(job: Job, *, decodes: bool = False) -> str:
     arXiv:2405.15682), and any other at the variables.
 
     Args:
-      job: the job.
       decodes: True for `task.train.decode_use_ema_states`, False for `eval_use_ema_states`.
 
     Raises:
@@ -99,8 +98,6 @@ def mean(job: Job, steps: Sequence[int], restore: Callable[[int], Restored]) -> 
     are the newest's. Beside the sums, the variables of one checkpoint are in memory.
 
     Args:
-      job: the job.
-      steps: the steps, oldest first.
       restore: restores a step, without optimizer states. What it returns is used up.
     """
     hparams = job.partitioner.layout.var_weight_hparams

@@ -42,9 +42,6 @@ class CallbackList:
     def call(self, hook: str, run: Run, *args: object) -> list[object]:
         """Calls one method of every callback that overrides it.
 
-        Returns:
-          What they returned.
-
         Raises:
           CallbackError: an experiment's or a caller's callback raised an exception.
         """
@@ -62,7 +59,6 @@ class CallbackList:
         """Calls `on_failure` of every callback. What one of them raises is logged: the first error is the one to report.
 
         Args:
-          run: the run.
           error: what has ended it.
           seconds: how long one of them may take before the next is called; None for as long as it takes.
         """
@@ -99,7 +95,6 @@ def within(seconds: float, what: str, work: Callable[[], object]) -> None:
     Args:
       seconds: the longest wait. The thread is then left behind; it keeps no process alive.
       what: names the work for the log, e.g. 'closing the logs'.
-      work: what to do.
     """
 
     def run() -> None:

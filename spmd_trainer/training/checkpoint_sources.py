@@ -61,7 +61,6 @@ def _room(module: str, directory: epath.PathLike) -> ModuleType | None:
 
 
 def is_hf_folder(directory: epath.PathLike) -> bool:
-    """Returns True for a Hugging Face folder."""
     hf = _room("hf", directory)
     return hf is not None and bool(hf.is_folder(directory))
 

@@ -128,8 +128,6 @@ def restore_from(
     """Restores a step of this trainer or of Pax, or a Hugging Face folder, from `RunConfig.checkpoint_dir`.
 
     Args:
-      job: the job.
-      layout: the state to restore.
       step: the step; None for the newest whole one.
       partial: see `checkpointing.restore`.
       with_input: see `checkpointing.restore`.
@@ -171,9 +169,9 @@ def _of_folder(job: Job, directory: epath.Path, averages: str, *, step: int | No
         raise UserError(f"{directory} has no optimizer states and no moving averages, and so no {averages}")
     rules, restored_from = adapter_checkpoints.rules_of(job, directory)
     state = job.partitioner.initialize_train_state(job.prng_key, with_opt_states=False)
-    begun = adapter_checkpoints.begin(job, metadata, state, rules, restored_from=restored_from)
-    record = records.make(0, begun.state, records.by_path(metadata.variables), None, begun.origin)
-    return Restored(begun.state, 0, None, record)
+    state, origin, _ = adapter_checkpoints.begin(job, metadata, state, rules, restored_from=restored_from)
+    record = records.make(0, state, records.by_path(metadata.variables), None, origin)
+    return Restored(state, 0, None, record)
 
 
 def present_in_source(config: RunConfig) -> list[int] | None:
@@ -186,16 +184,14 @@ def present_in_source(config: RunConfig) -> list[int] | None:
       PaxError: the save of the step that was asked for was cut off, or Pax saved no other step.
     """
     begins_anew = config.mode == "train" and config.restore_checkpoint_dir is None
-    if begins_anew or (config.mode == "train" and _has_own(config)):
+    if begins_anew or (config.mode == "train" and has_own(config)):
         return None
-    if checkpoint_sources.is_hf_folder(config.checkpoint_dir) or checkpoint_sources.is_peft_folder(
-        config.checkpoint_dir
-    ):
+    directory = config.checkpoint_dir
+    if checkpoint_sources.is_hf_folder(directory) or checkpoint_sources.is_peft_folder(directory):
         return [0]
-    found = pax.find(config.checkpoint_dir)
-    if found is not None:
+    if (found := pax.find(directory)) is not None:
         return pax.finished_steps(found, config.restore_checkpoint_step)
-    return steps.present(config.checkpoint_dir)
+    return steps.present(directory)
 
 
 def prefers_own(config: RunConfig) -> bool:
@@ -204,17 +200,10 @@ def prefers_own(config: RunConfig) -> bool:
     That flag is then a Hugging Face folder, as in the command that trained the run. Says what this process sees.
     """
     folder = config.restore_checkpoint_dir
-    if folder is None or not checkpoint_sources.is_hf_folder(folder):
-        return False
-    return _has_own(config)
+    return folder is not None and checkpoint_sources.is_hf_folder(folder) and has_own(config)
 
 
-def resumes(config: RunConfig) -> bool:
-    """Returns True if a training run goes on from its own checkpoints, as process 0 sees it. Called by every process."""
-    return decided_by_process_0(lambda: _has_own(config))
-
-
-def _has_own(config: RunConfig) -> bool:
+def has_own(config: RunConfig) -> bool:
     """Returns True if a run has checkpoints of its own, whole or damaged. What a killed save left is none."""
     return steps.present_and_committed(config.job_log_dir / "checkpoints")[1]
 
@@ -303,7 +292,6 @@ def require_run(directory: epath.Path) -> None:
 
 
 def no_checkpoint_in(directory: epath.Path) -> UserError:
-    """Returns the error for a directory without checkpoints."""
     below = directory / "checkpoints"
     fix = (
         f"did you mean --restore_checkpoint_dir={below}?"

@@ -7,7 +7,7 @@ import copy
 import inspect
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spmd_trainer.base_experiment import BaseExperiment
@@ -56,7 +56,6 @@ def make_experiment(
 
     Args:
       exp: what the caller gave; an instance is copied.
-      cls: the experiment's class.
       assignments: overrides, each as 'NAME=value'.
 
     Raises:
@@ -66,8 +65,7 @@ def make_experiment(
     own = vars(exp) if isinstance(exp, BaseExperiment) else {}
     values = dict(_parse(assignment, cls, own) for assignment in assignments)
     if values:
-        same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        cls = types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update({**same, **values}))
+        cls = with_attributes(cls, values)
     if isinstance(exp, BaseExperiment):
         experiment = copy.copy(exp)
         experiment.__class__ = cls
@@ -78,8 +76,13 @@ def make_experiment(
     return experiment, values
 
 
+def with_attributes(cls: type[BaseExperiment], values: Mapping[str, Any]) -> type[BaseExperiment]:
+    """Returns a subclass of the same name and module that has these attributes."""
+    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update({**same, **values}))
+
+
 def _parse(assignment: str, cls: type, own: dict[str, Any]) -> tuple[str, Any]:
-    """Returns the name and the value of one override."""
     path, equals, text = assignment.partition("=")
     match = _FIRST_NAME.match(path)
     name = match[1] if match else ""

@@ -60,7 +60,10 @@ def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
             )
     job, names = multihost.broadcast((new_job_name(), names), name=f"the token stores of {built.name}")
     if names:
-        helpers = Helpers(index, count, _workers(built.name), job, config.data_cache_limit)
+        hosts = multihost.gather(f"the hosts of {built.name}", socket.gethostname())
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = min(_MOST_WORKERS, max(1, processors // hosts.count(socket.gethostname())))
+        helpers = Helpers(index, count, workers, job, config.data_cache_limit)
         logging.info(
             "%s: %s in token stores in %s, or tokenised into them with %s while this run reads the text",
             *(
@@ -76,10 +79,3 @@ def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
         yield
     finally:
         built.stop_tokenising()
-
-
-def _workers(name: str) -> int:
-    """Returns how many processors of this host each process of the job has there, `_MOST_WORKERS` at most."""
-    hosts = multihost.gather(f"the hosts of {name}", socket.gethostname())
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_WORKERS, max(1, processors // hosts.count(socket.gethostname())))

@@ -40,9 +40,7 @@ class FiniteDataset:
     """One finite dataset of a job.
 
     Attributes:
-      name: the dataset's name.
       shapes: ShapeDtypeStructs of the global batch.
-      num_rows: rows of the global batch.
       put: puts one process's rows of a batch on the devices.
     """
 
@@ -50,8 +48,6 @@ class FiniteDataset:
         """Builds the input.
 
         Args:
-          job: the job.
-          input_p: the input's config.
           kind: 'eval' or 'decode'.
           index: which of the job's datasets of this kind it is.
 
@@ -183,10 +179,6 @@ def _limit(data: Any) -> int | None:
     return limit or None
 
 
-def _with_rows(declared: PyTree, added: int) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] + added, *x.shape[1:]), x.dtype), declared)
-
-
 def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], None]:
     """Returns a function that checks each batch of an input; the first also by `task.train.enforce_input_specs`."""
     unchecked, vocabulary = job.task.train.enforce_input_specs, vocabulary_size(job.task)
@@ -203,7 +195,9 @@ def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], N
 
 def _padded_batch_checker(job: Job, name: str, data: Any, specs: PyTree) -> Callable[[PyTree], None]:
     """Returns `batch_checker` for the batches of a built input with the rows that it adds."""
-    return batch_checker(job, name, _with_rows(specs, getattr(data, "batch_padding_size", 0)))
+    added = getattr(data, "batch_padding_size", 0)
+    padded = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] + added, *x.shape[1:]), x.dtype), specs)
+    return batch_checker(job, name, padded)
 
 
 def check_first_batch(job: Job, input_p: Any, kind: str) -> Any:
@@ -214,8 +208,6 @@ def check_first_batch(job: Job, input_p: Any, kind: str) -> Any:
       it might go on behind its first batch.
 
     Args:
-      job: the job.
-      input_p: the input's config.
       kind: 'evaluation' or 'decode'.
 
     Raises:
@@ -270,9 +262,8 @@ def _differences(given: dict[str, str], wanted: dict[str, str]) -> Iterator[str]
 
 def _leaves(tree: Any) -> dict[str, str]:
     """Returns {path: dtype and shape}, e.g. {'image/pixels': 'float32 [8, 28, 28]'}."""
-    return {path_str(path): _dtype_and_shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _dtype_and_shape(leaf: Any) -> str:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    return f"{dtype} {list(np.shape(leaf))}"
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        found[path_str(path)] = f"{dtype} {list(np.shape(leaf))}"
+    return found

@@ -48,7 +48,6 @@ class Decodes:
 
         Args:
           state: a state without optimizer states.
-          step: its step.
           between_batches: called before each batch. If it raises, decoding stops; the next `run` continues from that batch.
 
         Raises:
@@ -69,17 +68,22 @@ class Decodes:
 
     def samples(self, step: int) -> dict[str, list[dict[str, Any]]]:
         """Returns {DATASET: its first records, at most 32} of a step that `run` has decoded. On process 0."""
-        return {dataset.name: dataset.first_records(step, _SAMPLES) for dataset in self._datasets or ()}
+        found = {}
+        for dataset in self._datasets or ():
+            with (dataset.directory / f"step_{step}.jsonl").open() as file:
+                lines = itertools.islice(file, _SAMPLES)
+                found[dataset.name] = [json_values.parse_object(line, finite=False) for line in lines]
+        return found
 
 
 class DecodeDataset(FiniteDataset):
-    """One decode dataset and the step compiled for it. Arguments as for `FiniteDataset`."""
+    """One decode dataset, the step compiled for it, and the directory of its outputs. Arguments as for `FiniteDataset`."""
 
     def __init__(self, job: Job, input_p: Any, index: int):
         super().__init__(job, input_p, "decode", index)
         task, infers = job.task, job.config.mode == "infer"
         self._task = task
-        self._directory = job.config.job_log_dir / "decode_out" / self.name
+        self.directory = job.config.job_log_dir / "decode_out" / self.name
         self._packing = ScalarPacking()
         self._tokenizer = getattr(self._input, "tokenizer", None)
         self._generation = rooms.find("decoder.generation.decode")
@@ -113,12 +117,15 @@ class DecodeDataset(FiniteDataset):
           UserError: the dataset is empty, or a prompt is too long.
         """
         writes = jax.process_index() == 0
-        output = DecodeOutput(self._directory, step, self.fingerprint(state))
+        output = DecodeOutput(self.directory, step, self.fingerprint(state))
         metrics = output.finished_metrics() if writes else None
         if multihost.broadcast(metrics is not None):
             logging.info("%s at step %d was already decoded with these variables: %s", self.name, step, output.path)
             return metrics or {}
-        self._check_prompts()
+        if self._may_be_too_long:  # looked for first, so that such a prompt doesn't fail hours later
+            self._input.reset()
+            for index, batch in enumerate(self._batches()):
+                decode_records.check_prompts(self._task, self.name, batch, index * self.num_rows)
         done = multihost.broadcast(output.batches_done() if writes else 0)
         if done:
             logging.info("%s at step %d: %d batches were already decoded", self.name, step, done)
@@ -128,18 +135,6 @@ class DecodeDataset(FiniteDataset):
         metrics, examples = output.finish(batches)
         logging.info("decoded %d examples of %s at step %d into %s", examples, self.name, step, output.path)
         return metrics
-
-    def first_records(self, step: int, count: int) -> list[dict[str, Any]]:
-        """Returns the first records of a step that was decoded, at most `count`."""
-        with (self._directory / f"step_{step}.jsonl").open() as file:
-            return [json_values.parse_object(line, finite=False) for line in itertools.islice(file, count)]
-
-    def _check_prompts(self) -> None:
-        """Checks all prompts before decoding the first, so that a prompt that is too long doesn't fail hours later."""
-        if self._may_be_too_long:
-            self._input.reset()
-            for index, batch in enumerate(self._batches()):
-                decode_records.check_prompts(self._task, self.name, batch, index * self.num_rows)
 
     def _decode_batches(
         self, state: TrainState, step: int, done: int, output: DecodeOutput | None, between_batches: Callable[[], None]
@@ -162,7 +157,6 @@ class DecodeDataset(FiniteDataset):
         return batches
 
     def lower(self) -> jax.stages.Lowered:
-        """Returns the step lowered for its mesh."""
         return self._step.lower(self._key)
 
     def outputs(self, state: TrainState, batch: PyTree, index: int = 0) -> PyTree:

@@ -229,7 +229,6 @@ class DecodeOutput:
 
         Args:
           directory: `decode_out/DATASET`.
-          step: the training step.
           identity: fingerprint of variables, data and settings; files with another identity are ignored.
         """
         self.path = directory / f"step_{step}.jsonl"
@@ -301,7 +300,12 @@ def say(dataset: str, step: int, record: Mapping[str, object], file: epath.Path)
     parts = {name: shown(str(record[name]), file) for name in _STYLES if name in record}
     if "output" not in parts:
         parts = {"output": shown(json.dumps(record, ensure_ascii=False), file)}
-    rows = [(name, first, line) for name, lines in parts.items() for first, line in _labelled(name, lines)]
+    # The name stands in front of the first line.
+    rows = [
+        (name, f"  {'' if number else name:6} | ", line)
+        for name, lines in parts.items()
+        for number, line in enumerate(lines)
+    ]
     if live.display is not None:
         from rich.text import Text  # only terminals need it
 
@@ -321,9 +325,3 @@ def shown(text: str, file: epath.Path) -> list[str]:
     if not begin.strip():
         return [repr(begin), *note]
     return [terminal.visible(line) for line in lines] + note
-
-
-def _labelled(name: str, lines: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields each line with what stands in front of it: the name in front of the first one."""
-    for number, line in enumerate(lines):
-        yield f"  {'' if number else name:6} | ", line

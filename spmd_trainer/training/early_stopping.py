@@ -50,7 +50,6 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
 
     @property
     def improved(self) -> bool:
-        """True if the latest evaluation is the best so far."""
         return self._best is not None and not self._since_best
 
     def dataset_among(self, names: Iterable[str]) -> str | None:
@@ -112,7 +111,14 @@ class EarlyStop(Callback):
         # Processes may see the files of summaries at different moments.
         self._has_stopped = multihost.broadcast(self._has_stopped)
         if self._best is not None:
-            self._drop_later(self._best, run.step)
+            best = self._best.directory
+
+            def drop_later() -> None:  # of a run that was killed before its own checkpoint of that step was saved
+                for step in steps.present(best):
+                    if step > run.step:
+                        steps.delete(best, step)
+
+            decided_by_process_0(drop_later)
         if self._has_stopped:
             run.stop(STOPPED)
 
@@ -173,14 +179,3 @@ class EarlyStop(Callback):
             self._told_of = step
             # A run that had stopped at an earlier step, and was given more patience since, continues.
             self._has_stopped = stops and step == run.step
-
-    @staticmethod
-    def _drop_later(best: Checkpointer, step: int) -> None:
-        """Deletes best checkpoints of later steps: the run was killed before its own checkpoint of that step was saved."""
-
-        def delete() -> None:
-            for later in steps.present(best.directory):
-                if later > step:
-                    steps.delete(best.directory, later)
-
-        decided_by_process_0(delete)

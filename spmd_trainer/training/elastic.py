@@ -49,9 +49,6 @@ def rebuild(job: Job, devices: Sequence[jax.Device], state: TrainState) -> tuple
 
     The experiment's `mesh_for_devices` gives the mesh, the partitioner's `elastic_batch` decides about the batch.
 
-    Returns:
-      The job on the new mesh, and the state on it.
-
     Raises:
       UserError: the experiment has no mesh for this number of devices, its mesh doesn't fit the devices or the mappings, or the
         batch can't be scaled.
@@ -83,14 +80,11 @@ def batch_settings(job: Job, num_devices: int) -> BatchSettings:
         case "accumulate":
             at_least = -(-now.first_minibatches * now.first_devices // num_devices)
             rows = partitioner.rows_to_split(job.num_rows, num_devices)
-            return dataclasses.replace(now, num_minibatches=_divisor(rows, at_least))
+            # The least number that divides the rows and gives no device more rows at once than at first.
+            number = next((n for n in range(at_least, rows) if rows % n == 0), rows)
+            return dataclasses.replace(now, num_minibatches=number)
         case _:
             return now
-
-
-def _divisor(num_rows: int, at_least: int) -> int:
-    """Returns the least number of minibatches that divides the rows and gives no device more rows at once than at first."""
-    return next((n for n in range(at_least, num_rows) if num_rows % n == 0), num_rows)
 
 
 def _batch_text(old: Job, new: Job) -> str:

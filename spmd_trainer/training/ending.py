@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,52 +47,43 @@ _OF_THE_MODEL = tuple(
 _OF_TRAINING = ("task.train.", "task.early_stopping_fn", "train_datasets")
 
 
-@dataclasses.dataclass(frozen=True)
-class Results:
-    """What a training run ended with.
+def log_summary(
+    config: RunConfig,
+    outcome: str,
+    next_step: str,
+    *,
+    loss: float | None,
+    metrics: Mapping[str, float],
+    evaluated: int | None,
+) -> None:
+    """Logs how a training run ended, its last metrics, where its results are and the commands that show them. Process 0 does.
 
-    Attributes:
+    Args:
+      outcome: how it ended, e.g. 'finished: step 600 of 600 in 5m31s'; empty if nothing was trained.
+      next_step: how it can continue; empty if it is complete.
       loss: the loss of the last step; None if no step was taken.
       metrics: the metrics of the last evaluation, as 'DATASET/metric'.
       evaluated: the step of the last evaluation of this run; None for none.
     """
-
-    loss: float | None
-    metrics: Mapping[str, float]
-    evaluated: int | None
-
-
-def log_summary(config: RunConfig, outcome: str, next_step: str, results: Results) -> None:
-    """Logs how a training run ended, its last metrics, where its results are and the commands that show them. Process 0 does.
-
-    Args:
-      config: the run's.
-      outcome: how it ended, e.g. 'finished: step 600 of 600 in 5m31s'; empty if nothing was trained.
-      next_step: how it can continue; empty if it is complete.
-      results: what it ended with.
-    """
     if jax.process_index():
         return
     names = ["train", *(input_p.name for input_p in config.experiment.config.eval_datasets)]
-    evaluated = {} if results.evaluated is None else _by_dataset(results.metrics, names)
-    lines = list(_ending(outcome, next_step, results, evaluated))
+    found = {} if evaluated is None else _by_dataset(metrics, names)
+    last = "" if loss is None else f"{loss:.4f}"
+    lines = []
+    if outcome:
+        lines.append(f"{outcome}{f', loss {last}' if last else ''}{f'; {next_step}' if next_step else ''}")
+    if evaluated is not None:
+        shown = "; ".join(f"{dataset}: {text}" for dataset, text in found.items())
+        lines.append(f"last evaluation, at step {evaluated}: {shown}")
     commands = [*_results(config.job_log_dir), *next_commands(config)]
     if live.display is not None:
-        live.display.print(_table(outcome, next_step, results, evaluated))
+        of_step = {f"{dataset} at step {evaluated}": text.replace("  ", "\n") for dataset, text in found.items()}
+        live.display.print(_table(outcome, next_step, last, of_step))
         live.display.print("\n".join(commands))
     # Where there is a display, these lines go to the log's file alone.
     for line in [*lines, *commands]:
         logging.info("%s", line, extra=SHOWN_LIVE)
-
-
-def _ending(outcome: str, next_step: str, results: Results, evaluated: Mapping[str, str]) -> Iterator[str]:
-    """Yields how a run ended and its last metrics, a line each."""
-    if outcome:
-        loss = "" if results.loss is None else f", loss {results.loss:.4f}"
-        yield f"{outcome}{loss}{f'; {next_step}' if next_step else ''}"
-    if results.evaluated is not None:
-        metrics = "; ".join(f"{dataset}: {text}" for dataset, text in evaluated.items())
-        yield f"last evaluation, at step {results.evaluated}: {metrics}"
 
 
 def say_results(directory: epath.Path) -> None:
@@ -105,7 +95,6 @@ def say_results(directory: epath.Path) -> None:
 
 
 def _results(directory: epath.Path) -> Iterator[str]:
-    """Yields where a run's results are, and how to look at them."""
     if not directory.exists():
         return
     yield f"results in {directory}: {_contents(directory)}"
@@ -174,10 +163,12 @@ def next_commands(config: RunConfig) -> Iterator[str]:
         ("to decode:", "decode_once", "decode", experiment.config.decode_datasets),
     ):
         if datasets:
-            yield f"  {what:<19} {_command(config, mode) if has_command else _python_call(config, function)}"
+            # The run's directory knows the rest of its command.
+            command = ["spmd-trainer", f"--job_log_dir={config.job_log_dir}", f"--mode={mode}"]
+            yield f"  {what:<19} {shlex.join(command) if has_command else _python_call(config, function)}"
 
 
-def _table(how: str, then: str, results: Results, evaluated: Mapping[str, str]) -> Table:
+def _table(how: str, then: str, loss: str, evaluated: Mapping[str, str]) -> Table:
     """Returns a table of how a run ended. Commands and paths are not in it: they must not be wrapped."""
     # Only terminals need rich.
     from rich import box
@@ -188,11 +179,8 @@ def _table(how: str, then: str, results: Results, evaluated: Mapping[str, str]) 
     shown.add_column(style="dim", no_wrap=True)
     shown.add_column(overflow="fold")
     colour = "yellow" if then else "green"
-    rows = [("end", how, f"bold {colour}"), ("next", then, colour)]
-    rows.append(("loss", "" if results.loss is None else f"{results.loss:.4f}", "bold"))
-    for dataset, metrics in evaluated.items():
-        rows.append((f"{dataset} at step {results.evaluated}", metrics.replace("  ", "\n"), ""))
-    for name, value, style in rows:
+    rows = [("end", how, f"bold {colour}"), ("next", then, colour), ("loss", loss, "bold")]
+    for name, value, style in [*rows, *((name, metrics, "") for name, metrics in evaluated.items())]:
         if value:
             shown.add_row(Text(name), Text(value, style))
     return shown
@@ -204,25 +192,12 @@ def _steps_text(saved: list[int]) -> str:
     return named_text(saved, "step")
 
 
-def _command(config: RunConfig, mode: str) -> str:
-    """Returns the command that runs another mode on this run's checkpoints; the directory knows the rest."""
-    return shlex.join(["spmd-trainer", f"--job_log_dir={config.job_log_dir}", f"--mode={mode}"])
-
-
 def _python_call(config: RunConfig, function: str) -> str:
-    """Returns the same as a call of `spmd_trainer.evaluate` or `decode`."""
+    """Returns the same as a call of `spmd_trainer.evaluate` or `decode`, with the overrides that count there."""
     arguments = [type(config.experiment.experiment).__name__, repr(str(config.job_log_dir))]
-    if overrides := _overrides(config):
+    given = config.experiment.overrides
+    if overrides := [one for one in given if one.startswith(_OF_THE_MODEL) or not one.startswith(_OF_TRAINING)]:
         arguments.append(f"overrides={overrides!r}")
     if config.mesh:
         arguments.append(f"mesh={mesh_flag(config.mesh)!r}")
     return f"spmd_trainer.{function}({', '.join(arguments)})"
-
-
-def _overrides(config: RunConfig) -> list[str]:
-    """Returns the overrides that change the model, or what is evaluated and decoded."""
-    return [
-        override
-        for override in config.experiment.overrides
-        if override.startswith(_OF_THE_MODEL) or not override.startswith(_OF_TRAINING)
-    ]

@@ -56,7 +56,6 @@ class Evaluations:
 
         Args:
           state: a state without optimizer states.
-          step: its step.
           train_batch: a training batch, on the devices, to evaluate as well (without dropout and the like), or None.
           next_batch: returns the training batch to evaluate if `train_batch` is None, or None if there is none. Not called if
             an earlier start of the run has evaluated a training batch at this step.
@@ -81,17 +80,14 @@ class Evaluations:
         if train_batch is not None:
             results |= self._write("train", step, self._evaluate_train_batch(state, train_batch), {})
         for dataset in self._datasets:
-            results |= self._evaluate_once(dataset, state, step, between_batches)
+            same = dataset.fingerprint(state)
+            record = read_metrics(self._job.config.job_log_dir, f"eval_{dataset.name}").get(step, {})
+            if multihost.broadcast(record.get(_IDENTITY) == same):
+                results |= _results_again(dataset.name, step, record)
+            else:
+                metrics = dataset.evaluate(state, step, between_batches)
+                results |= self._write(dataset.name, step, metrics, {_IDENTITY: same})
         return results
-
-    def _evaluate_once(
-        self, dataset: EvalDataset, state: TrainState, step: int, between_batches: Callable[[], None]
-    ) -> dict[str, float]:
-        same = dataset.fingerprint(state)
-        record = read_metrics(self._job.config.job_log_dir, f"eval_{dataset.name}").get(step, {})
-        if multihost.broadcast(record.get(_IDENTITY) == same):
-            return _results_again(dataset.name, step, record)
-        return self._write(dataset.name, step, dataset.evaluate(state, step, between_batches), {_IDENTITY: same})
 
     def _evaluate_train_batch(self, state: TrainState, batch: PyTree) -> dict[str, float]:
         if self._train_step is None:
@@ -120,7 +116,6 @@ class EvalStep:
         """Prepares the step.
 
         Args:
-          job: the job.
           shapes: ShapeDtypeStructs of the global batch.
           data: name of what it evaluates, for the log.
           per_example: also return the outputs of each example.
@@ -165,7 +160,6 @@ class EvalDataset(FiniteDataset):
 
         Args:
           state: a state without optimizer states.
-          step: its step.
           between_batches: called before each batch. If it raises, the evaluation stops.
 
         Returns:

@@ -43,7 +43,6 @@ class EventFile:
         """Chooses a file name that no other process uses. The first write creates the file.
 
         Args:
-          directory: where to write.
           replaces_from: TensorBoard discards this and later steps of the directory's earlier files: a killed run
             repeats the steps after its last checkpoint. None discards nothing.
         """
@@ -90,15 +89,10 @@ def _record(event: event_pb2.Event) -> bytes:
     return content.getvalue()
 
 
-_STATUSES = {
-    "finished": api_pb2.STATUS_SUCCESS,
-    "failed": api_pb2.STATUS_FAILURE,
-    "stopped": api_pb2.STATUS_UNKNOWN,
-}
+_STATUSES = {"finished": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE, "stopped": api_pb2.STATUS_UNKNOWN}
 
 
 def text(tag: str, content: str) -> summary_pb2.Summary:
-    """Makes a text summary, shown as Markdown."""
     summary: summary_pb2.Summary = text_v2.text_pb(tag, content)
     return summary
 
@@ -122,7 +116,6 @@ def hparams(values: Mapping[str, bool | int | float | str | None], *, trial: str
     """Makes the summary of a run's hyperparameters; None is shown as 'None'.
 
     Args:
-      values: by name.
       trial: the run's trial.
       began: start of the run, in seconds since 1970.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -47,7 +48,6 @@ class ResolvedExperiment:
     """An experiment with its overrides applied.
 
     Attributes:
-      name: full registered name.
       label: the name for messages: as the user gave it, or the short name of a class.
       experiment: an instance whose `task()` and `*_datasets()` return the overridden configs.
       config: the resolved fiddle config of `ExperimentConfig`.
@@ -64,7 +64,6 @@ class ResolvedExperiment:
 
     @property
     def task_p(self) -> Any:
-        """The task's resolved config."""
         return self.config.task
 
     def lines(self) -> list[str]:
@@ -100,20 +99,9 @@ def resolve(
     found, overrides = experiment_registry.find(exp), tuple(overrides)
     _check_class(found.cls, exp, found.label)
     try:
-        of_class = [assignment for assignment in overrides if class_overrides.is_of_class(assignment)]
-        experiment, attributes = class_overrides.make_experiment(exp, found.cls, of_class)
-        task_p = experiment.task()
-        with _errors_of(experiment, found.label):
-            if not isinstance(task_p, fdl.Buildable):
-                is_task = tasks_lib.SingleTask in (task_p, type(task_p))
-                wanted = f"task() returns {task_p!r:.200}; it must return a config of tasks_lib.SingleTask"
-                raise not_a_config("what task() returns", task_p) if is_task else UserError(wanted)
-        config = pax_fiddle.Config(ExperimentConfig, task=task_p)
-        of_task = [assignment for assignment in overrides if assignment.startswith("task.")]
-        for assignment in of_task:
-            apply_override(config, assignment)
+        experiment, attributes, config = _with_task(exp, found, overrides)
         if config.task.mup is not None:
-            _resolve_base(config.task.mup, exp, found.cls, overrides)
+            _resolve_base(config.task.mup, exp, found, overrides)
         with _errors_of(experiment, found.label):
             _validate_kinds(config)
             _validate_mesh(config.task)
@@ -124,12 +112,13 @@ def resolve(
         for kind in _DATASETS:
             setattr(config, kind, list(getattr(experiment, kind)()))
         for assignment in overrides:
-            if assignment not in of_task and assignment not in of_class:
+            if not assignment.startswith("task.") and not class_overrides.is_of_class(assignment):
                 apply_override(config, assignment)
         with _errors_of(experiment, found.label):
             _validate_kinds(config)
             _validate_datasets(config)
-        _use_datasets(experiment, config)
+        for kind in _DATASETS:  # the experiment's own methods return the overridden configs
+            setattr(experiment, kind, functools.partial(list, getattr(config, kind)))
         with _errors_of(experiment, found.label):
             experiment.validate()
             _validate_names(config)
@@ -146,9 +135,26 @@ def resolve(
     return ResolvedExperiment(found.name, found.label, experiment, config, overrides, attributes)
 
 
-def _resolve_base(
-    mup_p: Any, exp: str | type[BaseExperiment] | BaseExperiment, cls: type[BaseExperiment], overrides: Sequence[str]
-) -> None:
+def _with_task(
+    exp: object, found: experiment_registry.Found, overrides: Sequence[str]
+) -> tuple[BaseExperiment, dict[str, Any], Any]:
+    """Returns the experiment, its overridden class attributes, and its config: the overridden task, no datasets yet."""
+    of_class = [assignment for assignment in overrides if class_overrides.is_of_class(assignment)]
+    experiment, attributes = class_overrides.make_experiment(exp, found.cls, of_class)
+    task_p = experiment.task()
+    with _errors_of(experiment, found.label):
+        if not isinstance(task_p, fdl.Buildable):
+            is_task = tasks_lib.SingleTask in (task_p, type(task_p))
+            wanted = f"task() returns {task_p!r:.200}; it must return a config of tasks_lib.SingleTask"
+            raise not_a_config("what task() returns", task_p) if is_task else UserError(wanted)
+    config = pax_fiddle.Config(ExperimentConfig, task=task_p)
+    for assignment in overrides:
+        if assignment.startswith("task."):
+            apply_override(config, assignment)
+    return experiment, attributes, config
+
+
+def _resolve_base(mup_p: Any, exp: object, found: experiment_registry.Found, overrides: Sequence[str]) -> None:
     """Sets `base_model` of a config of `mup.Mup`: the experiment's model with what `base` changes.
 
     Raises:
@@ -159,13 +165,7 @@ def _resolve_base(
             'task.mup must be a config with a base, e.g. Config(st.Mup, base={"MODEL_DIMS": 64}), with values by class attribute '
             "or path"
         )
-    assignments = [*overrides, *(f"{name}={value!r}" for name, value in mup_p.base.items())]
-    of_class = [assignment for assignment in assignments if class_overrides.is_of_class(assignment)]
-    experiment, _ = class_overrides.make_experiment(exp, cls, of_class)
-    config = pax_fiddle.Config(ExperimentConfig, task=experiment.task())
-    for assignment in assignments:
-        if assignment.startswith("task."):
-            apply_override(config, assignment)
+    _, _, config = _with_task(exp, found, [*overrides, *(f"{name}={value!r}" for name, value in mup_p.base.items())])
     mup_p.base_model = mup.BaseModel(config.task.model)
 
 
@@ -216,13 +216,6 @@ def _shown(value: Any) -> str:
     return f"{text[: _MAX_CHARS // 10]}... ({len(text)} characters, crc32 {checksum:08x})"
 
 
-def _use_datasets(experiment: BaseExperiment, config: Any) -> None:
-    """Makes the experiment's own methods return the overridden configs."""
-    for kind in _DATASETS:
-        configs = getattr(config, kind)
-        setattr(experiment, kind, lambda configs=configs: list(configs))
-
-
 def apply_override(config: Any, assignment: str) -> None:
     """Applies one 'path.to.field=value' to a config, checking every step of the path.
 
@@ -233,7 +226,10 @@ def apply_override(config: Any, assignment: str) -> None:
     if not equals or not path:
         raise UserError(f"override {assignment!r} is not of the form path.to.field=value")
     try:
-        steps = daglish_path(path)
+        steps = list(daglish.parse_path(path if path.startswith("[") else f".{path}"))
+    except ValueError as error:
+        raise UserError(f"{path!r} is not a path such as task.train.num_train_steps") from error
+    try:
         node = config
         for done, step in enumerate(steps):
             _check_step(node, step, steps[:done], path)
@@ -251,14 +247,6 @@ def without_replaced(assignments: Sequence[str], later: Sequence[str]) -> list[s
         for assignment in assignments
         if not any(re.match(rf"{re.escape(path)}\s*[=.\[]", assignment.lstrip()) for path in paths)
     ]
-
-
-def daglish_path(path: str) -> list[Any]:
-    """Parses 'a.b[0].c' into fiddle path elements."""
-    try:
-        return list(daglish.parse_path(path if path.startswith("[") else f".{path}"))
-    except ValueError as error:
-        raise UserError(f"{path!r} is not a path such as task.train.num_train_steps") from error
 
 
 def _check_step(node: Any, step: Any, before: list[Any], path: str) -> None:
@@ -307,8 +295,7 @@ def _validate_kinds(config: Any) -> None:
 
 def _validate_datasets(config: Any) -> None:
     for kind in _DATASETS:
-        datasets = getattr(config, kind)
-        if not isinstance(datasets, list | tuple):
+        if not isinstance(datasets := getattr(config, kind), list | tuple):
             raise UserError(f"{kind} is {datasets!r:.80}; give a list of configs of inputs")
         for index, dataset in enumerate(datasets):
             if not isinstance(dataset, fdl.Buildable):

@@ -49,7 +49,6 @@ def learns(scalars: Scalars, loss_name: str) -> bool:
     That is so if its loss is NaN or Inf, if no optimizer of the learner takes the gradient, or if the loss has no weight.
 
     Args:
-      scalars: the step's scalars.
       loss_name: the name of the loss among the weighted scalars.
     """
     accepted = scalars.summaries_called(_VALID)
@@ -76,7 +75,6 @@ class InvalidSteps(Callback):
         self._loss_name = ""
 
     def on_open(self, run: Run) -> None:
-        """Reads the name of the loss."""
         # Reading a field of a config costs as much as waking a thread, so it isn't done at every step.
         self._loss_name = str(run.task.learner.loss_name)
 
@@ -116,9 +114,7 @@ class InvalidSteps(Callback):
     def _count(self, run: Run, step: int, scalars: Scalars) -> None:
         self.count += 1
         learner, rejected = run.task.learner, not is_accepted(scalars)
-        norms = [
-            f"gradient norm {value:g}" for name, value in scalars.summaries.items() if name.endswith("raw_grad_norm")
-        ]
+        norms = [f"gradient norm {value:g}" for value in scalars.summaries_called(GRAD_NORM)]
         threshold = learner.skip_step_gradient_norm_value
         limit = f" (skip_step_gradient_norm_value is {threshold:g})" if threshold and rejected else ""
         what = f"step {step} is invalid: loss {scalars.loss}, {', '.join(norms) or 'no gradient norm known'}{limit}"

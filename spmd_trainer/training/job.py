@@ -25,7 +25,6 @@ from spmd_trainer.models.base import vocabulary_size
 from spmd_trainer.sharding.messages import count_text, mesh_text
 from spmd_trainer.sharding.report_data import InputLayout
 from spmd_trainer.step import pjit
-from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.mesh_choice import choose_mesh
 from spmd_trainer.step.minibatches import check_count
 from spmd_trainer.step.partitioner import Partitioner
@@ -58,8 +57,6 @@ class Job:
     """An experiment on its devices. Building one allocates nothing on them.
 
     Attributes:
-      config: what was asked.
-      task: the built task.
       partitioner: the partitioner, set up on the job's mesh.
       process_inputs_shape_dtype: ShapeDtypeStructs of one process's training batch.
       batch: the batch settings of an elastic run whose devices have changed, else None.
@@ -102,7 +99,9 @@ class Job:
             for stage in stages:
                 rows = job._in_stage(stage, shapes).num_rows
                 check_count(partitioner.num_minibatches, partitioner.rows_to_split(rows, partitioner.mesh.size))
-        logging.info("%s", _parameters_text(partitioner.metadata))
+        frozen = partitioner.metadata.num_frozen_params()
+        and_frozen = f" learn, {frozen:,} are frozen" if frozen else ""
+        logging.info("%s parameters%s", f"{partitioner.metadata.num_params():,}", and_frozen)
         return job
 
     def on_mesh(self, mesh: Mesh, batch: BatchSettings) -> Job:
@@ -163,7 +162,6 @@ class Job:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the global training batch."""
         return int(jax.tree.leaves(self.inputs_shape_dtype)[0].shape[0])
 
     @staticmethod
@@ -257,7 +255,6 @@ class Job:
 
 
 def make_partitioner(experiment: BaseExperiment) -> Partitioner:
-    """Returns the experiment's partitioner, not set up."""
     return experiment.partitioner() or pjit.PjitPartitioner()
 
 
@@ -288,11 +285,9 @@ def _use_mesh(
         experiment.experiment, task.model, name=experiment.label, given=config.mesh, devices=devices
     )
     partitioner.use_mesh(mesh)
-    count, device = mesh.size, mesh.devices.flat[0]
-    if device.platform == "cpu":
-        what = f"{count_text(count, 'host device')} (no accelerator)"
-    else:
-        what = f"{count_text(count, 'device')} ({device.device_kind})"
+    device, is_host = mesh.devices.flat[0], mesh.devices.flat[0].platform == "cpu"
+    count = count_text(mesh.size, "host device" if is_host else "device")
+    what = f"{count} ({'no accelerator' if is_host else device.device_kind})"
     logging.info("%s: mesh %s on %s, %s", experiment.label, mesh_text(mesh.shape), what, reason)
 
 
@@ -315,11 +310,6 @@ def _scaled(rows: int, batch: BatchSettings, num_devices: int) -> int:
             "choose another batch size, or 'whole' or 'accumulate'"
         )
     return int(scaled)
-
-
-def _parameters_text(metadata: Layout) -> str:
-    frozen = metadata.num_frozen_params()
-    return f"{metadata.num_params():,} parameters" + (f" learn, {frozen:,} are frozen" if frozen else "")
 
 
 def _check_vocabulary(built: Any, task: SingleTask) -> None:

@@ -23,8 +23,6 @@ class Memory:
     """Memory of a process's fullest device, in bytes.
 
     Attributes:
-      in_use: currently allocated.
-      peak: peak allocation.
       limit: capacity; None if the backend doesn't report it.
     """
 
@@ -69,8 +67,6 @@ class PhaseStatus:
     """Current status of a phase, such as compiling or evaluating.
 
     Attributes:
-      what: the activity.
-      seconds: elapsed time.
       batches: finished batches; None for a phase without batches.
       total: number of batches; None if unknown.
     """

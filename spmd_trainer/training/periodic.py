@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
@@ -19,18 +20,12 @@ from spmd_trainer.training.run_config import TrainConfig
 from spmd_trainer.training.signals import Interrupted, SaveRequest
 
 
-@dataclasses.dataclass(frozen=True)
-class Due:
+class Due(NamedTuple):
     """What is to be done after a step."""
 
     save: bool
     evaluate: bool
     decode: bool
-
-    @property
-    def any(self) -> bool:
-        """True if any action is due."""
-        return self.save or self.evaluate or self.decode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +33,11 @@ class Schedule:
     """The intervals of a run as plain numbers: the loop asks after every step, and reading a config's fields is slow.
 
     Attributes:
-      num_steps: the last training step.
-      saves: whether the run saves checkpoints.
       save_interval: steps between two saves; 0 for none.
       eval_interval: steps between two evaluations; 0 for none.
       evaluates_at_end: whether training ends with an evaluation: there is an interval, and something to evaluate (datasets,
         or the training batch).
       decode_interval: steps between two decodes; 0 for none.
-      decodes_at_end: whether training ends with a decode.
       decode_start: no decode before this step.
     """
 
@@ -60,7 +52,6 @@ class Schedule:
 
     @classmethod
     def of_run(cls, config: TrainConfig) -> Schedule:
-        """Reads the intervals of a run."""
         experiment = config.experiment.config
         train_p = experiment.task.train
         eval_interval = int(train_p.eval_interval_steps or 0) if config.eval_on_test else 0
@@ -81,10 +72,6 @@ class Schedule:
 
         A run that is killed before its first interval ends then has a checkpoint to evaluate and to continue from. Called by
         every process.
-
-        Args:
-          checkpoints: the run's own checkpoints.
-          step: the step of the state that the run begins with.
         """
         return self.saves and step == 0 and checkpoints.should_save(step)
 
@@ -93,7 +80,6 @@ class Schedule:
 
         Args:
           checkpoints: says at which steps it saves.
-          step: the step just taken.
           asked: whether a signal asked for a checkpoint.
           leaves: whether the run ends here. It then saves after its loop, and does nothing else.
         """
@@ -120,13 +106,7 @@ class Schedule:
         return found
 
     def due_at_end(self, step: int, *, evaluated: int | None, decoded: int | None) -> Due:
-        """Returns what training, complete at `step`, still lacks there, whether or not an interval ends there.
-
-        Args:
-          step: the last step.
-          evaluated: the step of this run's last evaluation; None for none.
-          decoded: the step of this run's last decode; None for none.
-        """
+        """Returns what training, complete at `step`, still lacks there, whether or not an interval ends there."""
         return Due(
             save=False,
             evaluate=self.evaluates_at_end and evaluated != step,
@@ -164,20 +144,9 @@ class PeriodicWork:
         self._evaluations.use_batch(job)
 
     def do(
-        self,
-        due: Due,
-        batches: Prefetcher,
-        batch: PyTree | None,
-        between_batches: Callable[[], None] = no_op,
+        self, due: Due, batches: Prefetcher, batch: PyTree | None, between_batches: Callable[[], None] = no_op
     ) -> None:
-        """Evaluates and decodes `run.state`, as far as that is due.
-
-        Args:
-          due: what is due.
-          batches: the training input after this step.
-          batch: the batch that the step took; None if it isn't on the devices.
-          between_batches: called between two batches of evaluation and decode.
-        """
+        """Evaluates and decodes `run.state`, as far as that is due. The step took `batch`; None if it isn't on the devices."""
         run, task = self._run, self._job.task
         if due.evaluate:
             run.begin(f"evaluation at step {run.step}", "evaluation")
@@ -207,7 +176,7 @@ class PeriodicWork:
         """
         step = self._run.step
         due = schedule.due_at_end(step, evaluated=self.evaluated, decoded=self._decoded)
-        if not due.any:
+        if not any(due):
             return
         request.training = False
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import itertools
 import threading
 import time
@@ -68,7 +69,7 @@ class Phase:
         self._batches: int | None = None
         self._report = report or logging.info
         # A live display has a clock of its own.
-        self._report_clock = report or _log_clock
+        self._report_clock = report or functools.partial(logging.info, "%s", extra=SHOWN_LIVE)
         self._clock = clock
         self._announces_at_once = not announce_after
         self._announced = False
@@ -78,7 +79,6 @@ class Phase:
         self._thread = threading.Thread(target=self._run, name=f"phase: {what}", daemon=True)
 
     def advance(self) -> None:
-        """Counts one finished batch."""
         self._batches = (self._batches or 0) + 1
 
     def status(self) -> PhaseStatus | None:
@@ -143,10 +143,6 @@ class Phase:
     def _run(self) -> None:
         while not self._ended.wait(max(0.0, self._next - (self._clock() - self._began))):
             self.check()
-
-
-def _log_clock(line: str) -> None:
-    logging.info("%s", line, extra=SHOWN_LIVE)
 
 
 def _moments(announce_after: float) -> Iterator[float]:

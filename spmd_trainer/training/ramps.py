@@ -71,7 +71,6 @@ def _value_at(ramp: Mapping[int, int], step: int) -> int | None:
 
 
 def stage_at(stages: Sequence[Stage], step: int) -> Stage:
-    """Returns the stage of the step that is taken after `step` steps."""
     return [stage for stage in stages if stage.first <= step][-1]
 
 
@@ -143,9 +142,6 @@ def check(task: SingleTask, partitioner: Partitioner, stages: Sequence[Stage], s
     """Checks that the rest of a job goes with its ramps.
 
     Args:
-      task: the built task.
-      partitioner: the partitioner.
-      stages: the task's stages.
       shapes: ShapeDtypeStructs of the global batch without ramps.
 
     Raises:

@@ -49,11 +49,7 @@ def attach(data: Any, job_log_dir: epath.Path) -> None:
 
 
 def attach_zeros(data: Any) -> Any:
-    """Gives an input that lacks its reference one of zeros, where the values don't matter: to show or to verify batches.
-
-    Returns:
-      `data`.
-    """
+    """Gives an input that lacks its reference one of zeros, where the values don't matter: to show or to verify batches."""
     if isinstance(data, PreferenceInput) and data.lacks_reference:
         data.use_reference(np.zeros((data.num_pairs, 2), np.float32))
     return data
@@ -70,8 +66,6 @@ class ReferenceFiles:
         """Called by every process; process 0 reads the pairs' files.
 
         Args:
-          job_log_dir: the run's directory.
-          data: the dataset.
           model: identifies the model; None takes the values of any.
         """
         checksum = decided_by_process_0(lambda: data.pairs_checksum)

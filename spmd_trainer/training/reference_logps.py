@@ -59,7 +59,9 @@ def compute(job: Job, state: TrainState) -> None:
             f"input {wanted[0].name!r} has reference='file', and task.model is a {type(job.task.model).__name__}, which has no "
             "reference; use spmd_trainer.decoder.preferences.model.PreferenceModel"
         )
-    model = _model_text(job, state)
+    # Identifies the model: its settings and the bits of its variables, on any mesh.
+    lines = config_lines.lines_of(job.config.experiment.lines(), _MODEL)
+    model = short_hash(json.dumps([*lines, checksum(state.mdl_vars)]), 32)
     for input_p in wanted:
         _Dataset(job, input_p, model).compute(state.to_eval_state())
 
@@ -77,7 +79,6 @@ class _Dataset(FiniteDataset):
         self._step = job.partitioner.partition(_logps_step, self.shapes, is_eval=True)
 
     def compute(self, state: TrainState) -> None:
-        """Computes and writes what is missing."""
         where = self._files.directory
         if outdated := decided_by_process_0(self._files.remove_of_other_models):
             logging.warning(
@@ -132,10 +133,3 @@ def _in_order(pairs: np.ndarray, logps: np.ndarray, *, first: int) -> np.ndarray
     found = np.full((max(0, int(pairs.max()) + 1 - first), 2), np.nan, np.float32)
     found[pairs[wanted] - first] = logps[wanted]
     return found
-
-
-def _model_text(job: Job, state: TrainState) -> str:
-    """Identifies a model: its settings and the bits of its variables, on any mesh."""
-    lines = config_lines.lines_of(job.config.experiment.lines(), _MODEL)
-    text = json.dumps([*lines, checksum(state.mdl_vars)])
-    return short_hash(text, 32)

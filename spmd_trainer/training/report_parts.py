@@ -16,7 +16,7 @@ from spmd_trainer.sharding.report_data import InputLayout
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.pjit import PjitPartitioner
-from spmd_trainer.train_states import PyTree, TrainState
+from spmd_trainer.train_states import TrainState
 from spmd_trainer.training import rooms
 from spmd_trainer.training.job import Job
 
@@ -79,19 +79,13 @@ def _layout(job: Job, use: str, input_p: Any) -> InputLayout:
     try:
         # What the experiment declares of its training batch is what the step is compiled for.
         shapes = job.inputs_shape_dtype if use == "train" else job.global_shape_dtype(dataset_input_specs(input_p))
-        arrives, in_step = job.partitioner.layout.inputs_partition_spec(shapes), _in_step(job, shapes)
+        arrives = in_step = job.partitioner.layout.inputs_partition_spec(shapes)
+        mapping = job.task.train.inputs_split_mapping
+        if mapping is not None and isinstance(job.partitioner, PjitPartitioner):
+            in_step = sharding.input_partition_specs(mapping, dict(job.partitioner.mesh.shape), shapes)
     except Exception as error:  # an input's own code may raise anything
         logging.warning("the report doesn't know the batches of %s input %s: %s", use, name, first_line(error))
         return InputLayout(use, name, class_name, problem=first_line(error))
-    in_step = arrives if in_step is None else in_step
     return InputLayout(
         use, name, class_name, shapes, job.partitioner.layout.pad_inputs_shape_dtype(shapes), arrives, in_step
     )
-
-
-def _in_step(job: Job, shapes: PyTree) -> PyTree | None:
-    """Returns the specs that `inputs_split_mapping` gives a batch; None if the step leaves it as it arrives."""
-    mapping = job.task.train.inputs_split_mapping
-    if mapping is None or not isinstance(job.partitioner, PjitPartitioner):
-        return None
-    return sharding.input_partition_specs(mapping, dict(job.partitioner.mesh.shape), shapes)

@@ -47,7 +47,6 @@ class RunConfig(Settings):
     """The command line, resolved. `--mode=eval`, `decode`, `decode_once`, `infer` and `data` have no settings besides these.
 
     Attributes:
-      experiment: the experiment with the overrides applied.
       mode: one of `cli.modes.MODES`.
       writes_reports: whether `inspect` and plans write files into `job_log_dir`, besides printing.
     """
@@ -116,7 +115,6 @@ class RunConfig(Settings):
 
     @property
     def checkpoint_dir(self) -> epath.Path:
-        """Where checkpoints are read from."""
         return self.restore_checkpoint_dir or self.job_log_dir / "checkpoints"
 
 
@@ -328,7 +326,6 @@ _CONFIGS: dict[str, type[Settings]] = {
 
 @functools.cache
 def config_class(mode: str) -> type[Settings]:
-    """Returns the class of a mode's settings."""
     if mode == "sweep" and (sweeps := rooms.find("sweeps.settings")):
         of_sweep: type[Settings] = sweeps.SweepConfig
         return of_sweep

@@ -61,23 +61,22 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
         )
     if owner is not None or not names:
         return
-    _refuse_pax_run(directory)
-    if trains and not _may_be_ours(names, record):
+    if (pax_run := pax.find(directory)) is not None:  # nothing is ever written into one
+        step = "" if pax_run.step is None else f" --restore_checkpoint_step={pax_run.step}"
+        raise UserError(
+            f"--job_log_dir={directory} holds checkpoints of a Pax run, which this trainer only reads; give a new --job_log_dir, "
+            f"and --restore_checkpoint_dir={pax_run.path}{step} to start from them"
+        )
+    if {RUN, OLD_MARKER} & names:
+        may_be_ours = not record or "status" in record  # a record that can't be read counts as ours
+    else:  # what a killed start or a look leaves
+        may_be_ours = all(
+            name in (LOGS, LOCK) or name.endswith(UNFINISHED_SUFFIX) or _OF_LOOKING.fullmatch(name) for name in names
+        )
+    if trains and not may_be_ours:
         raise UserError(
             f"--job_log_dir={directory} is not empty and no run of this trainer; give a new or an empty directory"
         )
-
-
-def _refuse_pax_run(directory: epath.Path) -> None:
-    """Raises UserError for a directory of Pax: nothing is ever written into one."""
-    found = pax.find(directory)
-    if found is None:
-        return
-    step = "" if found.step is None else f" --restore_checkpoint_step={found.step}"
-    raise UserError(
-        f"--job_log_dir={directory} holds checkpoints of a Pax run, which this trainer only reads; give a new --job_log_dir, "
-        f"and --restore_checkpoint_dir={found.path}{step} to start from them"
-    )
 
 
 def record_of(directory: epath.Path) -> dict[str, Any]:
@@ -97,15 +96,6 @@ def record_of(directory: epath.Path) -> dict[str, Any]:
 
 def _write(path: epath.Path, record: Mapping[str, object]) -> None:
     write_if_changed(path, json.dumps(record, indent=1).splitlines())
-
-
-def _may_be_ours(names: set[str], record: Mapping[str, object]) -> bool:
-    """Returns True if a directory has a record, be it unreadable, or nothing but what a killed start or a look leaves."""
-    if {RUN, OLD_MARKER} & names:
-        return not record or "status" in record
-    return all(
-        name in (LOGS, LOCK) or name.endswith(UNFINISHED_SUFFIX) or _OF_LOOKING.fullmatch(name) for name in names
-    )
 
 
 def describe(directory: epath.Path, about: Mapping[str, object], settings: Sequence[str]) -> None:
@@ -219,7 +209,6 @@ class Failure:
 
     Attributes:
       step: the number of steps that it had taken.
-      process: its index.
       reason: the error's type and message.
     """
 
@@ -260,7 +249,8 @@ def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
       The changed settings; empty for a new directory.
     """
     path = directory / CONFIG_FILE
-    now = [_on_one_line(line) for line in lines]
+    # An array's text has several lines.
+    now = [re.sub(r"\s*\n\s*", " ", line) for line in lines]
     last = _read(path)
     if last is None:
         write_atomically(path, now)
@@ -268,19 +258,20 @@ def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
     changed = changes(last, now)
     if changed:
         kept = _keep(directory, last)
-        logging.warning("%s", _message(changed, kept, path))
+        more = f"\n  and {len(changed) - _MAX_TOLD} more" if len(changed) > _MAX_TOLD else ""
+        logging.warning(
+            "%s changed since the last run in this directory:\n%s%s\nto see all changes: diff %s %s",
+            *(
+                count_text(len(changed), "setting has", "settings have"),
+                "\n".join(f"  {change}" for change in changed[:_MAX_TOLD]),
+                more,
+                kept,
+                path,
+            ),
+        )
     if settings(last) != settings(now):
         write_atomically(path, now)
     return changed
-
-
-def _message(changed: Sequence[Change], kept: epath.Path, path: epath.Path) -> str:
-    told = "\n".join(f"  {change}" for change in changed[:_MAX_TOLD])
-    more = f"\n  and {len(changed) - _MAX_TOLD} more" if len(changed) > _MAX_TOLD else ""
-    return (
-        f"{count_text(len(changed), 'setting has', 'settings have')} changed since the last run in this directory:\n"
-        f"{told}{more}\nto see all changes: diff {kept} {path}"
-    )
 
 
 def _read(path: epath.Path) -> list[str] | None:
@@ -311,8 +302,3 @@ def _keep(directory: epath.Path, lines: list[str]) -> epath.Path:
     path = directory / f"config.{newest + 1:04}.txt"
     write_atomically(path, lines)
     return path
-
-
-def _on_one_line(line: str) -> str:
-    """Joins the lines of a multi-line value, such as an array's text."""
-    return re.sub(r"\s*\n\s*", " ", line)

@@ -97,7 +97,11 @@ def _code() -> dict[str, str]:
         checksum, variables = _of_file(file)
         checksums[f"the code of {name}"] = checksum
         for variable in variables.difference(os.environ.get(_OWN_VARIABLES, "").split(",")):
-            checksums[f"the environment variable {variable}"] = _of_variable(os.environ.get(variable))
+            value = os.environ.get(variable, "not set")
+            # A path may be another one on each host; what lies there is compared elsewhere.
+            checksums[f"the environment variable {variable}"] = (
+                "a path" if os.sep in value else _checksum(value.encode())
+            )
     return checksums
 
 
@@ -122,13 +126,6 @@ def _of_file(file: str) -> tuple[str, frozenset[str]]:
     return _checksum(source), frozenset(
         name for name in quoted if _VARIABLE.fullmatch(name) and not _OWN_VARIABLE.match(name)
     )
-
-
-def _of_variable(value: str | None) -> str:
-    """Returns what is compared of a variable. A path may be another one on each host; what lies there is compared elsewhere."""
-    if value is None:
-        return "not set"
-    return "a path" if os.sep in value else _checksum(value.encode())
 
 
 def _checksum(text: bytes) -> str:

@@ -20,11 +20,7 @@ class Checkpoints(Callback):
     checkpointer: Checkpointer
 
     def __init__(self, check_owner: Callable[[], None] = lambda: None):
-        """Opens nothing yet.
-
-        Args:
-          check_owner: called before each save; raises an error if the run's directory belongs to another process by now.
-        """
+        """Opens nothing yet. `check_owner` is called before each save; it raises if another process has the directory."""
         self._check_owner = check_owner
 
     def on_open(self, run: Run) -> None:
@@ -38,7 +34,6 @@ class Checkpoints(Callback):
         )
 
     def save(self, run: Run) -> None:
-        """Starts to save `run.state`; see `save_state`."""
         self._check_owner()
         save_state(self.checkpointer, run)
 

@@ -90,7 +90,11 @@ class AgreedSaveRequest(SaveRequest):
         then = "exit" if self.leaves else "continue"
         logging.warning("a process received a signal: all %d processes %s %s", jax.process_count(), first, then)
         if not self.leaves and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _say_too_late)
+            text = (
+                "SIGTERM: the processes can agree on a save only once, and have; this run continues, and saves at its usual "
+                "intervals. Ctrl-C twice or SIGKILL ends it; started again, it resumes from the newest checkpoint"
+            )
+            signal.signal(signal.SIGTERM, lambda number, frame: _say(text))
         return True
 
 
@@ -98,13 +102,6 @@ def _say(text: str) -> None:
     """Writes a line to stderr from a signal handler. Not by the logger, whose own write the signal may have interrupted."""
     with contextlib.suppress(OSError):  # SIGHUP: the terminal is gone
         os.write(2, f"{ERASE_ROW if live.display else ''}{text}\n".encode())
-
-
-def _say_too_late(number: int, frame: types.FrameType | None) -> None:
-    _say(
-        "SIGTERM: the processes can agree on a save only once, and have; this run continues, and saves at its usual "
-        "intervals. Ctrl-C twice or SIGKILL ends it; started again, it resumes from the newest checkpoint"
-    )
 
 
 @contextlib.contextmanager

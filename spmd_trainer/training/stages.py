@@ -15,17 +15,12 @@ from spmd_trainer.training.start_up import CompiledTrainStep, compile_train_step
 
 
 class Stages:
-    """The stages of a run. The step of the next one is compiled in a thread while the run trains.
-
-    Attributes:
-      job: the job in the run's stage.
-    """
+    """The stages of a run. The step of the next one is compiled in a thread while the run trains."""
 
     def __init__(self, job: Job, run: Run, inputs: contextlib.ExitStack):
         """Begins in the stage of `run.step`, and compiles the next one.
 
         Args:
-          job: the job in this stage.
           run: told of the batch and the input of each stage.
           inputs: holds the training input open, and nothing else.
         """

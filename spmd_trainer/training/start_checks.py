@@ -21,6 +21,7 @@ from praxis import pax_fiddle
 
 from spmd_trainer import experiment_registry, multihost
 from spmd_trainer.checkpointing import loading_rules
+from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph
 from spmd_trainer.inputs.batches import dataset_input_specs
 from spmd_trainer.step import step_fns
@@ -63,7 +64,6 @@ class _Range:
     none: str | None = None
 
     def holds(self, value: Any) -> bool:
-        """True if the value is valid."""
         if value is None:
             return self.none is not None
         number = _number(value)
@@ -130,7 +130,12 @@ def check_settings(config: RunConfig) -> None:
         if config.track:
             rooms.need("watch.tracking.base").check(config.track, "--track")
         if config.decode_during_train:
-            _check_decode_during_train(resolved)
+            if not (interval := task_p.train.decode_interval_steps):
+                raise UserError(
+                    f"--decode_during_train: task.train.decode_interval_steps is {interval!r}, so nothing would be decoded; set "
+                    "e.g. --fdl.set='task.train.decode_interval_steps=1000', or leave it out"
+                )
+            _require_datasets(resolved, "decode", "--decode_during_train")
         _check_early_stopping(resolved, evaluates=config.eval_on_test)
         if config.restore_checkpoint_step is not None and config.restore_checkpoint_dir is None:
             raise UserError(
@@ -196,7 +201,8 @@ def check_training(job: Job) -> None:
     _check_early_stopping_metric(job)
     rules = job.task.train.init_from_checkpoint_rules
     # Reading a checkpoint's record takes all processes: they do what the first one sees.
-    if not checkpoints.resumes(job.config) and rules and job.config.restore_checkpoint_dir is None:
+    own = decided_by_process_0(lambda: checkpoints.has_own(job.config))
+    if not own and rules and job.config.restore_checkpoint_dir is None:
         # The files' contents are checked once, before the arrays are loaded.
         variables = job.partitioner.metadata.variables
         opener = functools.partial(checkpoint_sources.open_source, task=job.task)
@@ -265,16 +271,6 @@ def _check_averages(config: RunConfig) -> None:
 def _require_datasets(resolved: ResolvedExperiment, kind: str, asked: str) -> None:
     if not getattr(resolved.config, f"{kind}_datasets"):
         raise UserError(_NO_DATASETS[kind].format(asked=asked, name=experiment_registry.short_name(resolved.name)))
-
-
-def _check_decode_during_train(resolved: ResolvedExperiment) -> None:
-    interval = resolved.task_p.train.decode_interval_steps
-    if not interval:
-        raise UserError(
-            f"--decode_during_train: task.train.decode_interval_steps is {interval!r}, so nothing would be decoded; set "
-            "e.g. --fdl.set='task.train.decode_interval_steps=1000', or leave it out"
-        )
-    _require_datasets(resolved, "decode", "--decode_during_train")
 
 
 def _check_early_stopping(resolved: ResolvedExperiment, *, evaluates: bool) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 from absl import logging
@@ -55,19 +55,9 @@ from spmd_trainer.training.periodic import Schedule
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import TrainConfig
 
-
-class FirstState(NamedTuple):
-    """What a training run begins with.
-
-    Attributes:
-      state: the state.
-      input_state: the input's position as it was saved; None: from the beginning.
-      origin: what the run's checkpoints note of where its variables came from; see `adapter_checkpoints.Beginning`.
-    """
-
-    state: TrainState
-    input_state: dict[str, Any] | None
-    origin: dict[str, Any]
+# What a training run begins with: the state; the input's position as it was saved, None for the beginning; and what the run's
+# checkpoints note of where its variables came from, see `adapter_checkpoints.begin`.
+FirstState: TypeAlias = tuple[TrainState, dict[str, Any] | None, dict[str, Any]]
 
 
 def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
@@ -94,7 +84,7 @@ def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
             _require_same_mup(job, restored)
             restored = FrozenBase(job).joined(restored, metadata.variables, checkpoints.directory)
             phase.done = f"restored step {restored.step} from {checkpoints.directory}"
-        return FirstState(restored.state, restored.input_state, adapter_checkpoints.origin_of(restored))
+        return restored.state, restored.input_state, adapter_checkpoints.origin_of(restored)
     if config.restore_checkpoint_dir is not None:
         return _restore_from(config.restore_checkpoint_dir, config.restore_checkpoint_step, job)
     return _fresh(job, train_p.init_from_checkpoint_rules or {})
@@ -121,17 +111,15 @@ def _require_same_mup(job: Job, restored: Restored) -> None:
 
 
 def _fresh(job: Job, rules: Mapping[Any, Any], *, restored_from: str | None = None) -> FirstState:
-    """Initialises the variables, and loads those that rules name."""
     with Phase("initialising the variables", _sizes(job)):
         # Waited for: what takes long here is the devices' work.
         state = jax.block_until_ready(job.partitioner.initialize_train_state(job.prng_key))
-    begun = adapter_checkpoints.begin(job, job.partitioner.metadata, state, rules, restored_from=restored_from)
-    report = begun.report
-    if report is None:
-        return FirstState(begun.state, None, begun.origin)
-    logging.log(logging.WARNING if report.warnings else logging.INFO, "init_from_checkpoint_rules: %s", report)
-    state = begun.state if report.opt_states_loaded else _with_averages(job, begun.state)
-    return FirstState(state, None, begun.origin)
+    metadata = job.partitioner.metadata
+    state, origin, report = adapter_checkpoints.begin(job, metadata, state, rules, restored_from=restored_from)
+    if report is not None:
+        logging.log(logging.WARNING if report.warnings else logging.INFO, "init_from_checkpoint_rules: %s", report)
+        state = state if report.opt_states_loaded else _with_averages(job, state)
+    return state, None, origin
 
 
 def _restore_from(directory: epath.Path, step: int | None, job: Job) -> FirstState:
@@ -142,11 +130,11 @@ def _restore_from(directory: epath.Path, step: int | None, job: Job) -> FirstSta
         with Phase(f"reading the Hugging Face folder {directory}") as phase:
             state = _with_averages(job, rooms.need("hf").load(directory, job))
             phase.done = f"read the variables of {directory}; the optimizer states are fresh"
-        return FirstState(state, None, {FOLDER_KEY: {"path": str(directory)}})
+        return state, None, {FOLDER_KEY: {"path": str(directory)}}
     with_input = bool(job.task.train.enable_input_checkpointing)
     restored = restore_from(job, job.partitioner.metadata, step=step, with_input=with_input)
     logging.info("this run's own checkpoints go to %s", job.config.job_log_dir / "checkpoints")
-    return FirstState(restored.state, restored.input_state, adapter_checkpoints.origin_of(restored))
+    return restored.state, restored.input_state, adapter_checkpoints.origin_of(restored)
 
 
 def _sizes(job: Job) -> str:
@@ -276,10 +264,7 @@ def move(
     """Moves a run to other devices: its state, its step and its input. Batches that were ready are made anew.
 
     Args:
-      job: the job on the old devices.
-      devices: the devices to continue on.
       run: told of the new state, partitioner, batch and input.
-      batches: the input on the old devices.
       inputs: holds the old one open, and then the new one.
 
     Returns:
@@ -299,12 +284,9 @@ def move(
 
 def _seems_finished(job: Job, newest: int | None) -> bool:
     """Returns whether the newest checkpoint is the last one. The state that is restored decides; it may be an older one."""
-    if newest is None:
-        finished = False
-    elif job.task.early_stopping_fn is not None and run_directory.end_of_training(job.config.job_log_dir) == newest:
-        finished = True
-    else:
-        finished = newest >= int(job.task.train.num_train_steps)
+    finished = newest is not None and newest >= int(job.task.train.num_train_steps)
+    if newest is not None and job.task.early_stopping_fn is not None:
+        finished |= run_directory.end_of_training(job.config.job_log_dir) == newest
     return multihost.broadcast(finished)
 
 
@@ -338,16 +320,11 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
                 raise
             numbers = step_inputs.traceable(numbers, lower)
             lowered, attention = report_parts.traced(functools.partial(lower, numbers))
-        flags = _flags(job)
+        flags = xla_flags.flags_for(job.config.experiment.experiment, job.partitioner.mesh.devices.flat[0])
         compiled = xla_flags.compile_with(lowered, flags, job.config.experiment.label)
         host_states.check_program(job.partitioner.layout, lowered, compiled)
     fn = (lambda state, key, batch: compiled(state, (key, numbers), batch)) if numbers else compiled
     return CompiledTrainStep(fn, packing, attention, flags)
-
-
-def _flags(job: Job) -> dict[str, Any]:
-    """Returns the XLA flags of the job's train step."""
-    return xla_flags.flags_for(job.config.experiment.experiment, job.partitioner.mesh.devices.flat[0])
 
 
 @contextlib.contextmanager

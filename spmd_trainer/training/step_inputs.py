@@ -62,8 +62,6 @@ def with_numbers(
     """Returns a layout whose learner computes with traced numbers.
 
     Args:
-      layout: the layout.
-      learner_p: the learner's config.
       numbers: {path in the config: scalar}.
 
     Raises:

@@ -88,7 +88,6 @@ class StepTaker:
         run.waits_for_devices = lambda: self.in_flight.is_waiting
 
     def use(self, compiled: CompiledTrainStep) -> None:
-        """Takes the next steps with this program."""
         self._fn = self._watch.around(compiled.fn, self._run)
         self.in_flight.packing = compiled.packing
 
@@ -119,6 +118,5 @@ class StepTaker:
         return prefetched.batch
 
     def drain(self) -> None:
-        """Waits for every step in flight."""
         self._watch.end()
         self.in_flight.drain()

@@ -43,7 +43,6 @@ class SummaryWriters:
         """Opens no files: the first scalar creates them.
 
         Args:
-          job_log_dir: the job's directory.
           enabled: False disables writing; set for all processes but one.
           raises_at_end: True raises a failure only in `raise_failure`. Set for jobs of several processes, which must
             save together first; `take_failure` says when.
@@ -76,8 +75,6 @@ class SummaryWriters:
 
         Args:
           name: the directory below `summaries`.
-          step: the training step.
-          scalars: values by name.
           notes: texts by name, written to `metrics.jsonl` only.
 
         Raises:
@@ -165,9 +162,12 @@ class SummaryWriters:
         from spmd_trainer.training.event_files import EventFile
 
         directory = self._root / name
-        if not is_remote(directory):
-            _end_last_line(directory / METRICS_FILE)
-        return EventFile(directory, replaces_from=self._replaced.get(name)), open_append(directory / METRICS_FILE)
+        path = directory / METRICS_FILE
+        # A killed process may have left the last line without its end.
+        if not is_remote(path) and path.exists() and (text := path.read_text()) and not text.endswith("\n"):
+            with path.open("a") as file:
+                file.write("\n")
+        return EventFile(directory, replaces_from=self._replaced.get(name)), open_append(path)
 
     def _flush_now(self) -> None:
         for event_file, lines in self._files.values():
@@ -202,10 +202,3 @@ def read_metrics(job_log_dir: epath.PathLike, name: str) -> dict[int, dict[str, 
         except ValueError:
             continue
     return found
-
-
-def _end_last_line(path: epath.Path) -> None:
-    """Terminates an incomplete last line, left by a killed process, so that the next record begins on a new line."""
-    if path.exists() and (text := path.read_text()) and not text.endswith("\n"):
-        with path.open("a") as file:
-            file.write("\n")

@@ -108,7 +108,7 @@ def train(job: Job) -> TrainResult:
                 asked = _take_request(request, run)
                 leave = request.leaving or bool(run.stop_reason)
                 due = schedule.due(checkpoints.checkpointer, run.step, asked=asked, leaves=leave)
-                if due.any or (not leave and any(callbacks.call("asks_for_pause", run, run.step))):
+                if any(due) or (not leave and any(callbacks.call("asks_for_pause", run, run.step))):
                     steps.drain()
                     with _pause(run, callbacks, save=checkpoints if due.save else None):
                         work.do(due, batches, batch)
@@ -189,14 +189,12 @@ def _take_request(request: SaveRequest, run: Run) -> bool:
 
 
 def _save(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> None:
-    """Starts to save the run's state."""
     run.begin(f"saving step {run.step}", "save")
     callbacks.call("before_save", run, run.step)
     checkpoints.save(run)
 
 
 def _report_saved(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -> None:
-    """Tells the callbacks which checkpoints have become whole on disk."""
     for step in checkpoints.checkpointer.take_finished():
         callbacks.call("after_save", run, step)
 
@@ -247,8 +245,9 @@ def _end(
     run.begin("the end of the run")
     callbacks.call("on_end", run)
     outcome, next_step = _outcome(run, work.interrupted, complete=complete)
-    results = ending.Results(scalars.get("loss"), work.results, work.evaluated)
-    ending.log_summary(job.config, outcome, next_step, results)
+    ending.log_summary(
+        *(job.config, outcome, next_step), loss=scalars.get("loss"), metrics=work.results, evaluated=work.evaluated
+    )
     run.summaries.raise_failure(in_order=True)
     return TrainResult(run.state, {**scalars, **work.results}, run.step, run.job_log_dir)
 

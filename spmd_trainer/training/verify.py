@@ -104,7 +104,6 @@ def run_steps(
     Args:
       partitioner: a partitioner set up with the batches' shapes.
       batches: numpy batches, all of one shape.
-      prng_key: the run's key.
       initial: the initial state as logical numpy arrays; None initialises one from the key.
       compiled: compiles the lowered step; None compiles it as jit does.
     """
@@ -249,7 +248,6 @@ def _compare_runs(
     """Prints a line for each step of two runs, and whether the numbers are the same.
 
     Args:
-      job: the job.
       first, second: a snapshot after each step.
       names: of the two, for the table's header.
       between: what the runs were on, e.g. 'on one device and on data=4'.

@@ -30,7 +30,6 @@ def flags_for(experiment: BaseExperiment, device: jax.Device) -> dict[str, Any]:
     """Returns the experiment's flags for a device. Those of other kinds of devices are left out, and logged.
 
     Args:
-      experiment: the experiment.
       device: a device of the mesh; its platform is 'cpu', 'tpu', or for GPUs 'gpu' or 'cuda'.
 
     Raises:

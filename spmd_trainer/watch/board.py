@@ -49,12 +49,10 @@ class Digest:
     first: Beat
 
     def to_json(self) -> str:
-        """Returns it as one line."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Digest:
-        """Reads what `to_json` wrote."""
         values = json.loads(text)
         stacks = {int(process): stack for process, stack in values["stacks"].items()}
         return cls(values["still"], tuple(values["behind"]), values["text"], stacks, Beat(**values["first"]))
@@ -67,7 +65,6 @@ class Table:
         """Has no beat yet.
 
         Args:
-          count: number of processes.
           now: the time in seconds, by the clock that the other methods are given times of.
         """
         self._beats = {process: not_yet(process) for process in range(count)}
@@ -97,7 +94,6 @@ class Table:
             self._heard = {process: heard + gap for process, heard in self._heard.items()}
 
     def windows(self) -> dict[int, Mapping[str, object] | None]:
-        """Returns what each process has told of its last steps."""
         return {process: beat.window for process, beat in self._beats.items()}
 
     def seen(self, now: float) -> list[Seen]:
@@ -110,8 +106,6 @@ class Table:
         """Returns what is concluded now.
 
         Args:
-          now: the time.
-          silent_after: see `stuck.find`.
           processes: those that this process hears of; None for all.
         """
         seen = [one for one in self.seen(now) if processes is None or one.beat.process in processes]
@@ -151,11 +145,8 @@ class Board:
 
         Args:
           client: JAX's client of the coordination service; with one process it is not used.
-          index: this process.
-          count: number of processes.
           beat: returns the next beat of this process. Called in the board's thread.
           period: seconds between two beats.
-          silent_after: see `stuck.find`.
           clock: returns the time in seconds, as `time.monotonic`.
         """
         self._client, self._index = client if count > 1 else None, index
@@ -172,7 +163,6 @@ class Board:
         self._thread = threading.Thread(target=self._work, name="beats", daemon=True)
 
     def start(self) -> None:
-        """Starts to beat."""
         self._thread.start()
 
     def latest(self) -> Digest | None:
@@ -202,7 +192,6 @@ class Board:
         return self._table.last_beat(process, self._clock())
 
     def close(self) -> None:
-        """Stops to beat."""
         self._closed.set()
         self._thread.join(_CLOSE_SECONDS)
 

@@ -56,7 +56,6 @@ class HostProbe:
     """
 
     def dispatch(self) -> list[jax.Array]:
-        """Does nothing."""
         return []
 
     def finish(self, arrays: Sequence[jax.Array]) -> None:
@@ -96,7 +95,6 @@ class DeviceWatch:
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> DeviceWatch:
-        """Returns a watch of this process's devices."""
         return cls(HostProbe() if devices[0].platform == "cpu" else DeviceProbe(devices))
 
     def after_dispatch(self, began: float, before: Any, packed: Any, step_seconds: float) -> None:

@@ -31,7 +31,6 @@ class ExpertLoad(Callback):
         self._idle: dict[str, np.ndarray] = {}
 
     def on_open(self, run: Run) -> None:
-        """Reads the interval of summaries."""
         # Reading a field of a config costs as much as waking a thread, so it isn't done at every step.
         self._interval = run.task.train.summary_interval_steps
 
@@ -40,17 +39,14 @@ class ExpertLoad(Callback):
         run.summaries.replace_from(EXPERTS, run.first_step + 1)
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Takes the load of a step."""
         if not scalars.loads:
             return
         dead = [text for name, load in scalars.loads.items() for text in self._newly_dead(name, load)]
         if dead:
             _warn(step, dead)
-        ratios, missing = [], 0
-        for load in scalars.loads.values():
-            ratios.append(np.max(_ratios(load)))
-            missing += int(np.sum(load == 0))
-        run.log({"experts/max_over_mean": float(max(ratios)), "experts/without_tokens": float(missing)})
+        ratio = max(float(np.max(_ratios(load))) for load in scalars.loads.values())
+        missing = sum(int(np.sum(load == 0)) for load in scalars.loads.values())
+        run.log({"experts/max_over_mean": ratio, "experts/without_tokens": float(missing)})
         if step % self._interval == 0:
             _write(run, step, scalars.loads)
 

@@ -45,7 +45,6 @@ class InvalidBatches(Callback):
         self._in_flight.append((step, run.dispatched))
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Writes the batch if the step is invalid."""
         batch = None
         while self._in_flight and self._in_flight[0][0] <= step:
             number, kept = self._in_flight.popleft()
@@ -76,12 +75,10 @@ class InvalidBatches(Callback):
 
 
 def batch_file(job_log_dir: epath.Path, step: int) -> epath.Path:
-    """Returns the file of this process' rows of a step's batch."""
     return job_log_dir / "replay" / f"step_{step}" / f"process_{jax.process_index()}.npz"
 
 
 def written_steps(job_log_dir: epath.Path) -> set[int]:
-    """Returns the steps whose batches a run's directory holds."""
     names = names_in(job_log_dir / "replay")
     numbers = [name.removeprefix("step_") for name in names if name.startswith("step_")]
     return {int(number) for number in numbers if number.isdecimal()}
@@ -91,7 +88,6 @@ def write(job_log_dir: epath.Path, step: int, batch: PyTree) -> epath.Path:
     """Writes this process' rows of a batch, and the padding rows that it added; returns the file.
 
     Args:
-      job_log_dir: the run's directory.
       step: the step that took the batch.
       batch: global arrays, split over the devices on dimension 0.
 
@@ -125,8 +121,12 @@ def read(job_log_dir: epath.Path, step: int, like: PyTree) -> PyTree | None:
     names = [name for name, _ in named_leaves(like)]
     if sorted(names) != sorted(arrays):
         raise ValueError(f"{path} holds {', '.join(sorted(arrays))}; the input gives {', '.join(sorted(names))}")
-    leaves = [_as_dtype(arrays[name], leaf.dtype) for name, leaf in named_leaves(like)]
-    for name, x, leaf in zip(names, leaves, jax.tree.leaves(like), strict=True):
+    leaves = []
+    for name, leaf in named_leaves(like):
+        x = arrays[name]
+        if x.dtype.kind == "V" and x.dtype.itemsize == np.dtype(leaf.dtype).itemsize:
+            x = x.view(leaf.dtype)  # NumPy's files know no bfloat16
+        leaves.append(x)
         if x.dtype != leaf.dtype:
             raise ValueError(f"{path} holds {name} as {x.dtype}; the input gives {leaf.dtype}")
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -136,8 +136,3 @@ def local_rows(x: jax.Array) -> np.ndarray:
     """Returns this process' rows of an array that is split on dimension 0; waits for the devices."""
     shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return np.concatenate([jax.device_get(shards[start]) for start in sorted(shards)])
-
-
-def _as_dtype(x: np.ndarray, dtype: Any) -> np.ndarray:
-    # NumPy's files know no bfloat16.
-    return x.view(dtype) if x.dtype.kind == "V" and x.dtype.itemsize == np.dtype(dtype).itemsize else x

@@ -46,7 +46,6 @@ class JobLink:
         self.before_leaving()
 
     def forget_run(self) -> None:
-        """Lets go of a run that has ended."""
         self.last_beat: Callable[[int], str] = lambda process: ""
 
     def leave(self, why: str, *, is_behind: bool) -> NoReturn:

@@ -21,14 +21,12 @@ class Profiler(Callback):
         self._since: tuple[int, float] | None = None
 
     def on_start(self, run: Run) -> None:
-        """Reads the settings."""
         train_p = run.task.train
         self._capture_step = train_p.profiler_capture_step
         self._num_steps = train_p.profiler_num_steps
         self._seconds = train_p.profiler_min_duration_sec
 
     def after_dispatch(self, run: Run, step: int) -> None:
-        """Starts or ends the profile."""
         if self._capture_step is None:
             return
         if self._since is None:
@@ -38,22 +36,20 @@ class Profiler(Callback):
             return
         first, began = self._since
         if step - first >= self._num_steps and time.monotonic() - began >= self._seconds:
-            jax.block_until_ready(run.state)
-            self._end(run)
+            self.on_end(run)
 
     def on_end(self, run: Run) -> None:
         """Ends a profile that training ended in the middle of."""
         if self._since is not None:
             jax.block_until_ready(run.state)
-            self._end(run)
+            self.on_failure(run)
 
-    def on_failure(self, run: Run, error: BaseException) -> None:
+    def on_failure(self, run: Run, error: BaseException | None = None) -> None:
         """Ends the profile: the steps before a failure are worth looking at."""
         del error
         if self._since is not None:
-            self._end(run)
-
-    def _end(self, run: Run) -> None:
-        jax.profiler.stop_trace()
-        logging.info("wrote a profile of the steps from %d on to %s", self._capture_step, run.job_log_dir / "profile")
-        self._capture_step = self._since = None
+            jax.profiler.stop_trace()
+            logging.info(
+                "wrote a profile of the steps from %d on to %s", self._capture_step, run.job_log_dir / "profile"
+            )
+            self._capture_step = self._since = None

@@ -36,7 +36,6 @@ class Progress:
 
     Attributes:
       items_per_step: tokens (or examples) in a global batch.
-      unit: name of an item.
       flops_per_item: the model's FLOPs, by the names of `flops_per_item`; {} if unknown.
       peak_flops: peak FLOP/s of all devices; None if unknown. If both are known, the line shows the model FLOPs
         utilization.
@@ -127,7 +126,9 @@ class Progress:
         timing = {"steps_per_sec": 1.0 / seconds, f"{self.unit}_per_sec": rate}
         if utilization := self._utilization(rate):
             timing |= utilization
-            parts.append(utilization_text(utilization))
+            # 'MFU 42.9% (6N 38.7%)', or 'MFU 6N 38.7%' if the other count is unknown.
+            of_6n = f"6N {utilization['mfu_6n']:.1%}"
+            parts.append(f"MFU {utilization['mfu']:.1%} ({of_6n})" if "mfu" in utilization else f"MFU {of_6n}")
         parts.append(f"ETA {format_seconds(left)}")
         logging.info("%s", "  ".join(parts))
         return timing
@@ -153,13 +154,22 @@ class ProgressLines(Callback):
         self._upcoming = upcoming
 
     def on_open(self, run: Run) -> None:
-        """Lets a display look at this run."""
         live.training = lambda: self._status(run)
         self._summary_interval = run.task.train.summary_interval_steps
 
     def after_pause(self, run: Run, step: int) -> None:
         """Starts the clock again: evaluations, saves and compilation don't count as training."""
-        self._progress = self._progress or _make_progress(run)
+        if self._progress is None:
+            items, unit = items_per_step(run)
+            train_p = run.task.train
+            self._progress = Progress(
+                num_steps=run.num_steps,
+                items_per_step=items,
+                unit=unit,
+                interval=train_p.log_train_output_interval_steps or train_p.summary_interval_steps,
+                peak_flops=_peak_flops(run),
+                steps_left=functools.partial(ramps.steps_left, ramps.stages_of(train_p), num_steps=run.num_steps),
+            )
         if run.batch is not self._batch:  # the first one, or that of another stage of a ramp
             self._batch = run.batch
             self._progress.items_per_step = items_per_step(run)[0]
@@ -187,7 +197,6 @@ class ProgressLines(Callback):
             run.log(timing)
 
     def on_end(self, run: Run, error: BaseException | None = None) -> None:
-        """Ends what `on_open` began."""
         del run, error
         live.training = None
 
@@ -224,25 +233,6 @@ def flops_per_item(run: Run) -> dict[str, float]:
     found = {"mfu_6n": float(chips.model_flops(trained, 1, num_frozen=frozen))}
     matrix_flops = getattr(run.task.model, "matrix_flops", None)
     return found if matrix_flops is None else {"mfu": matrix_flops(trained, frozen, run.batch.ids.shape[1]), **found}
-
-
-def utilization_text(utilization: Mapping[str, float]) -> str:
-    """Returns e.g. 'MFU 42.9% (6N 38.7%)'; 'MFU 6N 38.7%' if the other count is unknown."""
-    of_6n = f"6N {utilization['mfu_6n']:.1%}"
-    return f"MFU {utilization['mfu']:.1%} ({of_6n})" if "mfu" in utilization else f"MFU {of_6n}"
-
-
-def _make_progress(run: Run) -> Progress:
-    items, unit = items_per_step(run)
-    train_p = run.task.train
-    return Progress(
-        num_steps=run.num_steps,
-        items_per_step=items,
-        unit=unit,
-        interval=train_p.log_train_output_interval_steps or train_p.summary_interval_steps,
-        peak_flops=_peak_flops(run),
-        steps_left=functools.partial(ramps.steps_left, ramps.stages_of(train_p), num_steps=run.num_steps),
-    )
 
 
 def _peak_flops(run: Run) -> float | None:

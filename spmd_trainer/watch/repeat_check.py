@@ -7,7 +7,6 @@ memory is broken, or that the program is not deterministic.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +70,6 @@ def _sums(result: tuple[TrainState, Packed]) -> _Checksums:
 
 
 def _compare(first: _Checksums, second: _Checksums, step: int) -> None:
-    """Raises RepeatError if a checksum differs."""
     differing = {
         path: [device for device, value in by_device.items() if second[path][device] != value]
         for path, by_device in first.items()
@@ -81,17 +79,15 @@ def _compare(first: _Checksums, second: _Checksums, step: int) -> None:
         return
     if not jax.process_index():
         logging.error("step %d was taken twice, and gave other values of %d variables", step, len(differing))
-    rows = [f"{path}: on {_devices_text(devices, first[path])}" for path, devices in differing.items()]
+    rows = []
+    for path, devices in differing.items():
+        of_all = len(devices) == len(first[path]) > 1
+        named = f"all {len(devices)} devices" if of_all else named_text(list(map(device_text, devices)), "device")
+        rows.append(f"{path}: on {named}")
     raise RepeatError(
         f"step {step}, taken twice from the same state and batch, gave other bits:{rows_text(rows)}\n"
         f"{_advice(differing, first)}. The state is not saved; the run continues from its last checkpoint"
     )
-
-
-def _devices_text(devices: list[jax.Device], of: Mapping[jax.Device, Any]) -> str:
-    if len(devices) == len(of) > 1:
-        return f"all {len(of)} devices"
-    return named_text([device_text(device) for device in devices], "device")
 
 
 def _advice(differing: Mapping[str, list[jax.Device]], first: _Checksums) -> str:

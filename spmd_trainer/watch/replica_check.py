@@ -44,27 +44,16 @@ class ReplicaCheck(Callback):
         self._checked = -1
 
     def asks_for_pause(self, run: Run, step: int) -> bool:
-        """Asks for a pause where a comparison is due."""
         del run
-        return self._is_due(step)
-
-    def before_save(self, run: Run, step: int) -> None:
-        """Compares before a state is saved, if a comparison is due at this step."""
-        self._check(run, step)
+        return bool(self._every) and step % self._every == 0 and step > 0
 
     def on_pause(self, run: Run, step: int) -> None:
-        """Compares where it is due.
+        """Compares where it is due, once; also before a state is saved.
 
         Raises:
           ReplicaError: copies differ; names the devices and the variables.
         """
-        self._check(run, step)
-
-    def _is_due(self, step: int) -> bool:
-        return bool(self._every) and step % self._every == 0 and step > 0
-
-    def _check(self, run: Run, step: int) -> None:
-        if not self._is_due(step) or step == self._checked:
+        if not self.asks_for_pause(run, step) or step == self._checked:
             return
         self._checked = step
         run.begin(f"comparing the devices' copies at step {step}", part="other")
@@ -79,6 +68,8 @@ class ReplicaCheck(Callback):
             f"{rows_text(found)}\nThe state is not saved. Take that device out, and start again: the run continues from its last "
             "checkpoint"
         )
+
+    before_save = on_pause
 
 
 def rows_text(rows: Sequence[object]) -> str:
@@ -96,7 +87,6 @@ class Difference:
     """Copies of one part of a variable that differ.
 
     Attributes:
-      path: the variable's.
       devices: the devices with other bits than most; all that hold the part if no bits are in the majority.
       others: the devices that most have the same bits on; empty if no bits are in the majority.
     """
@@ -120,12 +110,19 @@ def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:
     sums = device_checksums(arrays)
     found = []
     for path, x in arrays.items():
-        for devices in _holders(x):
+        holders = collections.defaultdict(list)  # the devices that hold each part
+        for device, index in x.sharding.devices_indices_map(x.shape).items():
+            holders[tuple(part.indices(size) for part, size in zip(index, x.shape, strict=True))].append(device)
+        for devices in holders.values():
             by_sum = collections.defaultdict(list)
             for device in devices:
                 by_sum[sums[path][device]].append(device)
-            if len(by_sum) > 1:
-                found.append(_difference(path, list(by_sum.values())))
+            groups = sorted(by_sum.values(), key=len, reverse=True)
+            if len(groups) > 1:
+                has_majority = len(groups[0]) > len(groups[1])
+                wrong = groups[1:] if has_majority else groups
+                others = groups[0] if has_majority else []
+                found.append(Difference(path, [device for group in wrong for device in group], others))
     return found
 
 
@@ -147,21 +144,6 @@ def device_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, dict[jax.Devi
         path: {device: tuple(by_device[row][number]) for row, device in enumerate(mesh.devices.flat)}
         for number, path in enumerate(arrays)
     }
-
-
-def _difference(path: str, groups: list[list[jax.Device]]) -> Difference:
-    groups.sort(key=len, reverse=True)
-    has_majority = len(groups[0]) > len(groups[1])
-    wrong = groups[1:] if has_majority else groups
-    return Difference(path, [device for group in wrong for device in group], groups[0] if has_majority else [])
-
-
-def _holders(x: jax.Array) -> list[list[jax.Device]]:
-    """Returns the devices that hold each part of an array."""
-    parts = collections.defaultdict(list)
-    for device, index in x.sharding.devices_indices_map(x.shape).items():
-        parts[tuple(part.indices(size) for part, size in zip(index, x.shape, strict=True))].append(device)
-    return list(parts.values())
 
 
 @functools.lru_cache(maxsize=8)

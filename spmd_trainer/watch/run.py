@@ -54,7 +54,6 @@ class RunPage(Callback):
             self.on_end(run)
 
     def on_end(self, run: Run) -> None:
-        """Process 0 writes the page."""
         if jax.process_index():
             return
         try:

@@ -33,6 +33,9 @@ class TimeRecord(Callback):
     before it has ended.
 
     The file stays small: within months of training it gets some thousand lines, besides those of the pauses.
+
+    Attributes:
+      ended: how the run has ended; '' while it goes on.
     """
 
     turn = Turn.WRITES
@@ -41,7 +44,7 @@ class TimeRecord(Callback):
         self._file: RunTimesFile | None = None
         self._written = 0.0
         self._has_state = False
-        self._ended = ""
+        self.ended = ""
 
     def on_open(self, run: Run) -> None:
         """Process 0 notes when the run began."""
@@ -52,7 +55,7 @@ class TimeRecord(Callback):
             self._file = RunTimesFile(run.job_log_dir, round(began, 3))
             # In a new directory there is nothing to contradict, and a start that is refused must leave nothing there.
             if has_run(run.job_log_dir):
-                self._write(run)
+                self.write(run)
 
     def on_start(self, run: Run) -> None:
         """Notes that the run has a state, and so a first step."""
@@ -66,36 +69,30 @@ class TimeRecord(Callback):
             return
         now = time.monotonic()
         if now - self._written >= max(_SECONDS_BETWEEN_LINES, _SHARE_BETWEEN_LINES * (now - run.began)):
-            self._write(run)
+            self.write(run)
 
     def after_pause(self, run: Run, step: int) -> None:
-        """Writes the times."""
         del step
-        self._write(run)
+        self.write(run)
 
     def on_failure(self, run: Run, error: BaseException) -> None:
         """Writes the times and how the run has ended, unless `on_end` has done that."""
         run.times.begin("other")
-        if self._written and not self._ended:  # else a new run did not get to its first step
-            self._ended = run.end(error)
-            self._write(run)
+        if self._written and not self.ended:  # else a new run did not get to its first step
+            self.ended = run.end(error)
+            self.write(run)
 
     def on_end(self, run: Run) -> None:
-        """Writes the times and how the run has ended."""
-        self._ended = run.end()
-        self._write(run)
+        self.ended = run.end()
+        self.write(run)
 
-    def write_last(self, run: Run) -> None:
-        """Writes the times once more if an end was written: now they have what came after it."""
-        if self._ended:
-            self._write(run)
-
-    def _write(self, run: Run) -> None:
+    def write(self, run: Run) -> None:
+        """Writes the times so far. Process 0 does."""
         if self._file is None:
             return
         self._written = time.monotonic()
         first_step = run.first_step if self._has_state else None
-        self._file.write(run.times.seconds(), first_step, run.step, self._ended)
+        self._file.write(run.times.seconds(), first_step, run.step, self.ended)
 
 
 class LastTimes(Callback):
@@ -107,9 +104,9 @@ class LastTimes(Callback):
         self._record = record
 
     def on_end(self, run: Run, error: BaseException | None = None) -> None:
-        """Writes the times."""
         del error
-        self._record.write_last(run)
+        if self._record.ended:
+            self._record.write(run)
 
     on_failure = on_end
 
@@ -122,7 +119,6 @@ class StartTimes:
       start: its beginning, in seconds since 1970; identifies the start.
       seconds: {part: seconds}, of all `PARTS`.
       first_step: step of its initial state.
-      step: its latest step.
       time: time of this record, in seconds since 1970.
       ended: one of `ENDS`; '' while it runs, and if it was killed.
       starting: True until its state is restored or initialised. Its steps then repeat those of the start before.
@@ -236,7 +232,6 @@ class Goodput:
 
 
 def goodput(records: Sequence[StartTimes]) -> Goodput:
-    """Computes the goodput of the records from `read_run_times`."""
     productive = redone = away = 0.0
     redone_steps = 0
     for index, record in enumerate(records):

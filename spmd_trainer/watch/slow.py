@@ -33,8 +33,6 @@ class Verdict:
     """What one window says of one process.
 
     Attributes:
-      process: its index.
-      host: its host.
       part: the part with most excess over the others, one of `PARTS`.
       seconds: the median of that part.
       others: the same of the others: the median of their medians.
@@ -58,21 +56,12 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """One line for the log."""
         than = f"median of {self.processes} processes" if self.processes > 2 else "the other process"
         estimated = ", estimated by a small program" if self.part == "device" else ""
         hidden = "; the devices have work meanwhile, so no step waits for it yet" if self.is_hidden else ""
         return (
             f"process {self.process} (host {self.host}) is slow: {self.part} takes {_ms(self.seconds)} of a step, others "
             f"{_ms(self.others)} ({than}{estimated}), over steps {self.steps[0]} to {self.steps[1]}{hidden}"
-        )
-
-    @property
-    def text_when_fast(self) -> str:
-        """The line for when it was slow and is not any more."""
-        return (
-            f"process {self.process} (host {self.host}) is as fast as the others again, over steps {self.steps[0]} to "
-            f"{self.steps[1]}"
         )
 
 
@@ -161,11 +150,7 @@ class SlowProcesses:
         self._named: dict[int, tuple[str, int]] = {}
 
     def update(self, told: Mapping[int, Mapping[str, Any] | None]) -> list[str]:
-        """Judges the newest window that all processes have told, once; see `judge`.
-
-        Returns:
-          Lines for the log; most often none.
-        """
+        """Judges the newest window that all processes have told, once; see `judge`."""
         lines = []
         for verdict in judge(told, self._judged):
             self._judged = verdict.steps[1]
@@ -177,6 +162,7 @@ class SlowProcesses:
             if verdict.is_slow and (is_new or verdict.part == part):
                 self._named[verdict.process] = (verdict.part, verdict.steps[1])
             elif part and is_new and verdict.ratio < FAST:
-                lines.append(verdict.text_when_fast)
+                name, (first, last) = f"process {verdict.process} (host {verdict.host})", verdict.steps
+                lines.append(f"{name} is as fast as the others again, over steps {first} to {last}")
                 del self._named[verdict.process]
         return lines

@@ -33,7 +33,6 @@ class Parts(NamedTuple):
     """One training step on this process, in seconds.
 
     Attributes:
-      step: its number.
       input: what the loop waited for this process's own batch.
       dispatch: what the host did itself.
       whole: from the beginning of one step to that of the next.
@@ -98,7 +97,6 @@ class StepParts(Callback, StepWatch):
             self._watch = DeviceWatch.of(run.mesh.local_devices)
 
     def on_end(self, run: Run, error: BaseException | None = None) -> None:
-        """Ends what watches the devices."""
         del run, error
         if self._watch is not None:
             self._watch.close()
@@ -128,14 +126,12 @@ class StepParts(Callback, StepWatch):
         return self._repeats.around(fn, run)
 
     def dispatching(self) -> None:
-        """Notes that the compiled step is about to be called."""
         self._mark, self._cpu_mark = self._clock(), self._cpu_clock()
 
     def dispatched(self, step: int, packed: Any) -> None:
         """Notes that the call has returned.
 
         Args:
-          step: the number of the step.
           packed: an output of the step that isn't donated to the next one, a tree of arrays.
         """
         called = self._mark

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 
-from spmd_trainer.sharding.messages import format_duration
+from spmd_trainer.sharding.messages import format_duration, named_text
 from spmd_trainer.storage import json_values
 
 DEVICES = "waiting for the devices"
@@ -30,7 +30,6 @@ class Beat:
     """Where a process is.
 
     Attributes:
-      process: its index.
       number: counts the beats of this process, from 1; 0 stands for a process that has not beaten yet.
       step: the last training step that it has handed to its devices.
       finished: the last step whose scalars have arrived.
@@ -39,7 +38,6 @@ class Beat:
       seconds: how long that part has lasted.
       phase: what goes on within the activity, e.g. 'evaluating heldout at step 20'; empty for nothing of its own.
       batches: batches that the phase has finished.
-      input_seconds: how long the process has waited for input since the run began.
       window: what another part of the trainer says of this process's last steps, or None; JSON.
       stacks: its Python stacks, if it is behind the others; else empty.
     """
@@ -53,7 +51,6 @@ class Beat:
     seconds: float
     phase: str = ""
     batches: int = 0
-    input_seconds: float = 0.0
     window: Mapping[str, object] | None = None
     stacks: str = ""
 
@@ -75,7 +72,6 @@ class Beat:
         return ", ".join(parts)
 
     def to_json(self) -> str:
-        """Returns it as one line."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -101,7 +97,6 @@ class Seen:
     """A process as another one sees it.
 
     Attributes:
-      beat: its last beat.
       still: seconds since something has changed in its beats.
       silent: seconds since its last beat came.
     """
@@ -138,7 +133,6 @@ def find(seen: Sequence[Seen], silent_after: float) -> Verdict:
     elsewhere than more than half of all.
 
     Args:
-      seen: all processes.
       silent_after: a process that has not beaten for this many seconds has stopped, or its interpreter is held.
 
     Returns:
@@ -150,7 +144,7 @@ def find(seen: Sequence[Seen], silent_after: float) -> Verdict:
         lambda all_: _least(all_, lambda beat: beat.finished),
         lambda all_: [one for one in all_ if one.beat.part != OTHERS],
         _fewest_batches,
-        _alone,
+        lambda all_: [one for one in all_ if one.beat.part in _ALONE],
         _minority,
     )
     for rule in rules:
@@ -171,10 +165,6 @@ def _fewest_batches(seen: Sequence[Seen]) -> Sequence[Seen]:
     return _least(seen, lambda beat: beat.batches)
 
 
-def _alone(seen: Sequence[Seen]) -> Sequence[Seen]:
-    return [one for one in seen if one.beat.part in _ALONE]
-
-
 def _minority(seen: Sequence[Seen]) -> Sequence[Seen]:
     places = collections.Counter(one.beat.where for one in seen)
     most, count = places.most_common(1)[0] if places else ("", 0)
@@ -183,21 +173,18 @@ def _minority(seen: Sequence[Seen]) -> Sequence[Seen]:
 
 def _named(seen: Sequence[Seen], behind: Sequence[Seen], silent_after: float) -> str:
     """Returns 'process 1 is behind: training step 12, input, for 10m; processes 0, 2 are in training step 13'."""
-    listed = [_about(one, silent_after) for one in sorted(behind, key=lambda one: one.beat.process)]
+    listed = []
+    for one in sorted(behind, key=lambda one: one.beat.process):
+        name, where = f"process {one.beat.process}", one.beat.where
+        if one.silent > silent_after:
+            why = "it is stopped or lost, or its interpreter is held by C code"
+            listed.append(f"{name}, whose last beat came {format_duration(one.silent)} ago from {where} ({why})")
+        else:
+            listed.append(f"{name} in {where}, for {format_duration(one.beat.seconds + one.silent)}")
     more = f", and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
     text = f"behind: {'; '.join(listed[:_NAMED])}{more}"
     others = [one for one in seen if one not in behind]
     return f"{text}. {_places(others)}" if others else text
-
-
-def _about(one: Seen, silent_after: float) -> str:
-    beat = one.beat
-    if one.silent > silent_after:
-        why = "it is stopped or lost, or its interpreter is held by C code"
-        return (
-            f"process {beat.process}, whose last beat came {format_duration(one.silent)} ago from {beat.where} ({why})"
-        )
-    return f"process {beat.process} in {beat.where}, for {format_duration(beat.seconds + one.silent)}"
 
 
 def _nobody(seen: Sequence[Seen]) -> str:
@@ -214,15 +201,12 @@ def _places(seen: Sequence[Seen]) -> str:
     places: dict[str, list[int]] = {}
     for one in sorted(seen, key=lambda one: one.beat.process):
         places.setdefault(one.beat.where, []).append(one.beat.process)
-    listed = [f"{_processes(numbers)} in {where}" for where, numbers in places.items()]
+    listed = []
+    for where, numbers in places.items():
+        more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+        listed.append(
+            f"{named_text(numbers[:_NAMED], 'process', 'processes')}{more} {'is' if len(numbers) == 1 else 'are'} in {where}"
+        )
     more = f"; {len(listed) - _NAMED} more places" if len(listed) > _NAMED else ""
     text = "; ".join(listed[:_NAMED]) + more
     return text[:1].upper() + text[1:]
-
-
-def _processes(numbers: Sequence[int]) -> str:
-    """Returns 'process 1 is', or 'processes 0, 2 are'."""
-    if len(numbers) == 1:
-        return f"process {numbers[0]} is"
-    named = ", ".join(map(str, numbers[:_NAMED])) + (f" and {len(numbers) - _NAMED} more" * (len(numbers) > _NAMED))
-    return f"processes {named} are"

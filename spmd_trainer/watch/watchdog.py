@@ -94,7 +94,6 @@ class Watchdog(Callback):
         self._thread: threading.Thread | None = None
 
     def on_open(self, run: Run) -> None:
-        """Starts the threads."""
         limits = [limit for limit in (self._seconds, self._hang_seconds) if limit]
         if not limits:
             return
@@ -123,7 +122,6 @@ class Watchdog(Callback):
             logging.warning("stacks of a held interpreter can't be written: %s", error)
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Notes the step for the next beat."""
         del run, scalars
         self._finished = step
 
@@ -139,7 +137,6 @@ class Watchdog(Callback):
         self.on_end(run)
 
     def on_end(self, run: Run) -> None:
-        """Ends the threads."""
         del run
         self._closed.set()
         if self._thread is not None:
@@ -205,7 +202,6 @@ class Watchdog(Callback):
             seconds=round(time.monotonic() - since, 3),
             phase="; ".join(phase.what for phase in phases),
             batches=sum(phase.batches or 0 for phase in phases),
-            input_seconds=round(run.times.seconds()["input"], 3),
             window=self._window(),
             stacks=self._stacks_if_behind(),
         )
@@ -237,7 +233,12 @@ class Watchdog(Callback):
             lines.append(own)
         text = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} process {self._index}: " + "\n".join(lines) + "\n\n"
         # A file system that hangs may be why nothing moves.
-        within(_LOGS_SECONDS, "writing the report of a hang", lambda: _append(run, self._index, text))
+        within(_LOGS_SECONDS, "writing the report of a hang", lambda: self._append(run, text))
+
+    def _append(self, run: Run, text: str) -> None:
+        file = open_append(_file(run, self._index), attempts=1)
+        file.write(text.encode())
+        file.flush()
 
     def _end(self, digest: Digest, run: Run) -> None:
         """Ends this process with what can still be written. Returns only if ending fails."""
@@ -256,9 +257,3 @@ class Watchdog(Callback):
 def _file(run: Run, process: int) -> epath.Path:
     """Returns the file of a process for its reports and stacks."""
     return run.job_log_dir / LOGS / f"stuck.process_{process}.txt"
-
-
-def _append(run: Run, process: int, text: str) -> None:
-    file = open_append(_file(run, process), attempts=1)
-    file.write(text.encode())
-    file.flush()

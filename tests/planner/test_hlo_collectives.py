@@ -27,8 +27,7 @@ def test_kinds_and_bytes_of_whole_arrays(mesh):
         return lax.psum(x, "data"), lax.all_gather(x, "data", tiled=True), lax.psum_scatter(x, "data", tiled=True)
 
     text = compiled_text(mesh, exchange, P("data"), (P(), P(), P("data")), (256, 32))
-    found = hlo_collectives.count_collectives(text)
-    assert {kind: (t.count, t.num_bytes) for kind, t in found.items()} == {
+    assert {found.kind: (found.times, found.num_bytes) for found in hlo_collectives.find_collectives(text)} == {
         "all-reduce": (1, 4 * KB),
         "all-gather": (1, 32 * KB),
         "reduce-scatter": (1, 4 * KB),
@@ -39,12 +38,8 @@ def test_a_loop_counts_as_often_as_it_runs(mesh):
     def repeat(x):
         return lax.scan(lambda carry, _: (lax.psum(carry, "data") * 0.1, None), x, length=5)[0]
 
-    found = hlo_collectives.count_collectives(compiled_text(mesh, repeat, P("data"), P("data"), (256, 32)))
-    assert (found["all-reduce"].count, found["all-reduce"].num_bytes, found["all-reduce"].largest) == (
-        5,
-        20 * KB,
-        4 * KB,
-    )
+    (found,) = hlo_collectives.find_collectives(compiled_text(mesh, repeat, P("data"), P("data"), (256, 32)))
+    assert (found.kind, found.times, found.num_bytes) == ("all-reduce", 5, 4 * KB)
 
 
 def test_the_mesh_axes_that_a_collective_crosses():
@@ -59,10 +54,9 @@ def test_the_mesh_axes_that_a_collective_crosses():
     assert crossed == {"all-reduce": ("data",), "all-gather": ("replica", "mdl"), "collective-permute": ("mdl",)}
 
 
-def test_no_collectives_are_said_to_be_none(mesh):
+def test_a_program_without_collectives_has_none(mesh):
     text = compiled_text(mesh, lambda x: x + 1, P("data"), P("data"), (8, 4))
-    assert hlo_collectives.count_collectives(text) == {}
-    assert hlo_collectives.collectives_text(text) == "no collectives"
+    assert list(hlo_collectives.find_collectives(text)) == []
 
 
 def program(*instructions):

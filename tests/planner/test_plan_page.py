@@ -12,7 +12,7 @@ from etils import epath
 from facts import assert_names
 from page_checks import EVIL, assert_harmless
 
-from spmd_trainer.planner import hlo_liveness, plan_memory, plan_page
+from spmd_trainer.planner import hlo_liveness, plan_memory, plan_page, plan_search
 from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_memory import Group, MemoryOverTime, PeakArray
 from spmd_trainer.planner.plan_report import Outcome
@@ -188,7 +188,10 @@ def test_a_page_with_thousands_of_candidates_stays_small_and_says_what_it_leaves
     assert record["left_out"] == 3030 - plan_page.MOST_CANDIDATES
     assert sum(p["status"] == "fits" for p in record["points"]) == 30, "what was compiled stays"
     assert len(record["shown"]) == 30, "the whole front is in the table"
-    assert len(plan_page.worth_showing([*several, *front])) == plan_page.MOST_PLANS
+    for outcome in front:
+        outcome.details = {"a": "program"}
+    plan_search._drop_details([*several, *front])
+    assert sum(outcome.details is not None for outcome in front) == plan_page.MOST_PLANS
     long = memory_with_points(400)
     for shown in record["shown"][: plan_page.MOST_PLANS]:
         shown["plan"] = plan_page.plan_record(make_plan(chart=long))

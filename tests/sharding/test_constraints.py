@@ -57,8 +57,8 @@ def test_every_bit_arrives(mesh, rows_over):
 def test_tokens_take_one_collective(mesh):
     arrays = [jnp.zeros((ROWS, 16), jnp.int32), jnp.zeros((ROWS, 16), jnp.float32), jnp.zeros(ROWS, jnp.int32)]
     specs = [PartitionSpec("data", *[None] * (x.ndim - 1)) for x in arrays]
-    found = hlo_collectives.count_collectives(compiled(arrays, specs, mesh).as_text())
-    assert sum(totals.count for totals in found.values()) == 1
+    found = hlo_collectives.find_collectives(compiled(arrays, specs, mesh).as_text())
+    assert sum(collective.times for collective in found) == 1
 
 
 def test_what_is_split_in_another_way_moves_by_itself(mesh):

@@ -208,7 +208,7 @@ def test_rows_of_parameter_sweep_set_their_attributes(tmp_path):
     config = functools.partial(make_run_config, sweep_experiments.Combined, tmp_path, mode="sweep")
     found = [config(trial=number).experiment.task_p.train for number in range(2)]
     assert [(p.learner.optimizer.learning_rate, p.num_train_steps) for p in found] == [(0.3, 4), (0.01, 6)]
-    sweep = config().make_sweep()
+    sweep = config().made
     assert sweep.method.own_overrides(sweep.begin(1).values) == ["LEARNING_RATE=0.01", "STEPS=6"]
     with pytest.raises(ValueError, match="NO_SUCH"):
         automl.parameter_sweep([("NO_SUCH",), (1,)])(sweep_experiments.Regression)

@@ -102,7 +102,7 @@ def test_results_are_listed_by_the_datasets_that_there_are(tmp_path, caplog):
     job = make_job(tmp_path, customize=named_with_a_slash)
     results = {"train/a/b": 1.5, "books/heldout/a": 2.5, "books/other/a": 3.5}
     with caplog.at_level("INFO", logger="absl"):
-        ending.log_summary(job.config, "finished", "", ending.Results(0.5, results, 7))
+        ending.log_summary(job.config, "finished", "", loss=0.5, metrics=results, evaluated=7)
     end, evaluation = caplog.messages[:2]
     assert end == "finished, loss 0.5000"
     assert_names(evaluation, "step 7", "train: a/b 1.5000; books/heldout: a 2.5000; books: other/a 3.5000")
@@ -119,10 +119,10 @@ def test_a_display_gets_a_table_and_whole_commands_and_the_log_the_same_lines(tm
     monkeypatch.setattr(live, "display", Display())
     (tmp_path / "run.html").write_text("a page")
     (tmp_path / "summaries").mkdir()
-    results = ending.Results(0.5, {"heldout/bits_per_byte": 2.5, "heldout/accuracy": 0.25}, 7)
+    metrics = {"heldout/bits_per_byte": 2.5, "heldout/accuracy": 0.25}
     next_step = "the same command continues"
     with caplog.at_level("INFO", logger="absl"):
-        ending.log_summary(config, "stopped at step 8", next_step, results)
+        ending.log_summary(config, "stopped at step 8", next_step, loss=0.5, metrics=metrics, evaluated=7)
     table, commands = printed
     console.print(table)
     rows = [line.strip("│").split("│") for line in console.export_text().splitlines() if "│" in line]

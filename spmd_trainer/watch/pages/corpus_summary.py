@@ -31,7 +31,6 @@ class SourceSummary:
     """One source of an input, as far as it was read.
 
     Attributes:
-      name: its name in the mixture.
       size_text: what it is: '3 files of 15,000 bytes'.
       wanted: its share of the mixture, at the beginning if it changes.
       documents, tokens: how many were read.
@@ -51,7 +50,6 @@ class CorpusSummary:
     """What was measured.
 
     Attributes:
-      sources: the sources, in order.
       seconds: how long reading took.
       tokens: tokens in the rows that were given.
       counted: those of them that count in the loss.
@@ -167,7 +165,6 @@ def data_page(experiment: str, found: Mapping[str, CorpusSummary], rows: Mapping
     """Returns the page.
 
     Args:
-      experiment: its name.
       found: what was measured of each dataset.
       rows: the first rows of each dataset as text.
     """
@@ -187,8 +184,13 @@ def _dataset(name: str, found: CorpusSummary, rows: str) -> str:
             fact("Left out", f"{sum(one.skipped for one in found.sources):,}", "bad records"),
         )
     )
-    lengths = [(f"{length:,}", count) for length, count in _between(found.lengths)]
-    fills = _tenths(found.fills)
+    # All powers of two from the smallest to the largest, those without a segment too.
+    powers = range(min(found.lengths, default=1).bit_length() - 1, max(found.lengths, default=0).bit_length())
+    lengths = [(f"{2**n:,}", found.lengths.get(2**n, 0)) for n in powers]
+    tenths = [0] * 11  # full rows are a bar of their own
+    for percent, count in found.fills.items():
+        tenths[percent // 10] += count
+    fills = [(f"{10 * n}" if n == 10 else f"{10 * n}+", count) for n, count in enumerate(tenths)]
     text = (
         '<div class="card"><h2>First rows</h2><p class="note">Labels that count in the loss are in brackets.</p>'
         f'<pre class="mono rows">{html.escape(rows)}</pre></div>'
@@ -241,22 +243,3 @@ def _histogram(bars: Sequence[tuple[str, int]], what: str) -> str:
         f'<div class="bars" role="img" aria-label="{html.escape(spoken)}">{columns}</div>'
         f'<div class="ticks" aria-hidden="true">{ticks}</div>'
     )
-
-
-def _between(lengths: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Returns the counts of all powers of two from the smallest to the largest, those without a segment too."""
-    if not lengths:
-        return []
-    length, found = min(lengths), []
-    while length <= max(lengths):
-        found.append((length, lengths.get(length, 0)))
-        length *= 2
-    return found
-
-
-def _tenths(fills: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Returns the rows by tenths of filled positions; full rows are a bar of their own."""
-    counts = [0] * 11
-    for percent, count in fills.items():
-        counts[percent // 10] += count
-    return [(f"{10 * n}" if n == 10 else f"{10 * n}+", count) for n, count in enumerate(counts)]

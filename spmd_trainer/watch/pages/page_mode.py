@@ -110,7 +110,6 @@ class PageServer:
 
     @property
     def url(self) -> str:
-        """The address of the page."""
         return f"http://{ADDRESS}:{self._server.server_address[1]}/"
 
     def serve(self) -> None:
@@ -121,7 +120,6 @@ class PageServer:
             self._server.server_close()
 
     def close(self) -> None:
-        """Ends `serve`."""
         self._server.shutdown()
 
     def _newest(self) -> tuple[Record, bytes, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,6 +24,7 @@ _LEAST_BUCKETS = 60
 MOST_OTHERS = 240
 # Scalars of an evaluation that don't describe the model.
 _NO_RESULT = re.compile(r"eval_batches|eval_seconds|(.*/)?num_[a-z_]*|.*weight")
+_LOSSES = ("loss", "log_pplx", "avg_xent", "total_loss")
 _MOST_RESULTS = 6
 _MOST_MARKS = 400
 
@@ -48,8 +49,8 @@ class Curve:
 
 
 # Curves of training that are shown first: a pattern of the scalar's name, its title and unit. Of each kind, all that match.
-_BEFORE: Sequence[tuple[str, str, str]] = ((r"loss", "Training loss", ""),)
-_AFTER: Sequence[tuple[str, str, str]] = (
+_MAIN: Sequence[tuple[str, str, str]] = (
+    (r"loss", "Training loss", ""),
     (r"(?:.*/)?lr", "Learning rate", ""),
     (r"(?:.*/)?raw_grad_norm", "Gradient norm", ""),
     (r"tokens_per_sec", "Tokens per second", ""),
@@ -69,9 +70,9 @@ def curves_of(runs: Sequence[RunScalars]) -> list[Curve]:
             known = names.setdefault(folder, [])
             known += [name for name in file.names() if name not in known]
     main = [
-        *_matching(names.get(TRAIN, []), _BEFORE),
+        *_matching(names.get(TRAIN, []), _MAIN[:1]),
         *_results(names, runs),
-        *_matching(names.get(TRAIN, []), _AFTER),
+        *_matching(names.get(TRAIN, []), _MAIN[1:]),
     ]
     shown = {(curve.folder, curve.name) for curve in main}
     others = [
@@ -186,7 +187,8 @@ def _results(names: dict[str, list[str]], runs: Sequence[RunScalars]) -> Iterato
             continue
         dataset = folder.removeprefix("eval_")
         known: list[list[tuple[Floats, Floats]]] = []
-        for name in sorted(names[folder], key=_interest(names[folder])):
+        # Losses come first, then the other scalars in their order.
+        for name in sorted(names[folder], key=lambda name: name not in _LOSSES):
             values = [run.files[folder].series(name) for run in runs if folder in run.files]
             if _NO_RESULT.fullmatch(name) or not any(found.any() for _, found in values):
                 continue
@@ -194,11 +196,6 @@ def _results(names: dict[str, list[str]], runs: Sequence[RunScalars]) -> Iterato
                 continue
             known.append(values)
             yield Curve(folder, name, f"{dataset}: {name}")
-
-
-def _interest(names: Sequence[str]) -> Callable[[str], tuple[int, int]]:
-    """Losses come first, then the other scalars in their order."""
-    return lambda name: (0 if name in ("loss", "log_pplx", "avg_xent", "total_loss") else 1, names.index(name))
 
 
 def _same(one: Sequence[tuple[Floats, Floats]], other: Sequence[tuple[Floats, Floats]]) -> bool:

@@ -28,7 +28,6 @@ class Found:
 
     @property
     def step(self) -> int:
-        """The last step known to have been taken."""
         noted = self.times[-1].step if self.times else 0
         file = self.scalars.files.get(TRAIN)
         return max(noted, int(file.series("loss")[0].max(initial=0)) if file else 0)
@@ -40,7 +39,6 @@ class Found:
         return int(text) if text.isdecimal() else None
 
     def last(self, folder: str, name: str) -> float | None:
-        """Returns the last value of a scalar; None if there is none."""
         file = self.scalars.files.get(folder)
         values = file.series(name)[1].tolist() if file else []
         return values[-1] if values else None
@@ -94,8 +92,9 @@ def _speed(found: Found) -> Iterator[tuple[str, str, str, str]]:
     for name, unit in (("tokens_per_sec", "tokens/s"), ("examples_per_sec", "examples/s")):
         rate, steps = _finite(found, name), _finite(found, "steps_per_sec")
         if rate is not None:
-            each = f"{format_milliseconds(1 / steps)} a step" if steps else ""
-            yield "Throughput", f"{rate:,.0f}", f"{unit}{', ' if each else ''}{each}", ""
+            each = f", {1e3 / steps:.3g} ms a step" if steps and steps > 1 else ""
+            each = each or (f", {1 / steps:.3g} s a step" if steps else "")
+            yield "Throughput", f"{rate:,.0f}", f"{unit}{each}", ""
     mfu, of_6n = _finite(found, "mfu"), _finite(found, "mfu_6n")
     if mfu is not None:
         yield "MFU", f"{mfu:.1%}", "of the chips' peak FLOP/s" + ("" if of_6n is None else f"; 6N: {of_6n:.1%}"), ""
@@ -128,11 +127,6 @@ def about(found: Found) -> list[list[str]]:
     if isinstance(versions, Mapping):
         rows.append(["versions", ", ".join(f"{name} {version}" for name, version in versions.items())])
     return rows
-
-
-def format_milliseconds(seconds: float) -> str:
-    """Returns e.g. '12 ms' or '1.2 s'."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _number(value: float) -> str:

@@ -29,8 +29,6 @@ class RunReader:
     """Reads what a page shows of a run. A second reading looks only at what has changed since.
 
     Attributes:
-      path: the run's directory.
-      scalars: its scalars.
       settings: {path: value} of `config.txt`.
       notes: what could not be read, after `read`.
     """
@@ -147,7 +145,6 @@ class RunReader:
 
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """Turns an error of a file into a note."""
         try:
             yield
         except _UNREADABLE as error:

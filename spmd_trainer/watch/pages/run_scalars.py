@@ -158,7 +158,6 @@ def thin(steps: Floats, values: Floats, buckets: int) -> tuple[Floats, Floats]:
     Args:
       steps: [n].
       values: [n].
-      buckets: the number of buckets.
     """
     inner = steps.size - 2
     if steps.size <= 2 * buckets:

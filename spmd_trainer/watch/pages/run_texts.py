@@ -42,10 +42,6 @@ def read_warnings(path: epath.Path) -> tuple[list[Logged], bool]:
             size = file.seek(0, 2)
             file.seek(max(0, size - _LOG_BYTES))
             text, is_cut = file.read().decode(errors="replace"), size > _LOG_BYTES
-    return _warnings_of(text), is_cut
-
-
-def _warnings_of(text: str) -> list[Logged]:
     records: list[list[str]] = []
     is_shown = False
     for line in text.splitlines():
@@ -55,7 +51,7 @@ def _warnings_of(text: str) -> list[Logged]:
                 records.append([*match.groups()])
         elif is_shown:
             records[-1][3] += "\n" + line
-    return [(time, level, where, message) for time, level, where, message in records]
+    return [(time, level, where, message) for time, level, where, message in records], is_cut
 
 
 def add(found: Iterable[Logged], kinds: dict[tuple[str, ...], dict[str, Any]]) -> None:
@@ -118,10 +114,8 @@ def read_examples(path: epath.Path) -> list[dict[str, Any]]:
 
 def _example(record: dict[str, object], number: int) -> dict[str, Any]:
     index = record.get("index", number)
-    if "output" in record:
-        output = str(record["output"])
-    else:
-        output = json.dumps({name: value for name, value in record.items() if name != "index"}, ensure_ascii=False)
+    rest = {name: value for name, value in record.items() if name != "index"}
+    output = str(record["output"]) if "output" in record else json.dumps(rest, ensure_ascii=False)
     return {
         "index": index if isinstance(index, int) else number,
         "prompt": _beginning(str(record.get("prompt", "")), _MOST_OF_EXAMPLE, "file"),

@@ -71,7 +71,6 @@ class Style:
         return terminal.visible(text).join(self._counted)
 
     def heading(self, text: str) -> str:
-        """Returns a heading."""
         return terminal.visible(text).join(self._heading)
 
 
@@ -119,7 +118,6 @@ def show_data(job: Job) -> None:
 
 
 def _datasets(config: RunConfig) -> list[Any]:
-    """Returns the configs of the training and evaluation datasets."""
     experiment = config.experiment.config
     return [*experiment.train_datasets, *experiment.eval_datasets]
 

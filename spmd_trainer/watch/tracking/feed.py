@@ -38,7 +38,6 @@ class RunIds:
         self._ids = self._read()
 
     def get(self, tracker: str) -> str | None:
-        """The run's id in a tracker, or None."""
         return self._ids.get(tracker)
 
     def set(self, tracker: str, run_id: str) -> None:
@@ -77,7 +76,6 @@ class _Call:
     """A call of the tracker, on its thread.
 
     Attributes:
-      method: the method's name.
       records: number of records lost if it fails.
       make: calls it.
     """

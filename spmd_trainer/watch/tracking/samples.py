@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -22,11 +23,6 @@ def table(rows: Sequence[Row], dataset: str, step: int) -> tuple[list[str], list
 
     A language model's table has index, prompt, best output and score; other tables have every field except pictures,
     arrays as JSON.
-
-    Args:
-      rows: records as in `decode_out/DATASET/step_N.jsonl`.
-      dataset: the dataset's name.
-      step: the training step.
     """
     columns = [name for name in _OF_TEXTS if any(name in row for row in rows)]
     if not any("output" in row for row in rows):
@@ -39,7 +35,7 @@ def table(rows: Sequence[Row], dataset: str, step: int) -> tuple[list[str], list
 def markdown(rows: Sequence[Row], dataset: str, step: int) -> str:
     """Formats the table in Markdown, with backticks, bars and line ends escaped."""
     columns, cells = table(rows, dataset, step)
-    lines = [columns, ["---"] * len(columns), *([_escaped(cell) for cell in row] for row in cells)]
+    lines = [columns, ["---"] * len(columns), *(map(_escaped, row) for row in cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -100,6 +96,4 @@ def _cell(value: object, whole: str) -> object:
 
 def _escaped(cell: object) -> str:
     text = cell if isinstance(cell, str) else json.dumps(cell)
-    for special in "\\`*_[]<>|#~":
-        text = text.replace(special, f"\\{special}")
-    return text.replace("\r", "").replace("\n", "↵ ")
+    return re.sub(r"[\\`*_\[\]<>|#~]", r"\\\g<0>", text).replace("\r", "").replace("\n", "↵ ")

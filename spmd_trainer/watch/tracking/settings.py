@@ -19,12 +19,24 @@ def nested(lines: Iterable[str]) -> Settings:
     Numbers, strings, booleans and None become Python values; other values stay text. The own value of a setting with
     fields goes under 'class'. A line without ': ' continues the value before it.
     """
+    values: dict[str, str] = {}
+    path = ""
+    for line in lines:
+        start, separator, text = line.partition(": ")
+        if separator:
+            path = start
+            values[path] = text
+        elif path:
+            values[path] += f"\n{line}"
     root: Settings = {}
-    for path, text in _pairs(lines):
+    for path, text in values.items():
         *parents, name = path.split(".")
         at = root
         for parent in parents:
-            at = _below(at, parent)
+            inner = at.get(parent)
+            if not isinstance(inner, dict):
+                inner = at[parent] = {CLASS: inner} if parent in at else {}
+            at = inner
         found = at.get(name)
         if isinstance(found, dict):
             found[CLASS] = _value(text)
@@ -42,27 +54,6 @@ def flat(settings: Settings, prefix: str = "") -> dict[str, Value]:
         else:
             found[f"{prefix}{name}"] = value
     return found
-
-
-def _pairs(lines: Iterable[str]) -> list[tuple[str, str]]:
-    pairs: list[tuple[str, str]] = []
-    for line in lines:
-        path, separator, text = line.partition(": ")
-        if separator:
-            pairs.append((path, text))
-        elif pairs:
-            pairs[-1] = (pairs[-1][0], f"{pairs[-1][1]}\n{line}")
-    return pairs
-
-
-def _below(settings: Settings, name: str) -> Settings:
-    """Returns the dict under a name; an existing value becomes its class."""
-    found = settings.get(name)
-    if isinstance(found, dict):
-        return found
-    inner: Settings = {} if name not in settings else {CLASS: found}
-    settings[name] = inner
-    return inner
 
 
 def _value(text: str) -> Value:

@@ -9,6 +9,7 @@ into directories that the trainer doesn't write into.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -31,7 +32,6 @@ class TensorboardTracker(Tracker):
     batch = 1000
 
     def open(self, facts: RunFacts) -> str:
-        """Writes the config and the hyperparameters."""
         from spmd_trainer.training import event_files
 
         self._summaries = event_files
@@ -40,7 +40,7 @@ class TensorboardTracker(Tracker):
         self.where = f"tensorboard --logdir={self._root}"
         self._first_step = facts.first_step
         train = self._new_file("train")
-        train.add(facts.first_step, event_files.text("config", _as_code(facts.config_text)))
+        train.add(facts.first_step, event_files.text("config", textwrap.indent(facts.config_text, "    ")))
         hparams = {"experiment": facts.experiment, **flat(facts.settings)}
         train.add(0, event_files.hparams(hparams, trial=str(facts.job_log_dir), began=time.time()))
         train.flush()
@@ -50,14 +50,12 @@ class TensorboardTracker(Tracker):
         """No-op: the trainer writes scalars itself."""
 
     def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Writes the text 'samples', and pictures."""
         file = self._file(f"decode_{dataset}")
         file.add(step, self._summaries.text("samples", samples_lib.markdown(rows, dataset, step)))
         for name, array in samples_lib.pictures(rows):
             file.add(step, self._summaries.image(f"samples/{name}", samples_lib.png(array), array.shape[:2]))
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Writes histograms under their names."""
         file = self._file("train_tracked")
         for name, histogram in histograms.items():
             file.add(step, self._summaries.histogram(name, histogram.counts, histogram.edges))
@@ -66,7 +64,6 @@ class TensorboardTracker(Tracker):
         """No-op: the page is beside the summaries."""
 
     def close(self, status: Status) -> None:
-        """Writes the run's status."""
         end = self._new_file("train")
         end.add(0, self._summaries.hparams_end(status))
         for file in (end, *self._files.values()):
@@ -82,8 +79,3 @@ class TensorboardTracker(Tracker):
         from spmd_trainer.training.event_files import EventFile
 
         return EventFile(self._root / name, replaces_from=replaces_from)
-
-
-def _as_code(text: str) -> str:
-    """Formats a text as a Markdown code block."""
-    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -103,12 +103,10 @@ class Tracking(Callback):
             feed.samples(step, dataset, samples)
 
     def asks_for_pause(self, run: Run, step: int) -> bool:
-        """True if histograms are due."""
         del run
         return self._interval is not None and step % self._interval == 0
 
     def on_pause(self, run: Run, step: int) -> None:
-        """Sends histograms of the variables if due."""
         if not self.asks_for_pause(run, step):
             return
         run.begin(f"histograms at step {step}")
@@ -238,9 +236,8 @@ def _counts(x: jax.Array) -> tuple[jax.Array, ...]:
 
 def _histogram(low: np.ndarray, high: np.ndarray, at_most: np.ndarray) -> Histogram:
     counts = np.rint(np.diff(at_most.astype(np.float64), prepend=0.0)).astype(np.int64)
-    begin, end = (
-        (float(low), float(high)) if np.isfinite(low) else (0.0, 0.0)
-    )  # without a finite value, low is infinity
+    # Without a finite value, low is infinity.
+    begin, end = (float(low), float(high)) if np.isfinite(low) else (0.0, 0.0)
     if begin == end:  # bins need a width
         begin, end = begin - 0.5, end + 0.5
     return Histogram(counts, np.linspace(begin, end, _BINS + 1))

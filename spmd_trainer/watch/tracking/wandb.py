@@ -57,7 +57,6 @@ class LikeWandb(Tracker):
         self.log(step, values)
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Logs histograms under their names."""
         made = {
             name: self.library.Histogram(np_histogram=(histogram.counts, histogram.edges))
             for name, histogram in histograms.items()
