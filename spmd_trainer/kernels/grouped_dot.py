@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import importlib
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.extend
@@ -37,10 +37,8 @@ _MODULES = {"megablox": "megablox", "hopper": "hopper", "blocks": "grouped_block
 
 
 class GroupedKernel(Protocol):
-    """A way to compute grouped products on one device. Products are summed in float32 on one device; sums over devices are in the
-    arrays' dtype."""
-
-    name: str
+    """A module that computes grouped products on one device. Products are summed in float32 on one device; sums over devices are
+    in the arrays' dtype."""
 
     def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
         """Returns why the kernel can't be used for these arrays of a device, as in `product`; empty if it can."""
@@ -225,8 +223,7 @@ def _kernel(name: str) -> GroupedKernel:
     if name not in _MODULES:
         meant = did_you_mean(name, _MODULES, otherwise="")
         raise UserError(f"there is no grouped kernel {name!r}; kernels: {', '.join(_MODULES)}{meant}")
-    found: GroupedKernel = importlib.import_module(f"{__package__}.{_MODULES[name]}").KERNEL
-    return found
+    return cast(GroupedKernel, importlib.import_module(f"{__package__}.{_MODULES[name]}"))
 
 
 grouped_dot_p = jax.extend.core.Primitive("grouped_dot")
