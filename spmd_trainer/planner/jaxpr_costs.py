@@ -10,7 +10,7 @@ from typing import Any, cast
 import jax
 from jax.extend import core
 
-from spmd_trainer.sharding.even_products import scan_sizes
+from spmd_trainer.sharding.jaxprs import scan_sizes
 
 
 @dataclasses.dataclass(frozen=True)

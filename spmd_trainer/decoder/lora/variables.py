@@ -17,7 +17,7 @@ from spmd_trainer.decoder.lora.adapted_weight import ADAPTER, RANK, AdaptedWeigh
 from spmd_trainer.decoder.lora.settings import Lora
 from spmd_trainer.step import masks
 from spmd_trainer.step import tracked_dims as dims_lib
-from spmd_trainer.step.matrix_uses import MatrixDims
+from spmd_trainer.step.product_results import MatrixDims
 from spmd_trainer.train_states import PyTree
 
 LORA = "lora"
