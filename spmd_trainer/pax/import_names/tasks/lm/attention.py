@@ -183,8 +183,6 @@ class SegmentedTransformerLm(layers.TransformerLm):
     Fields and variables are the same. The attention layers must be fused, see `use_fused_attention_in`.
     """
 
-    harmless_vocabulary_padding = True
-
     @nn.nowrap
     def create_child(self, name: str, params: Any) -> None:
         """Creates a child like praxis, but leaves causality to the attention layers of 'transformer'."""

@@ -9,7 +9,6 @@ logits are a product with its weights.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import fiddle as fdl
@@ -54,22 +53,19 @@ def use_layer_norm(model_p: Any) -> None:
 class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
     """praxis' `SharedEmbeddingSoftmax` with a cheaper lookup. Fields and variables are the same.
 
-    With lookup_style 'matmul', praxis multiplies the table with one-hot ids. This layer reads the table's rows, unless the
-    devices that split the rows don't divide them. The gradient stays praxis' product, in parts for long rows: adding to rows
-    would round for each token in bfloat16, and has no fixed order on GPUs.
+    With lookup_style 'matmul', praxis multiplies the table with one-hot ids. This layer reads the table's rows. The gradient
+    stays praxis' product, in parts for long rows: adding to rows would round for each token in bfloat16, and has no fixed order
+    on GPUs.
     """
-
-    harmless_vocabulary_padding = True
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
         """Returns the embeddings [..., input_dims] of integers `ids` [...]; zeros for ids that are not in the table."""
         if self.lookup_style != "matmul" or fdl.get_callable(self.einsum_tpl) is not base_ops.EinsumOp:
             return super().emb_lookup(ids)
         table = jnp.transpose(self.logits_ffn.linear.theta.w)
-        sizes, axes = jax.sharding.get_abstract_mesh().shape, self._row_axes()
-        if self.num_classes % math.prod(sizes.get(axis, 1) for axis in axes):
-            return super().emb_lookup(ids)
-        embeddings = _rows_of(ids, base_layer.maybe_shard(table, [axes or None, None], self.mesh_axis_names))
+        embeddings = _rows_of(
+            ids, base_layer.maybe_shard(table, [self._row_axes() or None, None], self.mesh_axis_names)
+        )
         if self.scale_sqrt_depth:
             embeddings *= self.input_dims**0.5
         return base_layer.maybe_shard(
