@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax._src.core import get_axis_env
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, did_you_mean, require_one_of
 from spmd_trainer.kernels import all_to_all, chips, kernels, reference, ring, sequence_order
 from spmd_trainer.kernels.kernels import Call, Choice, Pattern, Rows
 
@@ -193,11 +193,8 @@ def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) 
     Raises:
       UserError: the form is unknown, or the devices don't divide the length.
     """
-    if asked is not None and asked not in sequence_order.FORMS:
-        raise UserError(
-            f"context_parallel is {asked!r}; it can be {' or '.join(sequence_order.FORMS)}"
-            f"{did_you_mean(asked, sequence_order.FORMS, otherwise='')}"
-        )
+    if asked is not None:
+        require_one_of("context_parallel", asked, sequence_order.FORMS)
     if not parts.length:
         return None
     form = asked or sequence_order.DEFAULT_FORM

@@ -38,7 +38,6 @@ class FunctionModel(ModuleModel):
                 raise UserError(f"task.model.{name} is not set; FunctionModel needs the functions init and apply")
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
-        """See `Model`."""
         del inputs
         assert self.init is not None
         params, state = self.init(key) if self.has_state else (self.init(key), {})

@@ -49,7 +49,6 @@ class NnxModel(ModuleModel):
             raise not_a_config("task.model.module", self.module)
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
-        """See `Model`."""
         del inputs
         tree: dict[str, Any] = {base_layer.PARAMS: {}}
         for path, variable in _variables(self._build(key)):
