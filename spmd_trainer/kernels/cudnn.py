@@ -242,7 +242,7 @@ def _chunked_forward(pattern: Pattern, rows: Rows) -> jax.Array:
 
 def _chunked_backward(pattern: Pattern, rows: Rows, gradient: jax.Array) -> Arrays:
     def call(rows: Rows, of_output: jax.Array) -> Arrays:
-        _, pull_back = jax.vjp(lambda *x: chunked.attend(Rows(*x, rows.segment_ids), pattern), *rows[:3])
+        _, pull_back = jax.vjp(lambda q, k, v: chunked.attend(Rows(q, k, v, rows.segment_ids), pattern), *rows[:3])
         gradients: Arrays = pull_back(of_output)
         return gradients
 
@@ -268,7 +268,8 @@ def _head_by_head(call: Callable[..., Arrays], rows: Rows, *more: jax.Array, lik
             count = x.shape[2] // kv_heads
             return jax.lax.dynamic_slice(x, (row, 0, head * count, 0), (1, x.shape[1], count, x.shape[3]))
 
-        one = Rows(*map(part, rows[:3]), jax.lax.dynamic_slice_in_dim(segment_ids, row, 1))
+        query, key, value = map(part, rows[:3])
+        one = Rows(query, key, value, jax.lax.dynamic_slice_in_dim(segment_ids, row, 1))
         parts = call(one, *map(part, more))
         return tuple(
             jax.lax.dynamic_update_slice(whole, new, (row, 0, head * new.shape[2], 0))

@@ -27,6 +27,7 @@ from jax import lax
 from praxis import base_layer
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.sharding.specs import entry_axes
 from spmd_trainer.step import masks, whole_matrices
 from spmd_trainer.step.matrix_dims import Choice, Matrix
 from spmd_trainer.step.matrix_optimizer import MatrixOptimizer, MatrixVariable
@@ -94,10 +95,7 @@ class Soap(MatrixOptimizer):
         for path, p in masks.with_paths(var_weight_hparams):
             if (matrix := choices[path].matrix) is None:
                 continue
-            axes = [
-                () if entry in (None, -1) else (entry,) if isinstance(entry, str) else tuple(entry)
-                for entry in p.full_split_dims_mapping
-            ]
+            axes = [entry_axes(entry) for entry in p.full_split_dims_mapping]
             mapping = [over or None for over in whole_matrices.square_axes(matrix.dims, axes)]
             for name, shape in self._squares(matrix).items():
                 found[f"{name}/{path}"] = base_layer.WeightHParams(

@@ -355,9 +355,7 @@ def parameter_sweep(
             f"combinations={rows!r:.200}: give a tuple of names, and tuples of as many values, at least one"
         )
     reward = None if metric is None else pax_fiddle.Config(SingleObjective, metric=metric, goal=goal)
-    search = SearchHParams(
-        pax_fiddle.Config(Sweeping), reward, train_to_end=True, treats_early_stopped_trials_as_done=True, **about
-    )
+    search = _sweeping(reward, train_to_end=True, **about)
 
     def decorate(cls: type[BaseExperiment]) -> type[BaseExperiment]:
         body: dict[str, Any] = {

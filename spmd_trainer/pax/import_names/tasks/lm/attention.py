@@ -25,6 +25,7 @@ from praxis.pax_fiddle import Config
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels import attend, kernels
+from spmd_trainer.sharding.specs import entry_axes
 
 _MASK_GIVEN = "the layer got a mask instead of segment ids"
 LanguageModelType = transformer_models.LanguageModelType
@@ -135,7 +136,7 @@ class FusedDotProductAttention(layers.DotProductAttention):
         blnh = self.activation_split_dims_mapping.blnh
         if blnh is None or self.mesh_axis_names is None:
             return attend.Split()
-        batch, length, heads, _ = (mesh_axes(entry) for entry in blnh)
+        batch, length, heads, _ = (entry_axes(entry) for entry in blnh)
         return attend.Split(batch=batch, length=length, heads=heads)
 
     @nn.nowrap
@@ -280,10 +281,3 @@ def _fuse(attention_p: Any, kernel: str | None) -> None:
         )
     fdl.update_callable(attention_p, _FUSED.get(cls, cls))
     attention_p.kernel = kernel
-
-
-def mesh_axes(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of an entry of a split mapping, which is None, -1, a name, or several names."""
-    if isinstance(entry, str):
-        return (entry,)
-    return () if entry is None or entry == -1 else tuple(entry)

@@ -19,7 +19,7 @@ from flax import linen as nn
 from praxis import base_layer, layers
 from praxis.layers import base_ops
 
-from spmd_trainer.tasks.lm.attention import mesh_axes
+from spmd_trainer.sharding.specs import entry_axes
 
 
 class LayerNorm(layers.LayerNorm):
@@ -76,7 +76,7 @@ class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
     def _row_axes(self) -> tuple[str, ...]:
         """Returns the mesh axes that split the vocabulary of the weights [input_dims, num_classes]."""
         splits = self.weight_split_dims_mapping.wt
-        return mesh_axes(splits[1]) if splits is not None and self.mesh_axis_names is not None else ()
+        return entry_axes(splits[1]) if splits is not None and self.mesh_axis_names is not None else ()
 
 
 # Tokens of a row whose one-hot ids exist at the same time, in the gradient of a lookup.
