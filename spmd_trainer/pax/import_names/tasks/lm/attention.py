@@ -21,7 +21,6 @@ from fiddle import selectors
 from flax import linen as nn
 from praxis import base_layer, layers
 from praxis.layers import attentions, base_ops, transformer_models
-from praxis.pax_fiddle import Config
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels import attend, kernels
@@ -238,25 +237,6 @@ _FUSED = {
 }
 
 
-def use_fused_attention(
-    attention_p: Config[base_layer.BaseLayer], kernel: str | None = None
-) -> Config[FusedDotProductAttention]:
-    """Returns the config of a fused attention layer with the fields of a praxis one.
-
-    The layer uses a kernel only where its model hands over segment ids; `use_fused_attention_in` changes both.
-
-    Args:
-      attention_p: config of a `DotProductAttention`, `DotProductAttentionWithLPB` or `LocalSelfAttention`.
-      kernel: see `FusedDotProductAttention`.
-
-    Raises:
-      UserError: `attention_p` is another kind of attention.
-    """
-    fused_p = attention_p.clone()
-    _fuse(fused_p, kernel)
-    return fused_p
-
-
 def use_fused_attention_in(model_p: Any, kernel: str | None = None) -> None:
     """Makes every attention layer in a config fused, and every `TransformerLm` hand over segment ids. Changes it in place.
 
@@ -268,16 +248,12 @@ def use_fused_attention_in(model_p: Any, kernel: str | None = None) -> None:
       UserError: an attention layer is of a kind that has no fused form.
     """
     for attention_p in selectors.select(model_p, layers.DotProductAttention, check_nonempty=False):
-        _fuse(attention_p, kernel)
+        cls = fdl.get_callable(attention_p)
+        if cls not in (*_FUSED, *_FUSED.values()):
+            raise UserError(
+                f"USE_FUSED_ATTENTION is for plain attention, but this is a {cls.__name__}; set one of the two only"
+            )
+        fdl.update_callable(attention_p, _FUSED.get(cls, cls))
+        attention_p.kernel = kernel
     for lm_p in selectors.select(model_p, layers.TransformerLm, match_subclasses=False, check_nonempty=False):
         fdl.update_callable(lm_p, SegmentedTransformerLm)
-
-
-def _fuse(attention_p: Any, kernel: str | None) -> None:
-    cls = fdl.get_callable(attention_p)
-    if cls not in (*_FUSED, *_FUSED.values()):
-        raise UserError(
-            f"USE_FUSED_ATTENTION is for plain attention, but this is a {cls.__name__}; set one of the two only"
-        )
-    fdl.update_callable(attention_p, _FUSED.get(cls, cls))
-    attention_p.kernel = kernel
