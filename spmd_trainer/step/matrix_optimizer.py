@@ -219,9 +219,9 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
         return _decayed(step, value, decay), {"m": m, "v": v}
 
     def _adam_rate(self, rate: optax.Schedule, count: jax.Array) -> jax.Array:
-        if self.adam_learning_rate is None:
-            return rate(count)
-        return jnp.asarray(self._lr_schedule_inst.value_at(count) * self.adam_learning_rate)
+        own = self.adam_learning_rate
+        found: jax.Array = rate(count) if own is None else self._lr_schedule_inst.value_at(count) * own
+        return found
 
 
 def _decayed(step: jax.Array, value: jax.Array | None, decay: float) -> jax.Array:
