@@ -60,7 +60,7 @@ class NnxModel(ModuleModel):
                 rules=self.logical_axis_rules,
                 trainable=trainable,
             )
-        return {base_layer.PARAMS: {}, **traverse_util.unflatten_dict(flat)}
+        return {base_layer.PARAMS: {}, **traverse_util.unflatten_dict(flat)}  # type: ignore[no-untyped-call]
 
     def run(
         self, mdl_vars: NestedJTensor, arguments: tuple[Any, ...], key: jax.Array, *, do_eval: bool
@@ -81,7 +81,8 @@ class NnxModel(ModuleModel):
                 written[_stored_path(path, variable)] = variable.get_value()
             elif variable is not before[path]:
                 _refuse_write(_text(path), None, None)  # another Param in its place, which the hook can't see
-        return outputs, traverse_util.unflatten_dict(written).get(base_layer.NON_TRAINABLE, {})
+        collections = traverse_util.unflatten_dict(written)  # type: ignore[no-untyped-call]
+        return outputs, collections.get(base_layer.NON_TRAINABLE, {})
 
     def for_generate(self, mdl_vars: NestedJTensor) -> Any:
         """Returns the module with its variables, in evaluation mode."""
@@ -89,7 +90,7 @@ class NnxModel(ModuleModel):
 
     def _module(self, mdl_vars: NestedJTensor, key: jax.Array, *, do_eval: bool) -> Any:
         graphdef, abstract = self._abstract
-        stored = traverse_util.flatten_dict(mdl_vars)
+        stored = traverse_util.flatten_dict(mdl_vars)  # type: ignore[no-untyped-call]
         flat = []
         for path, variable in abstract:
             if isinstance(variable, nnx.RngState):
