@@ -137,7 +137,7 @@ class Interpreter:
                 sizes,
                 eqn,
                 drop=self._pairs_dropper(weight.path, *pair),
-                chosen=self._adapters_of_pairs(weight.path, eqn.params["placement"].num_pairs, *pair),
+                chosen=self._adapters_of_pairs(weight.path, eqn.params["split"].num_pairs, *pair),
             )
         if found is None:
             found = bind(eqn, self._merged([rows, weight, sizes, *pair], eqn.primitive.name))[0]
