@@ -89,9 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shapes = ((case.rows, case.inputs), (case.rows, case.outputs), (case.groups, case.inputs, case.outputs))
         arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
         arrays.append(jnp.asarray(case.sizes))
-        for name, of_hopper in products(hopper.KERNEL).items():
+        for name, of_hopper in products(hopper).items():
             found = jax.jit(of_hopper)
-            off = error(found(*arrays), jax.jit(products(grouped_blocks.KERNEL)[name])(*arrays))
+            off = error(found(*arrays), jax.jit(products(grouped_blocks)[name])(*arrays))
             report.figure(f"{tuple(case)} {name}, error", off)
             if off > MOST_ERROR:
                 report.fails(f"{tuple(case)} {name}: the error is over {MOST_ERROR}")

@@ -139,16 +139,16 @@ def failing_steps(name, sizes):
 
 
 def test_a_missing_slice_is_caught(monkeypatch):
-    """Without the slice, a layer that declares 67 hidden units gets 68 and raises."""
+    """Without the slice, a layer that declares 61 classes gets 62 and raises."""
     monkeypatch.setattr(Layout, "slice", lambda self, state: state)
-    with pytest.raises(ScopeParamShapeError, match=r"\(16, 67\).*\(16, 68\)"):
+    with pytest.raises(ScopeParamShapeError, match=r"\(16, 61\).*\(16, 62\)"):
         failing_steps("synthetic.structures.TinyLm", (1, 4, 2))
 
 
 @pytest.mark.full
 def test_a_slice_from_the_wrong_end_is_caught(monkeypatch):
     def last_rows(self, state):
-        return jax.tree.map(lambda v, x: x[tuple(slice(-n, None) for n in v.logical_shape)], self.in_step, state)
+        return jax.tree.map(lambda v, x: x[tuple(slice(-n, None) for n in v.logical_shape)], self.variables, state)
 
     monkeypatch.setattr(Layout, "slice", last_rows)
     assert failing_steps("synthetic.structures.TinyLm", (1, 4, 2))

@@ -17,6 +17,7 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.kernels import sequence_order
 from spmd_trainer.kernels.sequence_order import SequenceOrder
 from spmd_trainer.models.decoder_spec import DecoderSpec
+from spmd_trainer.sharding.specs import entry_axes
 
 MeshAxes = str | tuple[str, ...] | None
 SEQUENCE_AXIS = "seq"
@@ -59,15 +60,15 @@ def resolve_axes(changes: Mapping[str, Any] | None, mesh_axis_names: Sequence[st
     mesh = tuple(mesh_axis_names or ())
     resolved: dict[str, MeshAxes] = {}
     for name, axes in DEFAULT_AXES.items():
-        kept = tuple(axis for axis in _as_tuple(axes) if axis in mesh)
+        kept = tuple(axis for axis in entry_axes(axes) if axis in mesh)
         resolved[name] = kept or None
     for name, axes in (changes or {}).items():
         if name not in DEFAULT_AXES:
             raise UserError(f"axes has no logical axis {name!r}{did_you_mean(name, DEFAULT_AXES)}")
-        for axis in _as_tuple(axes):
+        for axis in entry_axes(axes):
             if mesh and axis not in mesh:
                 raise UserError(f"axes[{name!r}]={axes!r}, and the mesh has no axis {axis!r}{did_you_mean(axis, mesh)}")
-        resolved[name] = (_as_tuple(axes) or None) if mesh else None
+        resolved[name] = (entry_axes(axes) or None) if mesh else None
     return resolved
 
 
@@ -75,16 +76,10 @@ def renamed_axes(names: Mapping[str, str], mesh_axis_names: Sequence[str]) -> di
     """Returns changes to `DEFAULT_AXES` for a mesh with other axis names; axes missing from the mesh are dropped."""
     changed: dict[str, MeshAxes] = {}
     for key, axes in DEFAULT_AXES.items():
-        renamed = tuple(names.get(axis, axis) for axis in _as_tuple(axes))
-        if renamed != _as_tuple(axes):
+        renamed = tuple(names.get(axis, axis) for axis in entry_axes(axes))
+        if renamed != entry_axes(axes):
             changed[key] = tuple(axis for axis in renamed if axis in mesh_axis_names)
     return changed
-
-
-def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
-    if axes is None:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 class SpecLayer(base_layer.BaseLayer):
@@ -162,7 +157,7 @@ class SpecLayer(base_layer.BaseLayer):
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Returns the mesh axes of a logical axis; empty if it is not split."""
-        return _as_tuple(resolve_axes(self.axes, self.mesh_axis_names)[axis])
+        return entry_axes(resolve_axes(self.axes, self.mesh_axis_names)[axis])
 
     def dropped(self, x: jax.Array, probability: float, order: SequenceOrder | None = None) -> jax.Array:
         """Applies dropout in training; returns x unchanged in evaluation.

@@ -102,11 +102,8 @@ def _save(restored: Restored, job: Job, directory: epath.Path, taken: str) -> No
 def _merged(state: TrainState, job: Job) -> TrainState:
     """Returns a state without adapters: they are added to the base. The state is used up."""
     metadata = job.partitioner.layout.without_opt_states()
-    variables, in_step = (
-        dataclasses.replace(tree, mdl_vars=lora.base_only(tree.mdl_vars))
-        for tree in (metadata.variables, metadata.in_step)
-    )
-    without = dataclasses.replace(metadata, variables=variables, in_step=in_step)
+    variables = dataclasses.replace(metadata.variables, mdl_vars=lora.base_only(metadata.variables.mdl_vars))
+    without = dataclasses.replace(metadata, variables=variables)
     order = list(records.by_path(metadata.variables))
     leaves = dict(zip(order, jax.tree.leaves(state), strict=True))
     adapters = {path: leaves.pop(path) for path in list(leaves) if lora.is_adapter(path)}

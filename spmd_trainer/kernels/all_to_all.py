@@ -11,31 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd_trainer.kernels.kernels import Kernel, Pattern
+from spmd_trainer.kernels.kernels import Kernel, Pattern, Rows
 
 
-def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array | None,
-    sinks: jax.Array | None,
-    pattern: Pattern,
-    axes: tuple[str, ...],
-    kernel: Kernel,
-) -> jax.Array:
+def attend(rows: Rows, pattern: Pattern, axes: tuple[str, ...], kernel: Kernel) -> jax.Array:
     """Computes attention over rows that are split over mesh axes. Under `shard_map`. Returns this device's part of the
     output, [B, T / n, N, H], of value's dtype.
 
     Args:
-      query: this device's part of the queries, [B, T / n, N, H].
-      key, value: this device's part, [B, T / n, K, H]; N is a multiple of K.
-      segment_ids: this device's part, int32 [B, T / n]; None if each row is one segment.
-      sinks: float32 [B, N], see `Kernel.__call__`.
+      rows: this device's part, of T / n tokens.
       pattern: which keys a query sees.
       axes: the mesh axes, n devices.
       kernel: computes whole rows, with the shapes of `shapes_of_kernel`.
     """
+    query, key, value, segment_ids, sinks = rows
     heads = query.shape[2]
     query, key, value = (
         lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
@@ -47,7 +36,7 @@ def attend(
         count = query.shape[2]
         sinks = jnp.pad(sinks, ((0, 0), (0, count * lax.axis_size(axes) - heads)))
         sinks = lax.dynamic_slice_in_dim(sinks, count * lax.axis_index(axes), count, axis=1)
-    out = kernel(query, key, value, segment_ids, pattern, sinks)
+    out = kernel.attend(Rows(query, key, value, segment_ids, sinks), pattern)
     return lax.all_to_all(out, axes, split_axis=1, concat_axis=2, tiled=True)[:, :, :heads]
 
 

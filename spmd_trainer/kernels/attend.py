@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax._src.core import get_axis_env
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.kernels import all_to_all, chips, kernels, ring, sequence_order
-from spmd_trainer.kernels.kernels import Call, Choice, Pattern
-from spmd_trainer.kernels.reference import KERNEL as REFERENCE
+from spmd_trainer.errors import UserError, did_you_mean, require_one_of
+from spmd_trainer.kernels import all_to_all, chips, kernels, reference, ring, sequence_order
+from spmd_trainer.kernels.kernels import Call, Choice, Pattern, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +78,11 @@ def attend(
     if sinks is not None:
         # One for each row, so that all arrays have the same axes.
         sinks = jnp.broadcast_to(sinks.astype(jnp.float32), (query.shape[0], query.shape[2]))
-    arrays = parts.padded(query, key, value, segment_ids, sinks)
+    rows = Rows(query, key, value, segment_ids, sinks)
+    padded = parts.padded(rows)
     call = Call(
-        query=parts.local(arrays[0]),
-        key=parts.local(arrays[1]),
+        query=parts.local(padded.query),
+        key=parts.local(padded.key),
         pattern=pattern,
         segments=segment_ids is not None,
         dropout=dropout is not None,
@@ -93,36 +93,34 @@ def attend(
     kernels.record(name, choice)
     if dropout is not None or (choice.kernel == "reference" and form is None):
         # XLA splits plain products itself, and dropout draws random numbers for whole arrays.
-        return REFERENCE(query, key, value, segment_ids, pattern, sinks, dropout=dropout)
-    local = _Local(choice, pattern, parts.length)
-    return _on_each_device(local, parts, *arrays)[: query.shape[0], :, : query.shape[2]]
+        return reference.attend(rows, pattern, dropout)
+    return _on_each_device(choice, pattern, parts, padded)[: query.shape[0], :, : query.shape[2]]
 
 
-def _on_each_device(
-    local: _Local,
-    parts: _Parts,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array | None,
-    sinks: jax.Array | None,
-) -> jax.Array:
-    if not parts.any:
-        return local(query, key, value, segment_ids, sinks)
-    of_heads = PartitionSpec(parts.batch or None, parts.length or None, parts.heads or None)
-    of_segments = None if segment_ids is None else PartitionSpec(parts.batch or None, parts.length or None)
-    of_sinks = None if sinks is None else PartitionSpec(parts.batch or None, parts.heads or None)
+def _on_each_device(choice: Choice, pattern: Pattern, parts: _Parts, rows: Rows) -> jax.Array:
+    def local(rows: Rows) -> jax.Array:
+        kernel = kernels.kernel(choice.kernel)
+        match choice.context_parallel:
+            case "ring":
+                return ring.attend(rows, pattern, parts.length)
+            case "all_to_all":
+                return all_to_all.attend(rows, pattern, parts.length, kernel)
+        return kernel.attend(rows, pattern)
+
+    if not parts.sizes:
+        return local(rows)
+    batch, length, heads = parts.batch or None, parts.length or None, parts.heads or None
+    of_heads = PartitionSpec(batch, length, heads)
     out: jax.Array = jax.shard_map(
         local,
-        in_specs=(of_heads, of_heads, of_heads, of_segments, of_sinks),
+        in_specs=(Rows._make([*[of_heads] * 3, PartitionSpec(batch, length), PartitionSpec(batch, heads)]),),
         out_specs=of_heads,
         # With `check_vma`, the backward pass needs no exchange over axes that split nothing. Pallas and cuDNN calls don't support
         # it, nor does `jax.vmap` over a mesh axis (praxis' pipelines).
         check_vma=(
-            (local.choice.kernel, local.choice.context_parallel) == ("chunked", None)
-            and not get_axis_env().spmd_axis_names
+            (choice.kernel, choice.context_parallel) == ("chunked", None) and not get_axis_env().spmd_axis_names
         ),
-    )(query, key, value, segment_ids, sinks)
+    )(rows)
     return out
 
 
@@ -131,7 +129,7 @@ class _Parts:
     """Splits of a call's arrays: like `Split`, without axes of size 1; empty under a `jax.shard_map`.
 
     Attributes:
-      sizes: size of each axis.
+      sizes: size of each axis; empty on one device.
     """
 
     batch: tuple[str, ...]
@@ -160,11 +158,6 @@ class _Parts:
         )
         return cls(batch, length, heads, sizes)
 
-    @property
-    def any(self) -> bool:
-        """True if the call can be split over several devices."""
-        return bool(self.sizes)
-
     def count(self, dimension: str) -> int:
         """Returns the number of parts of 'batch', 'length' or 'heads'."""
         return math.prod(self.sizes[axis] for axis in getattr(self, dimension))
@@ -175,29 +168,23 @@ class _Parts:
         shape = (batch // self.count("batch"), length // self.count("length"), heads // self.count("heads"), width)
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    def padded(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        segment_ids: jax.Array | None,
-        sinks: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    def padded(self, rows: Rows) -> Rows:
         """Pads rows and heads to divide by the devices, so that each device has the keys of its query heads.
 
         Rows are padded with zeros. If the devices divide the query heads, key heads are repeated to at least one per device.
         Otherwise they are repeated to one per query head, and then heads are padded with zeros.
         """
-        query, key, value = all_to_all.with_divisible_heads(query, key, value, self.count("heads"))
-        rows = -query.shape[0] % self.count("batch")
-        query, key, value = (_with_rows(x, rows) for x in (query, key, value))
+        query, key, value = all_to_all.with_divisible_heads(rows.query, rows.key, rows.value, self.count("heads"))
+        sinks = rows.sinks
         if sinks is not None:
-            sinks = jnp.pad(sinks, ((0, rows), (0, query.shape[2] - sinks.shape[1])))
-        return query, key, value, None if segment_ids is None else _with_rows(segment_ids, rows), sinks
-
-
-def _with_rows(x: jax.Array, rows: int) -> jax.Array:
-    return jnp.pad(x, [(0, rows)] + [(0, 0)] * (x.ndim - 1)) if rows else x
+            sinks = jnp.pad(sinks, ((0, 0), (0, query.shape[2] - sinks.shape[1])))
+        if not (missing := -query.shape[0] % self.count("batch")):
+            return Rows(query, key, value, rows.segment_ids, sinks)
+        padded: Rows = jax.tree.map(
+            lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)),
+            Rows(query, key, value, rows.segment_ids, sinks),
+        )
+        return padded
 
 
 def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) -> str | None:
@@ -206,11 +193,8 @@ def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) 
     Raises:
       UserError: the form is unknown, or the devices don't divide the length.
     """
-    if asked is not None and asked not in sequence_order.FORMS:
-        raise UserError(
-            f"context_parallel is {asked!r}; it can be {' or '.join(sequence_order.FORMS)}"
-            f"{did_you_mean(asked, sequence_order.FORMS, otherwise='')}"
-        )
+    if asked is not None:
+        require_one_of("context_parallel", asked, sequence_order.FORMS)
     if not parts.length:
         return None
     form = asked or sequence_order.DEFAULT_FORM
@@ -248,26 +232,3 @@ def _choose(call: Call, asked: str | None, form: str | None, num_devices: int) -
     before = kernels.order(call)
     reasons = {name: ["a ring needs 'chunked'"] for name in before if name not in ("chunked", "reference")}
     return Choice("chunked", reasons, context_parallel=form)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Local:
-    choice: Choice
-    pattern: Pattern
-    length_axes: tuple[str, ...]
-
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        segment_ids: jax.Array | None,
-        sinks: jax.Array | None,
-    ) -> jax.Array:
-        kernel = kernels.kernel(self.choice.kernel)
-        match self.choice.context_parallel:
-            case "ring":
-                return ring.attend(query, key, value, segment_ids, sinks, self.pattern, self.length_axes)
-            case "all_to_all":
-                return all_to_all.attend(query, key, value, segment_ids, sinks, self.pattern, self.length_axes, kernel)
-        return kernel(query, key, value, segment_ids, self.pattern, sinks)

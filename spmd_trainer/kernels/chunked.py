@@ -33,7 +33,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.kernels import chips
-from spmd_trainer.kernels.kernels import MASKED, Call, Pattern
+from spmd_trainer.kernels.kernels import MASKED, Call, Pattern, Rows
 
 # Most tokens of a block. On CPUs the float32 logits of a small block stay in the cache; accelerators need more work per step.
 _BLOCK, _BLOCK_ON_CPU = 512, 128
@@ -41,9 +41,8 @@ _BLOCK, _BLOCK_ON_CPU = 512, 128
 PADDING_INDEX = np.iinfo(np.int32).max
 
 
-# Queries, keys, values, segment ids and sinks, see `Kernel.__call__`; and these with the output and the log-sum-exp.
-Inputs: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
-Residuals: TypeAlias = tuple[Inputs, jax.Array, jax.Array]
+# The arrays of a call, the output and the log-sum-exp.
+Residuals: TypeAlias = tuple[Rows, jax.Array, jax.Array]
 
 
 class Tokens(NamedTuple):
@@ -94,29 +93,14 @@ class Grads(NamedTuple):
     value: jax.Array
 
 
-class Chunked:
-    """The kernel 'chunked'."""
-
-    name = "chunked"
-
-    def reasons_against(self, call: Call) -> list[str]:
-        """See `Kernel.reasons_against`."""
-        return ["it can't drop probabilities"] if call.dropout else []
-
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        segment_ids: jax.Array | None,
-        pattern: Pattern,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array:
-        """See `Kernel.__call__`."""
-        return _attention((query, key, value, segment_ids, sinks), pattern, block_length(query.shape[1]))
+def reasons_against(call: Call) -> list[str]:
+    """See `Kernel`."""
+    return ["it can't drop probabilities"] if call.dropout else []
 
 
-KERNEL = Chunked()
+def attend(rows: Rows, pattern: Pattern) -> jax.Array:
+    """See `Kernel`."""
+    return _attention(rows, pattern, block_length(rows.query.shape[1]))
 
 
 def block_length(length: int) -> int:
@@ -352,49 +336,46 @@ def _padded(x: jax.Array, block: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _attention(inputs: Inputs, pattern: Pattern, block: int) -> jax.Array:
-    """See `Kernel.__call__`; `block` is the number of tokens of a block."""
-    return _attention_forward(inputs, pattern, block)[0]
+def _attention(rows: Rows, pattern: Pattern, block: int) -> jax.Array:
+    """See `Kernel`; `block` is the number of tokens of a block."""
+    return _attention_forward(rows, pattern, block)[0]
 
 
-def _attention_forward(inputs: Inputs, pattern: Pattern, block: int) -> tuple[jax.Array, Residuals]:
-    query, _, value, _, sinks = inputs
-    queries, keys, values, tokens, pairs = _blocks(inputs, pattern, block)
-    outs, lse = finish(forward(queries, keys, values, tokens, tokens, pairs, initial_sums(queries, sinks), pattern))
-    out = from_query_blocks(outs, query.shape[1]).astype(value.dtype)
+def _attention_forward(rows: Rows, pattern: Pattern, block: int) -> tuple[jax.Array, Residuals]:
+    queries, keys, values, tokens, pairs = _blocks(rows, pattern, block)
+    sums = initial_sums(queries, rows.sinks)
+    outs, lse = finish(forward(queries, keys, values, tokens, tokens, pairs, sums, pattern))
+    out = from_query_blocks(outs, rows.query.shape[1]).astype(rows.value.dtype)
     # Both are named like the layers' outputs, so a rematerialisation policy that saves these needs no second forward pass.
     out, lse = checkpoint_name(out, "context"), checkpoint_name(lse, "context")
-    return out, (inputs, out, lse)
+    return out, (rows, out, lse)
 
 
-def _attention_backward(pattern: Pattern, block: int, residuals: Residuals, out_grad: jax.Array) -> tuple[Inputs]:
-    inputs, out, lse = residuals
-    query, key, value, _, sinks = inputs
-    length, kv_heads = key.shape[1:3]
-    queries, keys, values, tokens, pairs = _blocks(inputs, pattern, block)
+def _attention_backward(pattern: Pattern, block: int, residuals: Residuals, out_grad: jax.Array) -> tuple[Rows]:
+    rows, out, lse = residuals
+    length, kv_heads = rows.key.shape[1:3]
+    queries, keys, values, tokens, pairs = _blocks(rows, pattern, block)
     out_grads = query_blocks(out_grad, kv_heads, block)
-    rows = RowGrads(out_grads, lse, row_sums(query_blocks(out, kv_heads, block), out_grads))
-    grads = backward(queries, keys, values, tokens, tokens, pairs, rows, initial_grads(queries, keys), pattern)
-    of_inputs = (
-        from_query_blocks(grads.query, length).astype(query.dtype),
-        from_key_blocks(grads.key, length).astype(key.dtype),
-        from_key_blocks(grads.value, length).astype(value.dtype),
-        None,
-        sink_grads(sinks, rows),
+    of_rows = RowGrads(out_grads, lse, row_sums(query_blocks(out, kv_heads, block), out_grads))
+    grads = backward(queries, keys, values, tokens, tokens, pairs, of_rows, initial_grads(queries, keys), pattern)
+    found = Rows(
+        from_query_blocks(grads.query, length).astype(rows.query.dtype),
+        from_key_blocks(grads.key, length).astype(rows.key.dtype),
+        from_key_blocks(grads.value, length).astype(rows.value.dtype),
+        sinks=sink_grads(rows.sinks, of_rows),
     )
-    return (of_inputs,)
+    return (found,)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _blocks(inputs: Inputs, pattern: Pattern, block: int) -> tuple[jax.Array, jax.Array, jax.Array, Tokens, np.ndarray]:
-    query, key, value, segment_ids, _ = inputs
-    length = query.shape[1]
+def _blocks(rows: Rows, pattern: Pattern, block: int) -> tuple[jax.Array, jax.Array, jax.Array, Tokens, np.ndarray]:
+    length = rows.query.shape[1]
     return (
-        query_blocks(query, key.shape[2], block),
-        key_blocks(key, block),
-        key_blocks(value, block),
-        token_blocks(np.arange(length), segment_ids, block),
+        query_blocks(rows.query, rows.key.shape[2], block),
+        key_blocks(rows.key, block),
+        key_blocks(rows.value, block),
+        token_blocks(np.arange(length), rows.segment_ids, block),
         visible_pairs(length, block, pattern),
     )

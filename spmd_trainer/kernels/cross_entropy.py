@@ -78,7 +78,6 @@ def cross_entropy(
     biases: jax.Array | None = None,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
-    vocab_size: int | None = None,
     split: VocabularySplit = VocabularySplit(),
 ) -> TokenLosses:
     """Computes the cross entropy of `hidden` times the rows of `matrix`.
@@ -93,7 +92,6 @@ def cross_entropy(
       softcap: logits become softcap * tanh(logits / softcap); None: they stay.
       label_smoothing: probability that the label shares among the other labels, each an equal part (Szegedy et al. 2016,
         arXiv:1512.00567; there the label has a part too).
-      vocab_size: number of rows of `matrix` that are labels, where the others are padding; None: all are.
       split: how the arrays are split over the ambient mesh. Ignored under a `jax.shard_map`.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -103,12 +101,11 @@ def cross_entropy(
         return size + -size % math.prod(sizes[axis] for axis in axes)
 
     kept = VocabularySplit(*(tuple(axis for axis in axes if axis in sizes) for axes in dataclasses.astuple(split)))
-    (rows, length), (num_rows, width) = hidden.shape[:2], matrix.shape
-    vocab_size = num_rows if vocab_size is None else vocab_size
+    (rows, length), (vocab_size, width) = hidden.shape[:2], matrix.shape
     if length != even(length, kept.length):
         kept = dataclasses.replace(kept, length=())
     kept = dataclasses.replace(kept, width=tuple(axis for axis in kept.width if axis in kept.tokens))
-    padded = (even(num_rows, kept.vocab), even(width, kept.width))
+    padded = (even(vocab_size, kept.vocab), even(width, kept.width))
     form = _Form(kept, tuple(sizes), vocab_size, padded, softcap, label_smoothing)
     matrix, labels = form.after(hidden, matrix, labels)
     if biases is not None:

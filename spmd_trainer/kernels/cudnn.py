@@ -24,8 +24,8 @@ from jax._src.lib import cuda_versions
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.errors import installation
-from spmd_trainer.kernels.chunked import KERNEL as CHUNKED
-from spmd_trainer.kernels.kernels import Call, Pattern
+from spmd_trainer.kernels import chunked
+from spmd_trainer.kernels.kernels import Call, Pattern, Rows
 
 # Segments that the rows of a device may have, on average. cuDNN's statistics of the softmax, float32 [segments, N, T], are half
 # as large as the output with 32 segments and heads of 128.
@@ -110,38 +110,17 @@ def folded(packed: Packing, num_tokens: int) -> Packing:
     )
 
 
-class Cudnn:
-    """The kernel 'cudnn'.
+def reasons_against(call: Call) -> list[str]:
+    """See `Kernel`."""
+    if call.target.platform != "cuda":
+        return [f"it is a kernel for NVIDIA GPUs, but the device is a {call.target.kind or call.target.platform}"]
+    return [*_device_reasons(call), *_call_reasons(call)]
 
-    Attributes:
-      name: 'cudnn'.
-      max_segments: most segments per row of a device, on average.
-    """
 
-    name = "cudnn"
-
-    def __init__(self, max_segments: int = MAX_SEGMENTS) -> None:
-        self.max_segments = max_segments
-
-    def reasons_against(self, call: Call) -> list[str]:
-        """See `Kernel.reasons_against`."""
-        if call.target.platform != "cuda":
-            return [f"it is a kernel for NVIDIA GPUs, but the device is a {call.target.kind or call.target.platform}"]
-        return [*_device_reasons(call), *_call_reasons(call)]
-
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        segment_ids: jax.Array | None,
-        pattern: Pattern,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array:
-        """See `Kernel.__call__`. `sinks`: None, see `reasons_against`."""
-        assert sinks is None
-        packed = None if segment_ids is None else packing(segment_ids, self.max_segments)
-        return _attention(pattern, query, key, value, segment_ids, packed)
+def attend(rows: Rows, pattern: Pattern) -> jax.Array:
+    """See `Kernel`. There are no sinks."""
+    packed = None if rows.segment_ids is None else packing(rows.segment_ids, MAX_SEGMENTS)
+    return _attention(pattern, rows, packed)
 
 
 def _device_reasons(call: Call) -> list[str]:
@@ -187,58 +166,50 @@ def _call_reasons(call: Call) -> list[str]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    pattern: Pattern,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array | None,
-    packed: Packing | None,
-) -> jax.Array:
-    return _forward(pattern, False, (query, key, value, segment_ids), packed)[0]
+def _attention(pattern: Pattern, rows: Rows, packed: Packing | None) -> jax.Array:
+    return _forward(pattern, False, rows, packed)[0]
 
 
-def _attention_forward(pattern: Pattern, *arguments: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-    *arrays, packed = arguments
+def _attention_forward(pattern: Pattern, rows: Rows, packed: Packing | None) -> tuple[jax.Array, tuple[Any, ...]]:
     # Named so that a rematerialisation policy that saves the layers' outputs needs no second forward pass.
-    output, statistics = (checkpoint_name(x, "context") for x in _forward(pattern, True, tuple(arrays), packed))
-    return output, (*arguments, output, statistics)
+    output, statistics = (checkpoint_name(x, "context") for x in _forward(pattern, True, rows, packed))
+    return output, (rows, packed, output, statistics)
 
 
-def _attention_backward(pattern: Pattern, kept: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
-    *arrays, segment_ids, packed, output, statistics = kept
+def _attention_backward(pattern: Pattern, kept: tuple[Any, ...], gradient: jax.Array) -> tuple[Rows, None]:
+    rows, packed, *of_output = kept
 
     def call(arrays: tuple[Any, ...], packed: Packing | None) -> Arrays:
-        query, key, value, statistics, output, gradient, segment_ids = arrays
+        rows, output, statistics, gradient = arrays
 
         def by_cudnn(packed: Packing | None) -> Arrays:
-            needed = statistics if packed is not None else statistics[: query.shape[0]]
-            return backward_call(pattern, (query, key, value, needed, output, gradient), packed)
+            needed = statistics if packed is not None else statistics[: len(rows.query)]
+            return backward_call(pattern, (*rows[:3], needed, output, gradient), packed)
 
         if packed is None:
             return by_cudnn(None)
-        by_chunks = functools.partial(_chunked_backward, pattern, query, key, value, segment_ids, gradient)
+        by_chunks = functools.partial(_chunked_backward, pattern, rows, gradient)
         ways = (lambda: by_cudnn(None), lambda: by_cudnn(packed), by_chunks)
         return jax.lax.switch(packed.way, ways)
 
-    gradients = _with_batching(call)((*arrays, statistics, output, gradient, segment_ids), packed)
-    return (*gradients, None, None)
+    return Rows(*_with_batching(call)((rows, *of_output, gradient), packed)), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _forward(pattern: Pattern, with_statistics: bool, arrays: tuple[Any, ...], packed: Packing | None) -> Arrays:
+def _forward(pattern: Pattern, with_statistics: bool, rows: Rows, packed: Packing | None) -> Arrays:
     """Computes the output [B, T, N, H] and, if asked, the softmax statistics for the backward pass, float32 [B or B * M, N, T].
 
-    Packed rows that don't fit are computed by the chunked kernel. `arrays`: query, key, value, segment ids or None.
+    Packed rows that don't fit are computed by the chunked kernel.
     """
 
     def call(arrays: tuple[Any, ...], packed: Packing | None) -> Arrays:
-        query, key, value, segment_ids = arrays
+        (rows,) = arrays
+        batch, length, heads, _ = rows.query.shape
 
         def by_cudnn(packed: Packing | None) -> Arrays:
-            return forward_call(pattern, with_statistics, (query, key, value), packed)[: 1 + with_statistics]
+            return forward_call(pattern, with_statistics, rows[:3], packed)[: 1 + with_statistics]
 
         if packed is None:
             return by_cudnn(None)
@@ -246,61 +217,49 @@ def _forward(pattern: Pattern, with_statistics: bool, arrays: tuple[Any, ...], p
 
         def without_packing() -> Arrays:
             output, *statistics = by_cudnn(None)
-            more = ((0, num_segments - query.shape[0]), (0, 0), (0, 0))
+            more = ((0, num_segments - batch), (0, 0), (0, 0))
             return (output, *(jnp.pad(x, more) for x in statistics))
 
         def by_chunks() -> Arrays:
-            output = _chunked_forward(pattern, query, key, value, segment_ids)
+            output = _chunked_forward(pattern, rows)
             # Nothing reads these statistics: the backward pass computes the logits again.
-            statistics = jnp.zeros((num_segments, query.shape[2], query.shape[1]), jnp.float32)
+            statistics = jnp.zeros((num_segments, heads, length), jnp.float32)
             return (output, statistics) if with_statistics else (output,)
 
         # Chosen here, inside the call that `jax.vmap` turns into one with more rows: for a condition with a batch dimension,
         # `jax.vmap` would compute all branches.
         return jax.lax.switch(packed.way, (without_packing, lambda: by_cudnn(packed), by_chunks))
 
-    return _with_batching(call)(arrays, packed)
+    return _with_batching(call)((rows,), packed)
 
 
-def _chunked_forward(
-    pattern: Pattern, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
-) -> jax.Array:
-    def call(arrays: Arrays, segment_ids: jax.Array) -> Arrays:
-        query, key, value = arrays
-        return (CHUNKED(query, key, value, segment_ids, pattern),)
+def _chunked_forward(pattern: Pattern, rows: Rows) -> jax.Array:
+    def call(rows: Rows) -> Arrays:
+        return (chunked.attend(rows, pattern),)
 
-    return _head_by_head(call, (query, key, value), segment_ids, key.shape[2], like=(query,))[0]
+    return _head_by_head(call, rows, like=rows[:1])[0]
 
 
-def _chunked_backward(
-    pattern: Pattern,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array,
-    gradient: jax.Array,
-) -> Arrays:
-    def call(arrays: Arrays, segment_ids: jax.Array) -> Arrays:
-        query, key, value, of_output = arrays
-        _, pull_back = jax.vjp(lambda q, k, v: CHUNKED(q, k, v, segment_ids, pattern), query, key, value)
+def _chunked_backward(pattern: Pattern, rows: Rows, gradient: jax.Array) -> Arrays:
+    def call(rows: Rows, of_output: jax.Array) -> Arrays:
+        _, pull_back = jax.vjp(lambda q, k, v: chunked.attend(Rows(q, k, v, rows.segment_ids), pattern), *rows[:3])
         gradients: Arrays = pull_back(of_output)
         return gradients
 
-    return _head_by_head(call, (query, key, value, gradient), segment_ids, key.shape[2], like=(query, key, value))
+    return _head_by_head(call, rows, gradient, like=rows[:3])
 
 
-def _head_by_head(
-    call: Callable[[Arrays, jax.Array], Arrays], arrays: Arrays, segment_ids: jax.Array, kv_heads: int, like: Arrays
-) -> Arrays:
+def _head_by_head(call: Callable[..., Arrays], rows: Rows, *more: jax.Array, like: Arrays) -> Arrays:
     """Calls a function for each row and key head in turn, to limit the fallback's memory.
 
     Args:
-      call: (parts of the arrays [1, T, heads, H], segment ids [1, T]) -> parts of the results.
-      arrays: [B, T, heads, H]; the heads are a multiple of `kv_heads`.
-      segment_ids: int32 [B, T].
-      kv_heads: number of key heads.
+      call: (rows [1, T, ...] with one key head, parts of `more` [1, T, heads, H]) -> parts of the results.
+      rows: the rows.
+      *more: [B, T, N, H].
       like: arrays with the shapes and dtypes of the results.
     """
+    segment_ids, kv_heads = rows.segment_ids, rows.key.shape[2]
+    assert segment_ids is not None  # only packed rows may not fit
 
     def body(index: jax.Array, results: Arrays) -> Arrays:
         row, head = index // kv_heads, index % kv_heads
@@ -309,7 +268,9 @@ def _head_by_head(
             count = x.shape[2] // kv_heads
             return jax.lax.dynamic_slice(x, (row, 0, head * count, 0), (1, x.shape[1], count, x.shape[3]))
 
-        parts = call(tuple(map(part, arrays)), jax.lax.dynamic_slice_in_dim(segment_ids, row, 1))
+        query, key, value = map(part, rows[:3])
+        one = Rows(query, key, value, jax.lax.dynamic_slice_in_dim(segment_ids, row, 1))
+        parts = call(one, *map(part, more))
         return tuple(
             jax.lax.dynamic_update_slice(whole, new, (row, 0, head * new.shape[2], 0))
             for whole, new in zip(results, parts, strict=True)
@@ -330,7 +291,7 @@ def _with_batching(call: _Call) -> _Call:
             (arrays, packed),
             tuple(batched),
         )
-        rows, length = arrays[0].shape[1:3]
+        rows, length = arrays[0].query.shape[1:3]
         if packed is not None:
             packed = folded(packed, rows * length)
         results = batched_call(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays), packed)
@@ -394,6 +355,3 @@ def _arguments(pattern: Pattern, length: int, packed: Packing | None) -> dict[st
         "sliding_window_length": window if window is not None and window < length else None,
         **_NEWER_ARGUMENTS,
     }
-
-
-KERNEL = Cudnn()

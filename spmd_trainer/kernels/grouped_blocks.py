@@ -25,64 +25,58 @@ _SMALLEST, _LARGEST = 8, 256
 _ROWS_PER_WASTED = 16
 
 
-class GroupedBlocks:
-    """The kernel 'blocks'; see `grouped_dot.GroupedKernel`."""
-
-    name = "blocks"
-
-    def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
-        """See `GroupedKernel.reasons_against`."""
-        return []
-
-    def product(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-        """See `GroupedKernel.product`."""
-        (count, _), contracted = rows.shape, 2 if transposed else 1
-        width = weights.shape[3 - contracted]
-        dtype = jnp.result_type(rows, weights)
-        blocks = _Blocks.of(sizes, count)
-        padded = jnp.pad(rows, ((0, blocks.size), (0, 0)))
-
-        def step(out: jax.Array, block: _Block) -> tuple[jax.Array, None]:
-            x = lax.dynamic_slice_in_dim(padded, block.first, blocks.size)
-
-            def multiply() -> jax.Array:
-                w = lax.dynamic_index_in_dim(weights, block.group, keepdims=False)
-                numbers = (((1,), (contracted - 1,)), ((), ()))
-                y = lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32).astype(dtype)
-                return _within(block, y)
-
-            y = _if_needed(block, multiply, jnp.zeros((blocks.size, width), dtype))
-            # Rows of `y` after the group's end are zeros. They belong to later groups, whose blocks overwrite them.
-            return lax.dynamic_update_slice_in_dim(out, y, block.first, 0), None
-
-        out, _ = lax.scan(step, jnp.zeros((count + blocks.size, width), dtype), blocks.each)
-        return out[:count]
-
-    def weights_product(self, rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-        """See `GroupedKernel.weights_product`."""
-        blocks = _Blocks.of(sizes, rows.shape[0])
-        dtype = jnp.result_type(rows, others)
-        rows, others = (jnp.pad(x, ((0, blocks.size), (0, 0))) for x in (rows, others))
-        shape = (sizes.shape[0], rows.shape[1], others.shape[1])
-
-        def step(total: jax.Array, block: _Block) -> tuple[jax.Array, None]:
-            x, y = (lax.dynamic_slice_in_dim(array, block.first, blocks.size) for array in (rows, others))
-            old = lax.dynamic_index_in_dim(total, block.group, keepdims=False)
-
-            def add() -> jax.Array:
-                numbers = (((0,), (0,)), ((), ()))
-                return old + lax.dot_general(
-                    _within(block, x), _within(block, y), numbers, preferred_element_type=total.dtype
-                )
-
-            new = _if_needed(block, add, old)
-            return lax.dynamic_update_index_in_dim(total, new, block.group, 0), None
-
-        total, _ = lax.scan(step, jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)), blocks.each)
-        return total.astype(dtype)
+def reasons_against(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
+    """See `GroupedKernel`."""
+    return []
 
 
-KERNEL = GroupedBlocks()
+def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
+    """See `GroupedKernel`."""
+    (count, _), contracted = rows.shape, 2 if transposed else 1
+    width = weights.shape[3 - contracted]
+    dtype = jnp.result_type(rows, weights)
+    blocks = _Blocks.of(sizes, count)
+    padded = jnp.pad(rows, ((0, blocks.size), (0, 0)))
+
+    def step(out: jax.Array, block: _Block) -> tuple[jax.Array, None]:
+        x = lax.dynamic_slice_in_dim(padded, block.first, blocks.size)
+
+        def multiply() -> jax.Array:
+            w = lax.dynamic_index_in_dim(weights, block.group, keepdims=False)
+            numbers = (((1,), (contracted - 1,)), ((), ()))
+            y = lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32).astype(dtype)
+            return _within(block, y)
+
+        y = _if_needed(block, multiply, jnp.zeros((blocks.size, width), dtype))
+        # Rows of `y` after the group's end are zeros. They belong to later groups, whose blocks overwrite them.
+        return lax.dynamic_update_slice_in_dim(out, y, block.first, 0), None
+
+    out, _ = lax.scan(step, jnp.zeros((count + blocks.size, width), dtype), blocks.each)
+    return out[:count]
+
+
+def weights_product(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
+    """See `GroupedKernel`."""
+    blocks = _Blocks.of(sizes, rows.shape[0])
+    dtype = jnp.result_type(rows, others)
+    rows, others = (jnp.pad(x, ((0, blocks.size), (0, 0))) for x in (rows, others))
+    shape = (sizes.shape[0], rows.shape[1], others.shape[1])
+
+    def step(total: jax.Array, block: _Block) -> tuple[jax.Array, None]:
+        x, y = (lax.dynamic_slice_in_dim(array, block.first, blocks.size) for array in (rows, others))
+        old = lax.dynamic_index_in_dim(total, block.group, keepdims=False)
+
+        def add() -> jax.Array:
+            numbers = (((0,), (0,)), ((), ()))
+            return old + lax.dot_general(
+                _within(block, x), _within(block, y), numbers, preferred_element_type=total.dtype
+            )
+
+        new = _if_needed(block, add, old)
+        return lax.dynamic_update_index_in_dim(total, new, block.group, 0), None
+
+    total, _ = lax.scan(step, jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)), blocks.each)
+    return total.astype(dtype)
 
 
 class _Block(NamedTuple):

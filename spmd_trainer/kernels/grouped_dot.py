@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import importlib
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.extend
@@ -37,10 +37,8 @@ _MODULES = {"megablox": "megablox", "hopper": "hopper", "blocks": "grouped_block
 
 
 class GroupedKernel(Protocol):
-    """A way to compute grouped products on one device. Products are summed in float32 on one device; sums over devices are in the
-    arrays' dtype."""
-
-    name: str
+    """A module that computes grouped products on one device. Products are summed in float32 on one device; sums over devices are
+    in the arrays' dtype."""
 
     def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
         """Returns why the kernel can't be used for these arrays of a device, as in `product`; empty if it can."""
@@ -64,19 +62,24 @@ class GroupedKernel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class GroupedSplit:
-    """The mesh axes of a grouped product; () if a dimension is not split.
+    """Where a grouped product is computed: its mesh axes, () if a dimension is not split, and what is fixed when it is traced.
 
     Attributes:
       tokens: axes that split the rows into dimension 0.
       experts: axes that split the experts, and the rows into dimension 1.
       inputs, outputs: axes that split the dimensions K and N of the weights. Over those that split tokens, weights are gathered
         for the product, and their gradients reduced and scattered. Over others, also the rows' features are split.
+      mesh: None for one device. `grouped_dot` sets it.
+      num_pairs: number of the pairs of a token and one of its experts: rows that all parts together multiply. `grouped_dot` sets
+        it.
     """
 
     tokens: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    mesh: AbstractMesh | None = None
+    num_pairs: int = 0
 
     def kept(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the axes of a weight's dimension over which the rows' features are split too."""
@@ -101,24 +104,9 @@ class GroupedSplit:
         features = [(*self.kept(axes), *self.gathered(axes)) or None for axes in (self.inputs, self.outputs)]
         return PartitionSpec(self.experts or None, *features)
 
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where a product is computed, fixed when it is traced.
-
-    Attributes:
-      split: how the arrays are split over the mesh.
-      mesh: None for one device.
-      num_pairs: number of the pairs of a token and one of its experts: rows that all parts together multiply.
-    """
-
-    split: GroupedSplit
-    mesh: AbstractMesh | None
-    num_pairs: int
-
-    def over(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Placement:
-        """Returns the placement of a product of the same rows with weights that are split over other axes."""
-        return dataclasses.replace(self, split=dataclasses.replace(self.split, inputs=inputs, outputs=outputs))
+    def over(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> GroupedSplit:
+        """Returns the split of a product of the same rows with weights that are split over other axes."""
+        return dataclasses.replace(self, inputs=inputs, outputs=outputs)
 
     def product(
         self,
@@ -132,8 +120,8 @@ class Placement:
         """See `grouped_dot`."""
         dtype = jnp.result_type(rows, weights)
         widths = [
-            self.padded(size, axes) // num_parts(self.mesh, self.split.kept(axes))
-            for size, axes in zip(weights.shape[1:], (self.split.inputs, self.split.outputs), strict=True)
+            self.padded(size, axes) // num_parts(self.mesh, self.kept(axes))
+            for size, axes in zip(weights.shape[1:], (self.inputs, self.outputs), strict=True)
         ]
         choice = _choose(
             jax.ShapeDtypeStruct((rows.shape[2], widths[0]), dtype),
@@ -143,19 +131,16 @@ class Placement:
         if name:
             kernels.record(name, choice)
         given = (rows.astype(dtype), weights.astype(dtype), sizes, *([] if pair is None else [pair]))
-        out: jax.Array = grouped_dot_p.bind(*given, placement=self, kernel=choice.kernel, transposed=False)
+        out: jax.Array = grouped_dot_p.bind(*given, split=self, kernel=choice.kernel, transposed=False)
         return out
 
     def padded(self, size: int, axes: tuple[str, ...]) -> int:
         """Returns a size of weights that their axes divide."""
-        return size + -size % num_parts(self.mesh, (*self.split.kept(axes), *self.split.gathered(axes)))
+        return size + -size % num_parts(self.mesh, (*self.kept(axes), *self.gathered(axes)))
 
     def padded_weights(self, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         """Pads [E, K, N] so that the axes divide all dimensions. No row is of an added expert."""
-        inputs, outputs = (
-            self.padded(weights.shape[1], self.split.inputs),
-            self.padded(weights.shape[2], self.split.outputs),
-        )
+        inputs, outputs = self.padded(weights.shape[1], self.inputs), self.padded(weights.shape[2], self.outputs)
         return _padded(weights, (sizes.shape[1] * sizes.shape[2], inputs, outputs))
 
 
@@ -203,8 +188,8 @@ def grouped_dot(
     """
     mesh = mesh_of_experts()
     count = rows.shape[0] * rows.shape[2] if num_pairs is None else num_pairs
-    placement = Placement(split if mesh is not None else GroupedSplit(), mesh, count)
-    return placement.product(rows, weights, sizes, pair, kernel, name)
+    split = dataclasses.replace(GroupedSplit() if mesh is None else split, mesh=mesh, num_pairs=count)
+    return split.product(rows, weights, sizes, pair, kernel, name)
 
 
 def _choose(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, asked: str | None) -> kernels.Choice:
@@ -225,8 +210,7 @@ def _kernel(name: str) -> GroupedKernel:
     if name not in _MODULES:
         meant = did_you_mean(name, _MODULES, otherwise="")
         raise UserError(f"there is no grouped kernel {name!r}; kernels: {', '.join(_MODULES)}{meant}")
-    found: GroupedKernel = importlib.import_module(f"{__package__}.{_MODULES[name]}").KERNEL
-    return found
+    return cast(GroupedKernel, importlib.import_module(f"{__package__}.{_MODULES[name]}"))
 
 
 grouped_dot_p = jax.extend.core.Primitive("grouped_dot")
@@ -249,13 +233,12 @@ def _evaluate(
     weights: jax.Array,
     sizes: jax.Array,
     *pair: jax.Array,
-    placement: Placement,
+    split: GroupedSplit,
     kernel: str,
     transposed: bool,
 ) -> jax.Array:
-    split = placement.split
     width = weights.shape[1 if transposed else 2]
-    weights = placement.padded_weights(weights, sizes)
+    weights = split.padded_weights(weights, sizes)
     rows = _padded(rows, (*rows.shape[:3], weights.shape[2 if transposed else 1]))
     contracted, free = (split.outputs, split.inputs) if transposed else (split.inputs, split.outputs)
 
@@ -268,21 +251,21 @@ def _evaluate(
             out = lax.psum(out, over)
         return out[None, None]
 
-    if placement.mesh is None:
+    if split.mesh is None:
         return local(rows, weights, sizes)
     specs = (split.of_rows(contracted), split.of_weights, split.of_sizes)
     out: jax.Array = jax.shard_map(
-        local, mesh=placement.mesh, in_specs=specs, out_specs=split.of_rows(free), check_vma=False
+        local, mesh=split.mesh, in_specs=specs, out_specs=split.of_rows(free), check_vma=False
     )(rows, weights, sizes)
     return out[..., :width]
 
 
 def _evaluate_weights(
-    rows: jax.Array, others: jax.Array, sizes: jax.Array, *, placement: Placement, kernel: str, num_experts: int
+    rows: jax.Array, others: jax.Array, sizes: jax.Array, *, split: GroupedSplit, kernel: str, num_experts: int
 ) -> jax.Array:
-    split, widths = placement.split, (rows.shape[3], others.shape[3])
-    rows = _padded(rows, (*rows.shape[:3], placement.padded(widths[0], split.inputs)))
-    others = _padded(others, (*others.shape[:3], placement.padded(widths[1], split.outputs)))
+    widths = rows.shape[3], others.shape[3]
+    rows = _padded(rows, (*rows.shape[:3], split.padded(widths[0], split.inputs)))
+    others = _padded(others, (*others.shape[:3], split.padded(widths[1], split.outputs)))
 
     def local(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
         found = _kernel(kernel).weights_product(rows[0, 0], others[0, 0], sizes[0, 0])
@@ -294,11 +277,11 @@ def _evaluate_weights(
         rest = tuple(axis for axis in split.tokens if axis not in scattered)
         return lax.psum(found, rest) if rest else found
 
-    if placement.mesh is None:
+    if split.mesh is None:
         return local(rows, others, sizes)
     specs = (split.of_rows(split.inputs), split.of_rows(split.outputs), split.of_sizes)
     found: jax.Array = jax.shard_map(
-        local, mesh=placement.mesh, in_specs=specs, out_specs=split.of_weights, check_vma=False
+        local, mesh=split.mesh, in_specs=specs, out_specs=split.of_weights, check_vma=False
     )(rows, others, sizes)
     return found[:num_experts, : widths[0], : widths[1]]
 
@@ -333,7 +316,7 @@ def _transpose(cotangent: Any, rows: Any, weights: Any, sizes: Any, *, transpose
     return [None, grouped_weights_p.bind(*factors, sizes, num_experts=weights.aval.shape[0], **params), None]
 
 
-_STATIC = ("placement", "kernel")
+_STATIC = ("split", "kernel")
 grouped_dot_p.def_impl(jax.jit(_evaluate, static_argnames=(*_STATIC, "transposed")))
 grouped_weights_p.def_impl(jax.jit(_evaluate_weights, static_argnames=(*_STATIC, "num_experts")))
 ad.primitive_jvps[grouped_dot_p] = _jvp

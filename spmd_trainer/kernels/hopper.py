@@ -29,50 +29,44 @@ _NEIGHBOURS = (8, 4, 2, 1)
 _CORES = 132
 
 
-class Hopper:
-    """The kernel 'hopper'; see `grouped_dot.GroupedKernel`."""
-
-    name = "hopper"
-
-    def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
-        """See `GroupedKernel.reasons_against`."""
-        if platform != "cuda":
-            return [f"it is a kernel for NVIDIA GPUs, but the device is a {platform}"]
-        reasons, capability = [], chips.current_target().compute_capability
-        if capability is None or capability[0] != 9:
-            shown = "unknown" if capability is None else ".".join(map(str, capability))
-            reasons.append(f"it needs compute capability 9.0, and the GPU's is {shown}")
-        if rows.dtype not in (jnp.bfloat16, jnp.float16):
-            reasons.append(f"the rows are {rows.dtype.name}, not bfloat16 or float16")
-        return reasons
-
-    def product(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-        """See `GroupedKernel.product`."""
-        width = weights.shape[1 if transposed else 2]
-        count, rows, weights = rows.shape[0], _filled(rows), _filled(weights)
-        blocks = weights.shape[1 if transposed else 2] // _BLOCK
-        out = importlib.import_module("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu").ragged_dot(
-            rows,
-            weights,
-            group_sizes=sizes,
-            block_m=_BLOCK,
-            block_n=_BLOCK,
-            block_k=_STEP,
-            max_concurrent_steps=_STAGES,
-            grid_block_n=next(n for n in _NEIGHBOURS if blocks % n == 0),
-            transpose_rhs=transposed,
-        )[:count, :width]
-        # The kernel writes no rows after the last group's.
-        is_own = lax.broadcasted_iota(jnp.int32, (count, 1), 0) < jnp.sum(sizes)
-        return jnp.where(is_own, out, jnp.zeros((), out.dtype))
-
-    def weights_product(self, rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-        """See `GroupedKernel.weights_product`."""
-        out = _outer_products(_filled(rows), _filled(others), sizes)
-        return out[:, : rows.shape[1], : others.shape[1]]
+def reasons_against(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
+    """See `GroupedKernel`."""
+    if platform != "cuda":
+        return [f"it is a kernel for NVIDIA GPUs, but the device is a {platform}"]
+    reasons, capability = [], chips.current_target().compute_capability
+    if capability is None or capability[0] != 9:
+        shown = "unknown" if capability is None else ".".join(map(str, capability))
+        reasons.append(f"it needs compute capability 9.0, and the GPU's is {shown}")
+    if rows.dtype not in (jnp.bfloat16, jnp.float16):
+        reasons.append(f"the rows are {rows.dtype.name}, not bfloat16 or float16")
+    return reasons
 
 
-KERNEL = Hopper()
+def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
+    """See `GroupedKernel`."""
+    width = weights.shape[1 if transposed else 2]
+    count, rows, weights = rows.shape[0], _filled(rows), _filled(weights)
+    blocks = weights.shape[1 if transposed else 2] // _BLOCK
+    out = importlib.import_module("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu").ragged_dot(
+        rows,
+        weights,
+        group_sizes=sizes,
+        block_m=_BLOCK,
+        block_n=_BLOCK,
+        block_k=_STEP,
+        max_concurrent_steps=_STAGES,
+        grid_block_n=next(n for n in _NEIGHBOURS if blocks % n == 0),
+        transpose_rhs=transposed,
+    )[:count, :width]
+    # The kernel writes no rows after the last group's.
+    is_own = lax.broadcasted_iota(jnp.int32, (count, 1), 0) < jnp.sum(sizes)
+    return jnp.where(is_own, out, jnp.zeros((), out.dtype))
+
+
+def weights_product(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
+    """See `GroupedKernel`."""
+    out = _outer_products(_filled(rows), _filled(others), sizes)
+    return out[:, : rows.shape[1], : others.shape[1]]
 
 
 def _filled(x: jax.Array) -> jax.Array:

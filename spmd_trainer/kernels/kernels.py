@@ -1,6 +1,7 @@
 """The interface of attention kernels, the choice of one for a call, and a record of the choices while a program is traced.
 
-`Pattern` says which keys a query sees, and how logits are computed; it is the same for all kernels.
+`Rows` are the arrays of a call. `Pattern` says which keys a query sees, and how logits are computed. Both are the same for all
+kernels.
 
 with kernels.recording() as recorded:
     lowered = jitted.lower(...)
@@ -16,7 +17,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.kernels.chips import Target
 
-# Names of the kernels and of their modules. The module's KERNEL is a `Kernel`.
+# Names of the kernels: each is a module, and a `Kernel`.
 NAMES = ("splash", "cudnn", "chunked", "reference")
 # Kernels of one platform, tried before those of all platforms.
 _OF_PLATFORM = {"tpu": ("splash",), "cuda": ("cudnn",)}
@@ -97,36 +98,36 @@ class Call:
     sinks: bool = False
 
 
-class Kernel(Protocol):
-    """A way to compute attention. Logits and softmax are float32; the output has the dtype of the values."""
+class Rows(NamedTuple):
+    """The arrays of a call: whole rows, or a device's part of them.
 
-    name: str
+    Attributes:
+      query: [B, T, N, H].
+      key, value: [B, T, K, H]; N is a multiple of K. Query head n uses key head n // (N / K).
+      segment_ids: int32 [B, T]; None if each row is one segment.
+      sinks: float32 [B, N], a further logit of each head's softmax, whose probability goes to no key. Neither the scale nor the
+        cap of the pattern applies to it. None for none.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    segment_ids: jax.Array | None = None
+    sinks: jax.Array | None = None
+
+
+class Kernel(Protocol):
+    """A module that computes attention. Logits and softmax are float32; the output has the dtype of the values."""
 
     def reasons_against(self, call: Call) -> list[str]:
         """Returns why the kernel can't be used, e.g. ['head width 320 is over 256']; empty if it can."""
         ...
 
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        segment_ids: jax.Array | None,
-        pattern: Pattern,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array:
+    def attend(self, rows: Rows, pattern: Pattern) -> jax.Array:
         """Computes attention on one device. Returns [B, T, N, H], of value's dtype.
 
         The output and all other residuals get the checkpoint name 'context', so a policy that saves 'context' needs no second
         forward pass.
-
-        Args:
-          query: [B, T, N, H].
-          key, value: [B, T, K, H]; N is a multiple of K. Query head n uses key head n // (N / K).
-          segment_ids: int32 [B, T]; None if each row is one segment.
-          pattern: which keys a query sees.
-          sinks: float32 [B, N], a further logit of each head's softmax, whose probability goes to no key. Neither the scale nor
-            the cap of the pattern applies to it. None for none.
         """
         ...
 
@@ -159,7 +160,7 @@ def kernel(name: str) -> Kernel:
         raise UserError(
             f"there is no attention kernel {name!r}; kernels: {', '.join(NAMES)}{did_you_mean(name, NAMES, otherwise='')}"
         )
-    return importlib.import_module(f"{__package__}.{name}").KERNEL
+    return cast(Kernel, importlib.import_module(f"{__package__}.{name}"))
 
 
 def choose(call: Call, asked: str | None = None) -> Choice:

@@ -1,7 +1,8 @@
 """Grouped products by JAX's megablox (`jax.experimental.pallas.ops.tpu.megablox`), Pallas kernels for TPUs.
 
 The kernels compute only blocks of rows that belong to a group. Megablox expects groups for all rows, so rows after the last
-group become a group without a matrix, which it skips. Rows are padded to a multiple of the block.
+group become a group without a matrix, which it skips. Rows are padded to a multiple of the block. Other platforms than TPU
+interpret the kernels, for tests.
 """
 
 from __future__ import annotations
@@ -23,41 +24,35 @@ _ROWS, _INPUTS, _OUTPUT_BYTES = 256, 1024, 2048
 _LANES, _SUBLANES = 128, 16
 
 
-class Megablox:
-    """The kernel 'megablox'; see `grouped_dot.GroupedKernel`. Other platforms than TPU interpret it, for tests."""
-
-    name = "megablox"
-
-    def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
-        """See `GroupedKernel.reasons_against`."""
-        reasons = []
-        if platform != "tpu":
-            reasons.append(f"it is a kernel for TPUs, but the device is a {platform}")
-        if rows.dtype not in (jnp.bfloat16, jnp.float32):
-            reasons.append(f"the rows are {rows.dtype.name}, not bfloat16 or float32")
-        return reasons
-
-    def product(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-        """See `GroupedKernel.product`."""
-        count, inputs = rows.shape
-        tiling = _tiling(count, inputs, weights.shape[1 if transposed else 2], rows.dtype)
-        rows, sizes = _with_rest(rows, sizes, tiling[0])
-        return _MODULE.gmm(
-            rows, weights, sizes, rows.dtype, tiling, jnp.zeros((), jnp.int32), None, transposed, _interpreted()
-        )[:count]
-
-    def weights_product(self, rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-        """See `GroupedKernel.weights_product`."""
-        groups = sizes.shape[0]
-        tiling = _tiling(rows.shape[0], rows.shape[1], others.shape[1], rows.dtype)
-        others, _ = _with_rest(others, sizes, tiling[0])
-        rows, sizes = _with_rest(rows, sizes, tiling[0])
-        return _MODULE.tgmm(
-            rows.T, others, sizes, rows.dtype, tiling, jnp.zeros((), jnp.int32), groups, None, _interpreted()
-        )
+def reasons_against(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
+    """See `GroupedKernel`."""
+    reasons = []
+    if platform != "tpu":
+        reasons.append(f"it is a kernel for TPUs, but the device is a {platform}")
+    if rows.dtype not in (jnp.bfloat16, jnp.float32):
+        reasons.append(f"the rows are {rows.dtype.name}, not bfloat16 or float32")
+    return reasons
 
 
-KERNEL = Megablox()
+def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
+    """See `GroupedKernel`."""
+    count, inputs = rows.shape
+    tiling = _tiling(count, inputs, weights.shape[1 if transposed else 2], rows.dtype)
+    rows, sizes = _with_rest(rows, sizes, tiling[0])
+    return _MODULE.gmm(
+        rows, weights, sizes, rows.dtype, tiling, jnp.zeros((), jnp.int32), None, transposed, _interpreted()
+    )[:count]
+
+
+def weights_product(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
+    """See `GroupedKernel`."""
+    groups = sizes.shape[0]
+    tiling = _tiling(rows.shape[0], rows.shape[1], others.shape[1], rows.dtype)
+    others, _ = _with_rest(others, sizes, tiling[0])
+    rows, sizes = _with_rest(rows, sizes, tiling[0])
+    return _MODULE.tgmm(
+        rows.T, others, sizes, rows.dtype, tiling, jnp.zeros((), jnp.int32), groups, None, _interpreted()
+    )
 
 
 def _interpreted() -> bool:

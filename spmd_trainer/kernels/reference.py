@@ -1,4 +1,4 @@
-"""Attention from plain logits and probabilities, which hold [B, N, T, T] numbers."""
+"""Attention from plain logits and probabilities, which hold [B, N, T, T] numbers: always usable; the only one with dropout."""
 
 from __future__ import annotations
 
@@ -8,45 +8,31 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd_trainer.kernels.kernels import MASKED, Call, Pattern
+from spmd_trainer.kernels.kernels import MASKED, Call, Pattern, Rows
 
 
-class Reference:
-    """The kernel 'reference': always usable; the only one with dropout."""
+def reasons_against(call: Call) -> list[str]:
+    """See `Kernel`."""
+    return []
 
-    name = "reference"
 
-    def reasons_against(self, call: Call) -> list[str]:
-        """See `Kernel.reasons_against`."""
-        return []
-
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        segment_ids: jax.Array | None,
-        pattern: Pattern,
-        sinks: jax.Array | None = None,
-        *,
-        dropout: Callable[[jax.Array], jax.Array] | None = None,
-    ) -> jax.Array:
-        """See `Kernel.__call__`. `dropout` drops probabilities, float32 [B, K, N / K, T, T]."""
-        batch, length, heads, width = query.shape
-        kv_heads = key.shape[2]
-        # One dimension for the queries of all heads of a group: XLA computes products with two such dimensions more slowly.
-        grouped = query.transpose(0, 2, 1, 3).reshape(batch, kv_heads, -1, width)
-        products = jnp.einsum("bkqh,bskh->bkqs", grouped, key, preferred_element_type=jnp.float32)
-        logits = pattern.logits(products).reshape(batch, heads, length, length)
-        if (seen := seen_keys(length, segment_ids, pattern)) is not None:
-            logits = jnp.where(seen[:, None], logits, MASKED)
-        probabilities = softmax(logits, None if sinks is None else sinks[:, :, None, None])
-        if dropout is not None:
-            grouped_shape = (batch, kv_heads, heads // kv_heads, length, length)
-            probabilities = dropout(probabilities.reshape(grouped_shape))
-        probabilities = probabilities.astype(value.dtype).reshape(batch, kv_heads, -1, length)
-        out = jnp.einsum("bkqs,bskh->bkqh", probabilities, value)
-        return checkpoint_name(out.reshape(batch, heads, length, width).transpose(0, 2, 1, 3), "context")
+def attend(rows: Rows, pattern: Pattern, dropout: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
+    """See `Kernel`. `dropout` drops probabilities, float32 [B, K, N / K, T, T]."""
+    query, key, value, segment_ids, sinks = rows
+    batch, length, heads, width = query.shape
+    kv_heads = key.shape[2]
+    # One dimension for the queries of all heads of a group: XLA computes products with two such dimensions more slowly.
+    grouped = query.transpose(0, 2, 1, 3).reshape(batch, kv_heads, -1, width)
+    products = jnp.einsum("bkqh,bskh->bkqs", grouped, key, preferred_element_type=jnp.float32)
+    logits = pattern.logits(products).reshape(batch, heads, length, length)
+    if (seen := seen_keys(length, segment_ids, pattern)) is not None:
+        logits = jnp.where(seen[:, None], logits, MASKED)
+    probabilities = softmax(logits, None if sinks is None else sinks[:, :, None, None])
+    if dropout is not None:
+        probabilities = dropout(probabilities.reshape(batch, kv_heads, heads // kv_heads, length, length))
+    probabilities = probabilities.astype(value.dtype).reshape(batch, kv_heads, -1, length)
+    out = jnp.einsum("bkqs,bskh->bkqh", probabilities, value)
+    return checkpoint_name(out.reshape(batch, heads, length, width).transpose(0, 2, 1, 3), "context")
 
 
 def softmax(logits: jax.Array, sinks: jax.Array | None) -> jax.Array:
@@ -71,6 +57,3 @@ def seen_keys(length: int, segment_ids: jax.Array | None, pattern: Pattern) -> j
         same = segment_ids[:, :, None] == segment_ids[:, None, :]
         seen = same if seen is None else seen & same
     return seen
-
-
-KERNEL = Reference()

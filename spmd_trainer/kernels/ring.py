@@ -28,35 +28,23 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd_trainer.kernels import chunked, sequence_order
-from spmd_trainer.kernels.chunked import Inputs, Residuals, Tokens
-from spmd_trainer.kernels.kernels import Pattern
+from spmd_trainer.kernels.chunked import Residuals, Tokens
+from spmd_trainer.kernels.kernels import Pattern, Rows
 
 State = TypeVar("State")
 Arrays = TypeVar("Arrays")
 
 
-def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array | None,
-    sinks: jax.Array | None,
-    pattern: Pattern,
-    axes: tuple[str, ...],
-) -> jax.Array:
+def attend(rows: Rows, pattern: Pattern, axes: tuple[str, ...]) -> jax.Array:
     """Computes attention over rows that are split over mesh axes in zig-zag order. Under `shard_map`. Returns this device's
     part of the output, [B, T / n, N, H], of value's dtype.
 
     Args:
-      query: this device's part of the queries, [B, T / n, N, H]; T / n is even.
-      key, value: the same of the keys and values, [B, T / n, K, H]; N is a multiple of K.
-      segment_ids: the same of the segment ids, int32 [B, T / n]; None if each row is one segment.
-      sinks: float32 [B, N], see `Kernel.__call__`.
+      rows: this device's part, of T / n tokens, an even number.
       pattern: which keys a query sees.
       axes: the mesh axes, n devices.
     """
-    ring = Ring.of(axes, lax.axis_size(axes), query.shape[1], pattern)
-    return _attention((query, key, value, segment_ids, sinks), ring)
+    return _attention(rows, Ring.of(axes, lax.axis_size(axes), rows.query.shape[1], pattern))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,14 +196,13 @@ def tables(visible: np.ndarray) -> np.ndarray:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attention(inputs: Inputs, ring: Ring) -> jax.Array:
-    return _forward(inputs, ring)[0]
+def _attention(rows: Rows, ring: Ring) -> jax.Array:
+    return _forward(rows, ring)[0]
 
 
-def _forward(inputs: Inputs, ring: Ring) -> tuple[jax.Array, Residuals]:
-    query, key, value, segment_ids, sinks = inputs
-    queries, own = _blocks(query, key, value, ring)
-    segments = _gathered(segment_ids, ring)
+def _forward(rows: Rows, ring: Ring) -> tuple[jax.Array, Residuals]:
+    queries, own = _blocks(rows, ring)
+    segments = _gathered(rows.segment_ids, ring)
     query_tokens = ring.tokens(0, segments)
 
     def add(
@@ -226,20 +213,20 @@ def _forward(inputs: Inputs, ring: Ring) -> tuple[jax.Array, Residuals]:
         return chunked.forward(queries, *keys_values, query_tokens, tokens, pairs, sums, ring.pattern)
 
     # Own keys first: every query sees itself, so blocks without a visible key add nothing afterwards.
-    sums = add(chunked.initial_sums(queries, sinks), own, 0)
+    sums = add(chunked.initial_sums(queries, rows.sinks), own, 0)
     outs, lse = chunked.finish(ring.around(sums, own, add))
-    out = ring.unpadded(chunked.from_query_blocks(outs, 2 * ring.blocks * ring.block)).astype(value.dtype)
+    out = ring.unpadded(chunked.from_query_blocks(outs, 2 * ring.blocks * ring.block)).astype(rows.value.dtype)
     # As in the chunked kernel, a rematerialisation policy that saves the layers' outputs needs no second forward pass.
     out, lse = checkpoint_name(out, "context"), checkpoint_name(lse, "context")
-    return out, (inputs, out, lse)
+    return out, (rows, out, lse)
 
 
-def _backward(ring: Ring, residuals: Residuals, out_grad: jax.Array) -> tuple[Inputs]:
-    (query, key, value, segment_ids, sinks), out, lse = residuals
-    queries, own = _blocks(query, key, value, ring)
-    outs, out_grads = (chunked.query_blocks(ring.padded(x), key.shape[2], ring.block) for x in (out, out_grad))
-    rows = chunked.RowGrads(out_grads, lse, chunked.row_sums(outs, out_grads))
-    segments = _gathered(segment_ids, ring)
+def _backward(ring: Ring, residuals: Residuals, out_grad: jax.Array) -> tuple[Rows]:
+    rows, out, lse = residuals
+    queries, own = _blocks(rows, ring)
+    outs, out_grads = (chunked.query_blocks(ring.padded(x), rows.key.shape[2], ring.block) for x in (out, out_grad))
+    of_rows = chunked.RowGrads(out_grads, lse, chunked.row_sums(outs, out_grads))
+    segments = _gathered(rows.segment_ids, ring)
     query_tokens = ring.tokens(0, segments)
     zeros = jnp.zeros_like(own[0], jnp.float32)
 
@@ -250,7 +237,7 @@ def _backward(ring: Ring, residuals: Residuals, out_grad: jax.Array) -> tuple[In
         arrived = ring.moved(grads[1:], hops) if hops else grads[1:]
         tokens, pairs = ring.tokens(shift, segments), ring.pairs(shift)
         grads = chunked.Grads(grads.query, zeros, zeros)
-        grads = chunked.backward(queries, *keys_values, query_tokens, tokens, pairs, rows, grads, ring.pattern)
+        grads = chunked.backward(queries, *keys_values, query_tokens, tokens, pairs, of_rows, grads, ring.pattern)
         return chunked.Grads(grads.query, *(x + y for x, y in zip(grads[1:], arrived, strict=True)))
 
     mine = add(chunked.initial_grads(queries, own[0]), own, 0)
@@ -260,25 +247,21 @@ def _backward(ring: Ring, residuals: Residuals, out_grad: jax.Array) -> tuple[In
         returned = ring.moved(of_others[1:], ring.count - shifts[-1])
         of_keys = [x + y for x, y in zip(of_keys, returned, strict=True)]
     length = 2 * ring.blocks * ring.block
-    of_query = ring.unpadded(chunked.from_query_blocks(of_others.query, length)).astype(query.dtype)
+    of_query = ring.unpadded(chunked.from_query_blocks(of_others.query, length)).astype(rows.query.dtype)
     of_key, of_value = (
         ring.unpadded(chunked.from_key_blocks(x, length)).astype(like.dtype)
-        for x, like in zip(of_keys, (key, value), strict=True)
+        for x, like in zip(of_keys, (rows.key, rows.value), strict=True)
     )
-    return ((of_query, of_key, of_value, None, chunked.sink_grads(sinks, rows)),)
+    return (Rows(of_query, of_key, of_value, sinks=chunked.sink_grads(rows.sinks, of_rows)),)
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _blocks(
-    query: jax.Array, key: jax.Array, value: jax.Array, ring: Ring
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    queries = chunked.query_blocks(ring.padded(query), key.shape[2], ring.block)
-    return queries, (
-        chunked.key_blocks(ring.padded(key), ring.block),
-        chunked.key_blocks(ring.padded(value), ring.block),
-    )
+def _blocks(rows: Rows, ring: Ring) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    queries = chunked.query_blocks(ring.padded(rows.query), rows.key.shape[2], ring.block)
+    keys, values = (chunked.key_blocks(ring.padded(x), ring.block) for x in (rows.key, rows.value))
+    return queries, (keys, values)
 
 
 def _gathered(segment_ids: jax.Array | None, ring: Ring) -> jax.Array | None:

@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from spmd_trainer.kernels import chips
-from spmd_trainer.kernels.kernels import Call, Pattern
+from spmd_trainer.kernels.kernels import Call, Pattern, Rows
 
 # Tokens of a block. The kernel's own limit is that they are a multiple of 128, the lanes of a vector register.
 _BLOCKS = (128, 256, 384, 512, 640, 768, 1024)
@@ -44,104 +44,84 @@ _LARGEST_TABLES = 768 * 2**10
 _PADDING = np.iinfo(np.int32).min
 
 
-class Splash:
-    """The kernel 'splash'. Other platforms than TPU interpret it, which is only fast enough for tests.
-
-    Attributes:
-      name: 'splash'.
-      blocks: block sizes to choose from.
-    """
-
-    name = "splash"
-
-    def __init__(self, blocks: tuple[int, ...] = _BLOCKS) -> None:
-        self.blocks = blocks
-
-    def reasons_against(self, call: Call) -> list[str]:
-        """See `Kernel.reasons_against`."""
-        reasons = []
-        if call.target.platform != "tpu":
-            reasons.append(f"it is a kernel for TPUs, but the device is a {call.target.kind or call.target.platform}")
-        elif call.target.kind.startswith(("TPU v2", "TPU v3")):
-            reasons.append(f"{call.target.kind} is older than TPU v4")
-        if call.dropout:
-            reasons.append("it can't drop probabilities")
-        dtype = jnp.result_type(call.query.dtype, call.key.dtype)
-        if dtype not in (jnp.bfloat16, jnp.float32):
-            reasons.append(f"the queries and keys are {dtype.name}, not bfloat16 or float32")
-        length, width = call.query.shape[1], call.query.shape[3]
-        if not self._blocks_that_fit(width, dtype):
-            reasons.append(f"head width {width} is too large for the chip's vector memory")
-        elif self._block(length, width, dtype, call.pattern) is None:
-            reasons.append(f"the tables of blocks of {length:,} tokens are too large for the chip's scalar memory")
-        return reasons
-
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        segment_ids: jax.Array | None,
-        pattern: Pattern,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array:
-        """See `Kernel.__call__`. Segment ids must be larger than -2**31."""
-        length = query.shape[1]
-        # The kernel's output has the query's dtype.
-        dtype = jnp.result_type(query, key, value)
-        block = self._block(length, query.shape[3], dtype, pattern)
-        if block is None:
-            raise ValueError(f"splash attention can't compute rows of {length} tokens with heads of {query.shape[3]}")
-        if pattern.scale != 1:
-            # In float32: the scale is not rounded to bfloat16, and the product is rounded once.
-            query = query.astype(jnp.float32) * pattern.scale
-        padding = -length % block
-        if padding and not pattern.causal and segment_ids is None:
-            segment_ids = jnp.zeros(query.shape[:2], jnp.int32)
-        if segment_ids is not None:
-            segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padding)), constant_values=_PADDING)
-        window = None if pattern.window is None or pattern.window >= length else pattern.window
-        kernel = _kernel(
-            _Shape(length + padding, block, pattern.causal, window),
-            pattern.softcap,
-            interpret=chips.current_target().platform != "tpu",
-        )
-
-        def of_row(
-            query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array | None, sinks: jax.Array | None
-        ) -> Any:
-            segments = None if ids is None else splash_attention_kernel.SegmentIds(ids, ids)
-            return kernel(query, key, value, segments, sinks)
-
-        queries, keys, values = (
-            jnp.pad(x.astype(dtype).transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, padding), (0, 0)))
-            for x in (query, key, value)
-        )
-        if sinks is not None:
-            sinks = _with_float32_gradient(sinks)
-        out: jax.Array = jax.vmap(of_row)(queries, keys, values, segment_ids, sinks)
-        return out[:, :, :length].transpose(0, 2, 1, 3).astype(value.dtype)
-
-    def _blocks_that_fit(self, width: int, dtype: Any) -> list[int]:
-        token_bytes = -(-width // 128) * 128 * jnp.dtype(dtype).itemsize
-        largest = max((block for most, block in _LARGEST_BLOCK.items() if token_bytes <= most), default=0)
-        return [block for block in self.blocks if block <= largest]
-
-    def _block(self, length: int, width: int, dtype: Any, pattern: Pattern) -> int | None:
-        """Returns the cheapest block size that fits; None if there is none."""
-        costs = {}
-        for block in self._blocks_that_fit(width, dtype):
-            rows = -(-length // block)
-            seen = rows if pattern.window is None else min(rows, -(-(pattern.window - 1) // block) + 1)
-            computed = rows * seen - seen * (seen - 1) // 2 if pattern.causal else rows * rows
-            # The largest tables are those of the queries' gradients: an index, int8 or int16, and an int8 of each pair.
-            parts = block // _part(block)
-            if rows * seen * parts * (2 if rows * parts <= 128 else 3) <= _LARGEST_TABLES:
-                costs[block] = rows * seen * _STEP_COST + computed * block**2
-        return min(costs, key=lambda block: costs[block], default=None)
+def reasons_against(call: Call) -> list[str]:
+    """See `Kernel`. Other platforms than TPU interpret the kernel, which is only fast enough for tests."""
+    reasons = []
+    if call.target.platform != "tpu":
+        reasons.append(f"it is a kernel for TPUs, but the device is a {call.target.kind or call.target.platform}")
+    elif call.target.kind.startswith(("TPU v2", "TPU v3")):
+        reasons.append(f"{call.target.kind} is older than TPU v4")
+    if call.dropout:
+        reasons.append("it can't drop probabilities")
+    dtype = jnp.result_type(call.query.dtype, call.key.dtype)
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        reasons.append(f"the queries and keys are {dtype.name}, not bfloat16 or float32")
+    length, width = call.query.shape[1], call.query.shape[3]
+    if not _blocks_that_fit(width, dtype):
+        reasons.append(f"head width {width} is too large for the chip's vector memory")
+    elif _block(length, width, dtype, call.pattern) is None:
+        reasons.append(f"the tables of blocks of {length:,} tokens are too large for the chip's scalar memory")
+    return reasons
 
 
-KERNEL = Splash()
+def attend(rows: Rows, pattern: Pattern) -> jax.Array:
+    """See `Kernel`. Segment ids must be larger than -2**31."""
+    query, key, value, segment_ids, sinks = rows
+    length = query.shape[1]
+    # The kernel's output has the query's dtype.
+    dtype = jnp.result_type(query, key, value)
+    block = _block(length, query.shape[3], dtype, pattern)
+    if block is None:
+        raise ValueError(f"splash attention can't compute rows of {length} tokens with heads of {query.shape[3]}")
+    if pattern.scale != 1:
+        # In float32: the scale is not rounded to bfloat16, and the product is rounded once.
+        query = query.astype(jnp.float32) * pattern.scale
+    padding = -length % block
+    if padding and not pattern.causal and segment_ids is None:
+        segment_ids = jnp.zeros(query.shape[:2], jnp.int32)
+    if segment_ids is not None:
+        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padding)), constant_values=_PADDING)
+    window = None if pattern.window is None or pattern.window >= length else pattern.window
+    kernel = _kernel(
+        _Shape(length + padding, block, pattern.causal, window),
+        pattern.softcap,
+        interpret=chips.current_target().platform != "tpu",
+    )
+
+    def of_row(
+        query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array | None, sinks: jax.Array | None
+    ) -> Any:
+        segments = None if ids is None else splash_attention_kernel.SegmentIds(ids, ids)
+        return kernel(query, key, value, segments, sinks)
+
+    queries, keys, values = (
+        jnp.pad(x.astype(dtype).transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, padding), (0, 0)))
+        for x in (query, key, value)
+    )
+    if sinks is not None:
+        sinks = _with_float32_gradient(sinks)
+    out: jax.Array = jax.vmap(of_row)(queries, keys, values, segment_ids, sinks)
+    return out[:, :, :length].transpose(0, 2, 1, 3).astype(value.dtype)
+
+
+def _blocks_that_fit(width: int, dtype: Any) -> list[int]:
+    token_bytes = -(-width // 128) * 128 * jnp.dtype(dtype).itemsize
+    largest = max((block for most, block in _LARGEST_BLOCK.items() if token_bytes <= most), default=0)
+    return [block for block in _BLOCKS if block <= largest]
+
+
+def _block(length: int, width: int, dtype: Any, pattern: Pattern) -> int | None:
+    """Returns the cheapest block size that fits; None if there is none."""
+    costs = {}
+    for block in _blocks_that_fit(width, dtype):
+        rows = -(-length // block)
+        seen = rows if pattern.window is None else min(rows, -(-(pattern.window - 1) // block) + 1)
+        computed = rows * seen - seen * (seen - 1) // 2 if pattern.causal else rows * rows
+        # The largest tables are those of the queries' gradients: an index, int8 or int16, and an int8 of each pair.
+        parts = block // _part(block)
+        if rows * seen * parts * (2 if rows * parts <= 128 else 3) <= _LARGEST_TABLES:
+            costs[block] = rows * seen * _STEP_COST + computed * block**2
+    return min(costs, key=lambda block: costs[block], default=None)
 
 
 @jax.custom_vjp

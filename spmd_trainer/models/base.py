@@ -81,7 +81,6 @@ class PraxisModel:
     model: Any
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
-        """See `Model`."""
         # praxis' own `init` would remove the boxes.
         mutable, method = base_layer.DEFAULT_INIT_MUTABLE_LIST, self.model.__call__
         return unfreeze(nn.Module.init(self.model, praxis_rngs(key), inputs, method=method, mutable=mutable))
@@ -89,7 +88,6 @@ class PraxisModel:
     def forward(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, do_eval: bool, mutable: Sequence[str]
     ) -> ForwardResult:
-        """See `Model`."""
         del do_eval
         method, rngs = self.model.__call__, praxis_rngs(key)
         result: ForwardResult = self.model.apply(mdl_vars, inputs, method=method, mutable=list(mutable), rngs=rngs)
@@ -98,7 +96,6 @@ class PraxisModel:
     def decode(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, mutable: Sequence[str]
     ) -> ForwardResult:
-        """See `Model`."""
         method, rngs = self.model.decode, praxis_rngs(key)
         result: ForwardResult = self.model.apply(mdl_vars, inputs, method=method, mutable=list(mutable), rngs=rngs)
         return result
@@ -182,7 +179,6 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
     def forward(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, do_eval: bool, mutable: Sequence[str]
     ) -> ForwardResult:
-        """See `Model`."""
         assert self.loss is not None
         arguments = jax.tree.map(self._cast, self.arguments(inputs))
         found, non_trainable = self.run(mdl_vars, arguments, key, do_eval=do_eval)
@@ -197,7 +193,6 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
     def decode(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, mutable: Sequence[str]
     ) -> ForwardResult:
-        """See `Model`."""
         del mutable
         if self.generate is None:
             raise UserError(

@@ -38,7 +38,6 @@ class FunctionModel(ModuleModel):
                 raise UserError(f"task.model.{name} is not set; FunctionModel needs the functions init and apply")
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
-        """See `Model`."""
         del inputs
         assert self.init is not None
         params, state = self.init(key) if self.has_state else (self.init(key), {})
@@ -73,8 +72,6 @@ class FunctionModel(ModuleModel):
         return outputs, new
 
     def for_generate(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        def is_box(x: Any) -> bool:
-            return isinstance(x, meta.AxisMetadata)
-
         # A partitioner may give variables that are gathered where they are read.
-        return jax.tree.map(lambda x: x.unbox() if is_box(x) else x, mdl_vars[base_layer.PARAMS], is_leaf=is_box)
+        unboxed: NestedJTensor = meta.unbox(mdl_vars[base_layer.PARAMS])
+        return unboxed

@@ -61,7 +61,6 @@ class LinenModel(ModuleModel):
             raise UserError("task.model.module is not set; give a config of a flax.linen.Module")
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
-        """See `Model`."""
         arguments = jax.tree.map(self._cast, self.arguments(inputs))
         module, mode = self._in_mode(do_eval=False)
         variables = unfreeze(module.init(self._rngs(key, "params"), *arguments, **mode))
@@ -82,7 +81,6 @@ class LinenModel(ModuleModel):
     def run(
         self, mdl_vars: NestedJTensor, arguments: tuple[Any, ...], key: jax.Array, *, do_eval: bool
     ) -> tuple[Any, PyTree]:
-        """See `ModuleModel`."""
         kept = mdl_vars.get(base_layer.NON_TRAINABLE, {})
         module, mode = self._in_mode(do_eval=do_eval)
         outputs, written = module.apply(

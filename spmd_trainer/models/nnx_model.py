@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import fiddle as fdl
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 from flax.core import meta
 from praxis import base_layer, pax_fiddle
 
@@ -49,21 +49,18 @@ class NnxModel(ModuleModel):
             raise not_a_config("task.model.module", self.module)
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
-        """See `Model`."""
         del inputs
-        tree: dict[str, Any] = {base_layer.PARAMS: {}}
+        flat: dict[_Path, Any] = {}
         for path, variable in _variables(self._build(key)):
             trainable = isinstance(variable, nnx.Param)
-            collection = tree.setdefault(base_layer.PARAMS if trainable else base_layer.NON_TRAINABLE, {})
-            box = declared_axes.boxed(
+            flat[_stored_path(path, variable)] = declared_axes.boxed(
                 variable.get_value(),
                 _axes(variable),
                 path=_text(path),
                 rules=self.logical_axis_rules,
                 trainable=trainable,
             )
-            _put(collection, path, box)
-        return tree
+        return {base_layer.PARAMS: {}, **traverse_util.unflatten_dict(flat)}  # type: ignore[no-untyped-call]
 
     def run(
         self, mdl_vars: NestedJTensor, arguments: tuple[Any, ...], key: jax.Array, *, do_eval: bool
@@ -78,13 +75,14 @@ class NnxModel(ModuleModel):
         outputs = module(*arguments)
         after = dict(_variables(module))
         _check_structure(before, after)
-        written: dict[str, Any] = {}
+        written: dict[_Path, Any] = {}
         for path, variable in after.items():
             if not isinstance(variable, nnx.Param):
-                _put(written, path, variable.get_value())
+                written[_stored_path(path, variable)] = variable.get_value()
             elif variable is not before[path]:
                 _refuse_write(_text(path), None, None)  # another Param in its place, which the hook can't see
-        return outputs, written
+        collections = traverse_util.unflatten_dict(written)  # type: ignore[no-untyped-call]
+        return outputs, collections.get(base_layer.NON_TRAINABLE, {})
 
     def for_generate(self, mdl_vars: NestedJTensor) -> Any:
         """Returns the module with its variables, in evaluation mode."""
@@ -92,13 +90,14 @@ class NnxModel(ModuleModel):
 
     def _module(self, mdl_vars: NestedJTensor, key: jax.Array, *, do_eval: bool) -> Any:
         graphdef, abstract = self._abstract
+        stored = traverse_util.flatten_dict(mdl_vars)  # type: ignore[no-untyped-call]
         flat = []
         for path, variable in abstract:
             if isinstance(variable, nnx.RngState):
                 value = _random(variable, path, key)
             else:
-                trainable = isinstance(variable, nnx.Param)
-                value = _get(mdl_vars[base_layer.PARAMS if trainable else base_layer.NON_TRAINABLE], path)
+                # A partitioner may give variables that are gathered where they are read.
+                value = meta.unbox(stored[_stored_path(path, variable)])
             variable = variable.replace(value)
             # The step has decided the layout; Flax' transformations would look the axes up in the mesh.
             for name in _AXES:
@@ -197,16 +196,6 @@ def _text(path: _Path) -> str:
     return "/".join(str(part) for part in path)
 
 
-def _put(tree: dict[str, Any], path: _Path, value: Any) -> None:
-    *parents, last = (str(part) for part in path)
-    for part in parents:
-        tree = tree.setdefault(part, {})
-    tree[last] = value
-
-
-def _get(tree: Mapping[str, Any], path: _Path) -> Any:
-    found: Any = tree
-    for part in path:
-        found = found[str(part)]
-    # A partitioner may give variables that are gathered where they are read.
-    return found.unbox() if isinstance(found, meta.AxisMetadata) else found
+def _stored_path(path: _Path, variable: Any) -> _Path:
+    """Returns the path of a variable in the trainer's variables: its collection, and the keys of its own path as texts."""
+    return (base_layer.PARAMS if isinstance(variable, nnx.Param) else base_layer.NON_TRAINABLE, *map(str, path))

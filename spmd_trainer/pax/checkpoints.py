@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from absl import logging
 from etils import epath
+from flax import traverse_util
 from jax.sharding import Mesh, PartitionSpec
 
 from spmd_trainer.checkpointing import Checkpointer, check_storage, checkpoint_bytes, records, step_files
@@ -180,13 +181,7 @@ def read_checkpoint(directory: epath.PathLike, step: int | None = None) -> Train
       PaxError: its version is unknown.
     """
     arrays = open_checkpoint(directory, step).by_path()
-    root: dict[str, Any] = {}
-    for path, array in arrays.items():
-        *parents, last = path.split("/")
-        node = root
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[last] = array
+    root = traverse_util.unflatten_dict(dict(arrays), sep="/")
     parts = {field.name: _with_lists(root.pop(field.name, {})) for field in dataclasses.fields(TrainState)}
     if root or isinstance(parts["step"], dict):
         raise PaxDamagedError(

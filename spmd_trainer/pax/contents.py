@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from spmd_trainer.errors import did_you_mean
 from spmd_trainer.pax import arrays, flax_file, shapes, steps
 from spmd_trainer.pax.arrays import PaxArray
 from spmd_trainer.pax.errors import PaxDamagedError, PaxError
+from spmd_trainer.sharding.specs import entry_axes
 from spmd_trainer.storage import backends, json_values, reading
 
 # Pax's history of versions; `metadata` holds them from 1.0 on.
@@ -261,10 +263,7 @@ def _noted_shards(entry: Any, rank: int) -> tuple[int, ...] | None:
         sizes = dict(zip(entry["axis_names"], entry["shape"], strict=True))
         counts = []
         for axes in entry["partition_spec"]:
-            count = 1
-            for axis in [] if axes is None else [axes] if isinstance(axes, str) else axes:
-                count *= json_values.integer(sizes[axis], axis, least=1)
-            counts.append(count)
+            counts.append(math.prod(json_values.integer(sizes[axis], axis, least=1) for axis in entry_axes(axes)))
     except (KeyError, TypeError, ValueError):
         return None
     return None if len(counts) > rank else tuple(counts + [1] * (rank - len(counts)))

@@ -10,7 +10,7 @@ from typing import Any, cast
 import jax
 from jax.extend import core
 
-from spmd_trainer.sharding.even_products import scan_sizes
+from spmd_trainer.sharding.jaxprs import scan_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _of_grouped(equation: core.JaxprEqn) -> DotCosts:
     rows, other = cast(Any, [variable.aval for variable in equation.invars[:2]])
     width = rows.shape[3]
     outputs = math.prod(other.shape[-2:]) // (width if equation.primitive.name == "grouped_dot" else other.shape[-2])
-    return DotCosts(2.0 * equation.params["placement"].num_pairs * width * outputs)
+    return DotCosts(2.0 * equation.params["split"].num_pairs * width * outputs)
 
 
 def _of_kernel(equation: core.JaxprEqn) -> DotCosts:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_trainer.sharding.even_values import Shape, padded_sizes
+from spmd_trainer.sharding.jaxprs import equations
 from spmd_trainer.sharding.messages import spec_text
 from spmd_trainer.sharding.specs import AnyMesh, axes_by_dim, axes_text, entry_axes, mesh_shape_of
 
@@ -155,20 +155,23 @@ def _parted(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     return parts
 
 
+def constraints_of(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the sharding constraints of a program, as operations and shardings."""
+    for eqn in equations(jaxpr, ["shard_map"]):
+        if eqn.primitive.name == "sharding_constraint":
+            yield eqn, eqn.params["sharding"]
+
+
 def own_constraints(jaxpr: Any) -> dict[str, list[str]]:
     """Returns {'file:line': notes} of the sharding constraints in user code, i.e. outside of this package and praxis.
 
     Each dimension that its axes don't divide has a note.
     """
     found: dict[str, list[str]] = {}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "sharding_constraint" and (place := place_of(eqn)):
-            new = [f"{place}: {note}" for note in uneven(eqn.params["sharding"], eqn.invars[0].aval.shape)]
-            found.setdefault(place, []).extend(note for note in new if note not in found[place])
-        elif eqn.primitive.name != "shard_map":
-            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-                for place, notes in own_constraints(inner).items():
-                    found.setdefault(place, []).extend(note for note in notes if note not in found[place])
+    for eqn, sharding in constraints_of(jaxpr):
+        if place := place_of(eqn):
+            notes, new = found.setdefault(place, []), uneven(sharding, eqn.invars[0].aval.shape)
+            notes += [note for text in new if (note := f"{place}: {text}") not in notes]
     return found
 
 

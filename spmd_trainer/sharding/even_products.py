@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -22,23 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd_trainer.sharding.constraints import split_axes
 from spmd_trainer.sharding.even_rules import ELEMENTWISE, bind, dim_groups
 from spmd_trainer.sharding.even_values import DimAxes, Pins, Shape, Value, once_each
+from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, scan_sizes
 from spmd_trainer.sharding.specs import mesh_shape_of
 
 # The splits that a program asks of an array.
 Splits: TypeAlias = frozenset[DimAxes]
-# Programs that an operation runs on its own arguments.
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
-REMAT = frozenset({"checkpoint", "remat", "remat2"})
 # Operations that keep the dimensions: what is asked of the result is asked of the operands of its rank.
 _PASSING = ELEMENTWISE | {"concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "slice", "split"}
-
-
-def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of constants and of carried values of a `scan`. `params`: those of its equation."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # JAX 0.11: a tree of all operands
-    return len(list(consts)), len(list(carry))
 
 
 def asked_splits(jaxpr: Any, results: Sequence[DimAxes]) -> dict[int, Splits]:
@@ -101,7 +91,10 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
     XLA might split them in other ways, for the sake of arrays that they are added to, and get the product wrong.
     """
     (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
-    x_held, y_held = list(x.physical), list(y.physical)
+    sizes = {} if pins.mesh is None else mesh_shape_of(pins.mesh)
+    x_used, y_used = {*x_contract, *x_batch}, {*y_contract, *y_batch}
+    x_held = _held_for(x, x_used, len(x_batch), asked, sizes)
+    y_held = _held_for(y, y_used, len(x_batch) + len(x.shape) - len(x_used), asked, sizes)
     pairs = list(zip((*x_contract, *x_batch), (*y_contract, *y_batch), strict=True))
     for i, j in pairs:
         x_held[i] = y_held[j] = max(x_held[i], y_held[j])
@@ -109,7 +102,6 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
     operands, shape = Operands.of(eqn, x, y), eqn.outvars[0].aval.shape
     if pins.mesh is None:
         return pins.value(bind(eqn, [left, right])[0], shape, operands.axes)
-    sizes = mesh_shape_of(pins.mesh)
     is_pinned = _num_real_axes(sizes) > 2
     if is_pinned:
         # Few axes asked of a result with at most one unknown dimension can't make the product wrong, so XLA may split that one.
@@ -123,6 +115,24 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
     elif is_pinned and not asked:
         found = pins.split(found, operands.axes)
     return pins.value(found, shape, operands.axes)
+
+
+def _held_for(value: Value, used: Collection[int], first: int, asked: Splits, sizes: Mapping[str, int]) -> list[int]:
+    """Returns an operand's physical shape. A deferred one, such as one-hot ids, gets the padding that is asked of the result.
+
+    Args:
+      value: the operand.
+      used: its batch and contracted dimensions.
+      first: the result's dimension that its first other dimension becomes.
+      asked: the splits that the program asks of the result.
+      sizes: {axis: size} of the mesh.
+    """
+    held = list(value.physical)
+    free = [dim for dim in range(len(held)) if dim not in used]
+    for out, dim in enumerate(() if value.is_held else free, start=first):
+        shards = (math.prod(sizes.get(axis, 1) for axis in axes[out] or ()) for axes in asked)
+        held[dim] += -held[dim] % max(shards, default=1)
+    return held
 
 
 def _operand_axes(axes: DimAxes, others: Mapping[int, tuple[str, ...] | None], is_free: bool) -> DimAxes:
@@ -263,7 +273,8 @@ def _of_operands(eqn: Any, results: list[Splits], found: dict[int, Splits]) -> l
     if name == "cond":
         branches = [_ask(branch.jaxpr, results, found) for branch in params["branches"]]
         return [frozenset(), *(frozenset[DimAxes]().union(*splits) for splits in zip(*branches, strict=True))]
-    return _of_call(eqn, results, found, nothing)
+    # Not those of `shard_map`, which XLA does not divide.
+    return _ask(called(eqn)[0], results, found) if name in CALLS | REMAT else nothing
 
 
 def _sources(eqn: Any) -> list[list[int]] | None:
@@ -308,11 +319,3 @@ def _of_while(
         inside = _ask(params["body_jaxpr"].jaxpr, held, found)
         held = [old | new for old, new in zip(held, inside[consts:], strict=True)]
     return [*nothing[: params["cond_nconsts"]], *inside[:consts], *held]
-
-
-def _of_call(eqn: Any, results: list[Splits], found: dict[int, Splits], nothing: list[Splits]) -> list[Splits]:
-    """Follows calls of the same arguments; not those of `shard_map`, which XLA does not divide."""
-    if eqn.primitive.name not in CALLS | REMAT:
-        return nothing
-    inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-    return _ask(getattr(inner, "jaxpr", inner), results, found)

@@ -34,15 +34,16 @@ from spmd_trainer.sharding.constraints import (
     AxesPair,
     axes_pairs,
     computable,
+    constraints_of,
     own_constraints,
     place_of,
     split_axes,
     uneven,
     unsplit,
 )
-from spmd_trainer.sharding.even_products import CALLS, REMAT
 from spmd_trainer.sharding.even_rules import Rule, bind, without_padding
 from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, Pins, Shape, Value, agreed_axes, padded_sizes
+from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, scan_sizes
 from spmd_trainer.sharding.specs import PyTree, mesh_shape_of
 
 _RULES: dict[str, Rule] = {**even_rules.RULES, **even_indexing.RULES}
@@ -71,7 +72,9 @@ def evenly(
     def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         arrays = jax.tree.leaves(args)
-        constraints = list(_constraints(closed.jaxpr))
+        constraints = [
+            sharding.spec for _, sharding in constraints_of(closed.jaxpr) if isinstance(sharding, NamedSharding)
+        ]
         pairs = axes_pairs([*specs, *constraints], mesh_shape_of(mesh))
         split = [split_axes(spec, x.ndim) for spec, x in zip(specs, arrays, strict=False)]
         asked = even_products.asked_splits(closed.jaxpr, split if returns_variables else ())
@@ -167,7 +170,7 @@ class EvenProgram:
             x, y = values
             return [even_products.product(self.pins, eqn, x, y, self.asked.get(id(eqn), frozenset()))]
         if name in CALLS:
-            return self._call(eqn, values)
+            return self.run(*called(eqn), values)
         if name in _CONTROL and (any(v.is_padded or not v.is_held for v in values) or self._changes(eqn)):
             return _CONTROL[name](self, eqn, values)
         return _RULES.get(name, without_padding)(self.pins, eqn, values)
@@ -175,10 +178,6 @@ class EvenProgram:
     def _like(self, array: jax.Array, value: Value) -> Value:
         """Returns the value of an array that is padded and split like another one."""
         return self.pins.value(array, value.shape, value.axes)
-
-    def _call(self, eqn: Any, values: list[Value]) -> list[Value]:
-        inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-        return self.run(inner.jaxpr, inner.consts, values)
 
     def _constrained(self, eqn: Any, value: Value) -> Value:
         sharding = eqn.params["sharding"]
@@ -223,7 +222,7 @@ class EvenProgram:
 
     def _scan(self, eqn: Any, values: list[Value]) -> list[Value]:
         params, pins = eqn.params, self.pins
-        body, (num_consts, num_carry) = params["jaxpr"], even_products.scan_sizes(params)
+        body, (num_consts, num_carry) = params["jaxpr"], scan_sizes(params)
         consts, carry = values[:num_consts], values[num_consts : num_consts + num_carry]
         stacked = values[num_consts + num_carry :]
         xs = [v.at(v.without_padding_of([0])) for v in stacked]
@@ -345,15 +344,6 @@ _CONTROL: Mapping[str, Callable[[EvenProgram, Any, list[Value]], list[Value]]] =
     "scan": EvenProgram._scan,
     "while": EvenProgram._while,
 }
-
-
-def _constraints(jaxpr: Any) -> Iterator[PartitionSpec]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
-            yield eqn.params["sharding"].spec
-        elif eqn.primitive.name != "shard_map":
-            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-                yield from _constraints(inner)
 
 
 def _has_keys(eqn: Any) -> bool:

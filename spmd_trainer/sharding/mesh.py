@@ -171,8 +171,8 @@ def _resolve_sizes(names: Sequence[str], sizes: tuple[int, ...], num_devices: in
     )
 
 
-def _nearest_sizes(sizes: Sequence[int], num_devices: int, how_many: int = 2) -> list[tuple[int, ...]]:
-    """Returns the factorizations of `num_devices` closest to the sizes; -1 may become anything."""
+def _nearest_sizes(sizes: Sequence[int], num_devices: int) -> list[tuple[int, ...]]:
+    """Returns the two factorizations of `num_devices` closest to the sizes; -1 may become anything."""
 
     def distance(fit: tuple[int, ...]) -> tuple[float, int]:
         changes = [(s, f) for s, f in zip(sizes, fit, strict=True) if s not in (REST, f)]
@@ -187,7 +187,7 @@ def _nearest_sizes(sizes: Sequence[int], num_devices: int, how_many: int = 2) ->
         for i, factor in zip(free, factors, strict=True):
             fit[i] = factor
         fits.append(tuple(fit))
-    return sorted(fits, key=distance)[:how_many]
+    return sorted(fits, key=distance)[:2]
 
 
 def _are(num_devices: int) -> str:

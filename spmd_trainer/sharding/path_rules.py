@@ -46,17 +46,16 @@ def infer_sharding(state: PyTree, strategy: Strategy, mesh: AnyMesh) -> PyTree:
     return named_shardings(plan_sharding(state, strategy, mesh), mesh)
 
 
-def plan_sharding(state: PyTree, strategy: Strategy, mesh: AnyMesh, *, declared: PyTree = None) -> PyTree:
+def plan_sharding(state: PyTree, strategy: Strategy, mesh: AnyMesh) -> PyTree:
     """Returns the decisions of `infer_sharding` as VariableSpecs, with paddings and reasons.
 
     Args:
       state: any pytree of arrays, ShapeDtypeStructs or Python numbers.
       strategy: [(regex, tactic), ...], see the module; regexes are matched with `re.search`.
       mesh: the mesh.
-      declared: a prefix tree of `state` with specs that take precedence over the rules; None leaves a leaf to the rules.
 
     Returns:
-      A tree like `state` of VariableSpecs. Their reasons read `declared`, `rule 2 ('kernel', fsdp(axis='data'))`,
+      A tree like `state` of VariableSpecs. Their reasons read `rule 2 ('kernel', fsdp(axis='data'))`,
       `replicated: no dimension of (7, 13) divides by data=4; rule 2 (...)`, `replicated: no rule matched`, ...
 
     Raises:
@@ -72,7 +71,7 @@ def plan_sharding(state: PyTree, strategy: Strategy, mesh: AnyMesh, *, declared:
                 return rule.decide(spec, mesh, path, leaf)
         return spec, "keeps its spec on this mesh: no rule matched" if any(spec) else "replicated: no rule matched"
 
-    return plan_leaves(state, mesh, decide, declared)
+    return plan_leaves(state, mesh, decide)
 
 
 class _Rule:

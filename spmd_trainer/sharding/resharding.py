@@ -16,26 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from spmd_trainer.sharding.intermediate_sharding import (
-    Intermediate,
-    NoIntermediateShardingError,
-    NoIntermediateShardingNeededError,
-    find_intermediate_sharding,
-    plan_intermediate,
-)
+from spmd_trainer.sharding.intermediate_sharding import Intermediate, NoIntermediateShardingError, plan_intermediate
 from spmd_trainer.sharding.mesh_split import split_by_mesh_axis
 from spmd_trainer.sharding.specs import PyTree, check_divides, check_spec, mesh_shape_of
 from spmd_trainer.sharding.transfer import Plans, move, move_here, on_pathways
 from spmd_trainer.sharding.variables import broadcast_prefix, leaf_shape_dtype, named_leaves
-
-__all__ = [
-    "NoIntermediateShardingError",
-    "NoIntermediateShardingNeededError",
-    "find_intermediate_sharding",
-    "reshard",
-    "reshard_with_intermediate_sharding",
-    "split_by_mesh_axis",
-]
 
 _KEPT_PLANS = Plans(kept=True)
 

@@ -24,9 +24,9 @@ def mesh_shape_of(mesh: AnyMesh) -> dict[str, int]:
     return {str(name): int(size) for name, size in mesh.shape.items()}
 
 
-def entry_axes(entry: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Returns the axes of one spec entry: None -> (), 'x' -> ('x',), ('x', 'y') -> ('x', 'y')."""
-    if entry is None:
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """Returns the axes of an entry of a spec or a split mapping: None or -1 -> (), 'x' -> ('x',), ('x', 'y') -> ('x', 'y')."""
+    if entry is None or entry == -1:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 

@@ -177,20 +177,15 @@ def reshard_input_based_on_rank_fn(
     mesh_axis_names: MeshAxes,
     x: jax.Array,
     *,
-    path: str = "",
     mesh: AnyMesh | None = None,
-    allow_uneven: bool = False,
 ) -> jax.Array:
-    """Constrains one input inside jit to the sharding that the mapping gives it.
+    """Constrains one input inside jit to the sharding that the mapping gives its rank.
 
     Args:
       mapping_dict: see the module; None leaves `x` unchanged.
       mesh_axis_names: the mesh's axes, in order.
       x: the input.
-      path: the input's path, for `by_name` and for errors.
       mesh: default the ambient mesh (`jax.set_mesh`).
-      allow_uneven: accept a dimension that does not divide by its axes; XLA then pads it for the computation. Off by
-        default, because JAX silently replicates an uneven value that the jitted function returns.
 
     Returns:
       `x` with its values unchanged.
@@ -200,8 +195,9 @@ def reshard_input_based_on_rank_fn(
     """
     if mapping_dict is None:
         return x
-    spec = input_partition_spec(mapping_dict, mesh_axis_names, path, x)
-    return _constrain(path, x, spec or PartitionSpec(), mesh, allow_uneven)
+    spec = input_partition_spec(mapping_dict, mesh_axis_names, "", x) or PartitionSpec()
+    _check("", x, spec, mesh, False)
+    return constrain(x, spec, mesh)
 
 
 def reshard_inputs(
@@ -219,7 +215,8 @@ def reshard_inputs(
       mesh_axis_names: the mesh's axes, in order.
       inputs: a pytree of arrays.
       mesh: default the ambient mesh (`jax.set_mesh`).
-      allow_uneven: see `reshard_input_based_on_rank_fn`.
+      allow_uneven: accept a dimension that does not divide by its axes; XLA then pads it for the computation. Off by
+        default, because JAX silently replicates an uneven value that the jitted function returns.
 
     Returns:
       A tree like `inputs`.
@@ -276,7 +273,7 @@ def validate_split_mapping(mapping_dict: SplitMapping | None, mesh_axis_names: M
         input_partition_specs(mapping_dict, mesh_axis_names, inputs)
         paths = [path for path, _ in named_leaves(inputs)]
         for key in mapping_dict.get(BY_NAME) or {}:
-            if not any(path == key or _globs(key, path) for path in paths):
+            if not any(path == key or fnmatch.fnmatchcase(path, key) for path in paths):
                 raise ValueError(
                     f"{FIELD} {BY_NAME}[{key!r}] matches no input{did_you_mean(key, paths, otherwise='.')} "
                     f"The inputs are {paths}."
@@ -340,11 +337,6 @@ def _spec_by_rank(
     return spec
 
 
-def _constrain(path: str, x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None, allow_uneven: bool) -> jax.Array:
-    _check(path, x, spec, mesh, allow_uneven)
-    return constrain(x, spec, mesh)
-
-
 def _check(path: str, x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None, allow_uneven: bool) -> None:
     ambient = jax.sharding.get_abstract_mesh()
     if mesh is None and ambient.empty:
@@ -362,11 +354,7 @@ def _check(path: str, x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None, a
 def _name_key(by_name: Mapping[str, Any], path: str) -> str | None:
     if path in by_name:
         return path
-    return next((key for key in by_name if _globs(key, path)), None)
-
-
-def _globs(key: str, path: str) -> bool:
-    return fnmatch.fnmatchcase(path, key)
+    return next((key for key in by_name if fnmatch.fnmatchcase(path, key)), None)
 
 
 def _batch_entry(mapping_dict: SplitMapping | None, mesh_axes: MeshAxes, rank: int) -> tuple[Any, ...]:

@@ -232,14 +232,13 @@ def named_shardings(variables: PyTree, mesh: AnyMesh) -> PyTree:
 Decision = Callable[[str, tuple[int, ...], Any, PartitionSpec], tuple[PartitionSpec, str]]
 
 
-def plan_leaves(state: PyTree, mesh: AnyMesh, decide: Decision, declared: PyTree = None) -> PyTree:
+def plan_leaves(state: PyTree, mesh: AnyMesh, decide: Decision) -> PyTree:
     """Returns a VariableSpec for every leaf.
 
     Args:
       state: any pytree of arrays, ShapeDtypeStructs or Python numbers.
       mesh: the mesh.
-      decide: returns the spec and the reason of a leaf without a declared spec.
-      declared: a prefix tree of `state` with specs that take precedence over `decide`; None leaves a leaf to `decide`.
+      decide: returns the spec and the reason of a leaf.
 
     Returns:
       A tree like `state`.
@@ -249,13 +248,9 @@ def plan_leaves(state: PyTree, mesh: AnyMesh, decide: Decision, declared: PyTree
     """
     sizes = mesh_shape_of(mesh)
     records = []
-    all_declared = broadcast_prefix("declared", declared, state, is_leaf=is_spec)
-    for (path, leaf), spec in zip(named_leaves(state), all_declared, strict=True):
+    for path, leaf in named_leaves(state):
         shape, dtype = leaf_shape_dtype(path, leaf)
-        if spec is not None:
-            spec, reason = getattr(spec, "spec", spec), "declared"
-        else:
-            spec, reason = decide(path, shape, leaf, _spec_so_far(leaf, len(shape), sizes))
+        spec, reason = decide(path, shape, leaf, _spec_so_far(leaf, len(shape), sizes))
         try:
             records.append(make_variable_spec(path, shape, dtype, spec, sizes, reason))
         except ValueError as error:

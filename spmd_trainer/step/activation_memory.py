@@ -14,7 +14,7 @@ import jax
 import jax.extend
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.sharding.even_products import REMAT
+from spmd_trainer.sharding.jaxprs import REMAT
 from spmd_trainer.train_states import PyTree
 
 if TYPE_CHECKING:

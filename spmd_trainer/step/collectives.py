@@ -28,7 +28,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from spmd_trainer.sharding.specs import AnyMesh, axes_by_dim, mesh_shape_of
+from spmd_trainer.sharding.specs import AnyMesh, axes_by_dim, entry_axes, mesh_shape_of
 from spmd_trainer.sharding.variables import (
     VariableSpec,
     broadcast_prefix,
@@ -44,11 +44,6 @@ Axes: TypeAlias = str | tuple[str, ...]
 MIN_WEIGHT_SIZE = 2**18
 # The checkpoint name of a gathered parameter, for `jax.checkpoint` policies.
 GATHERED = "gathered_parameter"
-
-
-def axes_tuple(axis_name: Axes) -> tuple[str, ...]:
-    """Returns the axes as a tuple of names."""
-    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
 def fold_rng_over_axis(key: jax.Array, axis_name: Axes) -> jax.Array:
@@ -88,7 +83,7 @@ def plan_shards(
     Raises:
       ValueError: the mesh lacks an axis, or a leaf has no shape or dtype.
     """
-    sizes, axes = mesh_shape_of(mesh), axes_tuple(axis_name)
+    sizes, axes = mesh_shape_of(mesh), entry_axes(axis_name)
     unknown = [axis for axis in axes if axis not in sizes]
     if unknown or not axes or len(set(axes)) != len(axes):
         raise ValueError(f"axis_name {axis_name!r}: name one or more of the mesh's axes {tuple(sizes)}, each once")
@@ -217,7 +212,7 @@ def sync_gradients(grads: PyTree, variables: PyTree, axis_name: Axes) -> PyTree:
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
         split = {axis for axes in axes_by_dim(getattr(spec, "spec", spec), jnp.ndim(leaf)) for axis in axes}
-        groups.setdefault(tuple(axis for axis in axes_tuple(axis_name) if axis not in split), []).append(i)
+        groups.setdefault(tuple(axis for axis in entry_axes(axis_name) if axis not in split), []).append(i)
     for axes, indices in groups.items():
         if axes:
             for i, mean in zip(indices, lax.pmean([leaves[i] for i in indices], axes), strict=True):

@@ -12,7 +12,7 @@ from flax.core import meta
 from praxis import base_layer
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.sharding.even_products import REMAT
+from spmd_trainer.sharding.jaxprs import REMAT, equations
 from spmd_trainer.sharding.specs import axes_by_dim
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step import collectives
@@ -87,8 +87,6 @@ class GatheredOnUse(meta.AxisMetadata[Any]):
 # praxis unboxes its own BoxedParam only, by reading `.value`, so this class must count as one.
 base_layer.BoxedParam.register(GatheredOnUse)
 
-# The names of `jax.checkpoint`'s primitive in past and present versions of JAX.
-
 # Primitives whose results are computed again in the backward pass: gathering parameters, and plain data movement.
 _NOT_KEPT = frozenset(
     {
@@ -123,11 +121,4 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _contains(jaxpr: Any, names: Set[str]) -> bool:
-    """Returns True if the program has a primitive with one of these names, at any depth."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in names:
-            return True
-        inner = [getattr(param, "jaxpr", param) for param in eqn.params.values()]
-        if any(_contains(param, names) for param in inner if hasattr(param, "eqns")):
-            return True
-    return False
+    return any(eqn.primitive.name in names for eqn in equations(jaxpr))

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 from praxis import base_layer
 from praxis import optimizer_prefix_vectorization as opt_vec
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step import opt_state_dtypes
 from spmd_trainer.step.layout import Layout, is_host_part
@@ -39,19 +39,6 @@ MEMORY_KINDS = (DEVICE, PINNED_HOST)
 # JAX's mark of a move between memories, and a buffer in XLA's memory space 5, the host's, that is made by a program.
 _PLACED = "annotate_device_placement"
 _HOST_BUFFER = re.compile(r"^\s+%?[\w.-]+ = [^=]*?S\(5\)\}? (?!parameter|get-tuple-element|tuple)", re.MULTILINE)
-
-
-def check(learner: Any) -> None:
-    """Checks a learner's `opt_state_memory_kind`.
-
-    Raises:
-      ValueError: an unknown memory kind.
-    """
-    kind = learner.opt_state_memory_kind
-    if kind not in MEMORY_KINDS:
-        raise ValueError(
-            f"opt_state_memory_kind is {kind!r}; it is one of {MEMORY_KINDS}{did_you_mean(str(kind), MEMORY_KINDS)}"
-        )
 
 
 def memory_kind(learner: Any, variable: VariableSpec) -> str | None:

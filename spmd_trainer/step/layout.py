@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -48,21 +47,19 @@ class LogicalLayout:
     var_weight_hparams: NestedWeightHParams
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("kept", "seen", "mesh"))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("record", "mesh"))
 @dataclasses.dataclass(frozen=True)
 class HostPart:
     """A part of the state in host memory, as a step gets it: with its padding, because nothing is computed on the host.
 
     Attributes:
       array: the padded array.
-      kept: its record in the layout.
-      seen: the record that the step computes with; see `Layout.in_step`.
+      record: its record in the layout.
       mesh: its mesh.
     """
 
     array: jax.Array
-    kept: VariableSpec
-    seen: VariableSpec
+    record: VariableSpec
     mesh: Mesh
 
     def on_device(self, row: jax.Array | None = None) -> jax.Array:
@@ -71,24 +68,23 @@ class HostPart:
         Args:
           row: scalar; the index in dimension 0 of what is copied. None: everything.
         """
-        _, seen = self._records(row)
+        record = self._record(row)
         x = self.array if row is None else lax.dynamic_index_in_dim(self.array, row, 0, keepdims=False)
         x = jax.device_put(x, jax.memory.Space.Device)
-        return slice_off(self._split(x, seen), seen.logical_shape)
+        return slice_off(self._split(x, record), record.logical_shape)
 
     def updated(self, value: jax.Array, row: jax.Array | None = None) -> HostPart:
         """Returns it with a new value of what `on_device` returned, copied back to host memory. Under jit."""
-        kept, seen = self._records(row)
-        padded = _zero_beyond(kept, seen, self._split(put_back(value, seen.padded_shape), seen))
-        moved = jax.device_put(padded, jax.memory.Space.Host)
+        record = self._record(row)
+        moved = jax.device_put(self._split(put_back(value, record.padded_shape), record), jax.memory.Space.Host)
         array = moved if row is None else lax.dynamic_update_index_in_dim(self.array, moved, row, 0)
         return dataclasses.replace(self, array=array)
 
-    def _records(self, row: jax.Array | None) -> tuple[VariableSpec, VariableSpec]:
-        return (self.kept, self.seen) if row is None else (_row(self.kept), _row(self.seen))
+    def _record(self, row: jax.Array | None) -> VariableSpec:
+        return self.record if row is None else _row(self.record)
 
-    def _split(self, x: jax.Array, seen: VariableSpec) -> jax.Array:
-        split: jax.Array = lax.with_sharding_constraint(x, NamedSharding(self.mesh, seen.spec))
+    def _split(self, x: jax.Array, record: VariableSpec) -> jax.Array:
+        split: jax.Array = lax.with_sharding_constraint(x, NamedSharding(self.mesh, record.spec))
         return split
 
 
@@ -114,15 +110,12 @@ class Layout(LogicalLayout):
     Attributes:
       mesh: the device mesh.
       variables: a TrainState whose leaves are VariableSpecs.
-      in_step: the VariableSpecs that the step computes with; same structure. They differ from `variables` where a step keeps
-        padding and sees it as part of the logical shape (`vocabulary_padding.for_step`).
       init_variables: `state_layout.variables_initialiser` of the task.
       row_padding: how missing rows of a batch are filled.
     """
 
     mesh: Mesh
     variables: TrainState
-    in_step: TrainState
     init_variables: Callable[[jax.Array], NestedJTensor]
     row_padding: RowPadding
 
@@ -152,30 +145,27 @@ class Layout(LogicalLayout):
         """Padded state -> the state as the step sees it. Under jit. Parts in host memory stay there, as `HostPart`s."""
         on_device = jax.tree.map(lambda v, x: None if v.memory_kind else x, self.variables, state)
         logical: TrainState = jax.tree.map(
-            lambda kept, seen, x, whole: HostPart(whole, kept, seen, self.mesh) if kept.memory_kind else x,
+            lambda v, x, whole: HostPart(whole, v, self.mesh) if v.memory_kind else x,
             self.variables,
-            self.in_step,
-            sharding.slice_uneven(on_device, self.in_step, self.in_step),
+            sharding.slice_uneven(on_device, self.variables, self.variables),
             state,
         )
         return logical
 
     def pad(self, state: TrainState) -> TrainState:
-        """The state as the step sees it -> padded state. All padding is set to zero, even if the step wrote to it. Under jit."""
+        """The state as the step sees it -> padded state, with zeros in the padding. Under jit."""
         on_device = jax.tree.map(lambda x: None if is_host_part(x) else x, state, is_leaf=is_host_part)
-        padded = sharding.pad_uneven(on_device, self.in_step, self.in_step, self.mesh)
-        zeroed: TrainState = jax.tree.map(
-            lambda kept, seen, x, given: given.array if is_host_part(given) else _zero_beyond(kept, seen, x),
+        padded: TrainState = jax.tree.map(
+            lambda _, x, given: given.array if is_host_part(given) else x,
             self.variables,
-            self.in_step,
-            padded,
+            sharding.pad_uneven(on_device, self.variables, self.variables, self.mesh),
             state,
         )
-        return zeroed
+        return padded
 
     def without_opt_states(self) -> Layout:
         """Returns the layout of the same state in evaluation."""
-        return dataclasses.replace(self, variables=self.variables.to_eval_state(), in_step=self.in_step.to_eval_state())
+        return dataclasses.replace(self, variables=self.variables.to_eval_state())
 
     def records(self) -> list[VariableSpec]:
         """Returns all VariableSpecs, in the order of the state's leaves."""
@@ -291,11 +281,3 @@ class Layout(LogicalLayout):
         mapping = self.task.train.inputs_split_mapping
         # If the axes don't divide the batch, `evenly` pads it.
         return sharding.reshard_inputs(mapping, dict(self.mesh.shape), inputs, mesh=self.mesh, allow_uneven=True)
-
-
-def _zero_beyond(logical: VariableSpec, seen: VariableSpec, x: jax.Array) -> jax.Array:
-    """Sets the padding to zero in the dimensions whose padding the step keeps."""
-    for dim, (size, kept) in enumerate(zip(logical.logical_shape, seen.logical_shape, strict=True)):
-        if size != kept:
-            x = jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, dim) < size, x, jnp.zeros((), x.dtype))
-    return x

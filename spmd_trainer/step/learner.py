@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from praxis import asserts, base_hyperparams, base_layer, optimizers, pax_fiddle
 from praxis import optimizer_prefix_vectorization as opt_vec
 
+from spmd_trainer.errors import require_one_of
 from spmd_trainer.step import host_states, mup, opt_state_dtypes, optax_bridge
 from spmd_trainer.step.masks import mask_out, match_paths, paths_text, with_paths
 
@@ -81,7 +82,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
     def __post_init__(self) -> None:
         super().__post_init__()
         opt_state_dtypes.check(self)
-        host_states.check(self)
+        require_one_of("opt_state_memory_kind", self.opt_state_memory_kind, host_states.MEMORY_KINDS)
         if self.optimizer is None:
             raise ValueError(
                 "task.train.learner.optimizer is not set; e.g. pax_fiddle.Config(optimizers.Adam, ...). A task is made of its "

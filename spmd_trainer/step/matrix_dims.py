@@ -25,8 +25,7 @@ from praxis import base_layer
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.step import masks, matrix_uses, optax_bridge
-from spmd_trainer.step.matrix_uses import MatrixDims, Uses
-from spmd_trainer.step.product_results import Column
+from spmd_trainer.step.product_results import Column, MatrixDims, Uses
 from spmd_trainer.train_states import NestedWeightHParams, PyTree
 
 # (regex, form): see `MatrixOptimizer.rules`.
@@ -48,32 +47,37 @@ _STACKED = re.compile(r"^(?!.*(attention|attn)).*(expert|moe)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """What one variable is.
+class Matrix:
+    """A variable of matrices.
 
     Attributes:
-      dims: its dimensions by role, those of repeated layers included; None if it is no matrix.
+      dims: its dimensions by role, those of repeated layers included.
       shape: its shape, with repeated layers.
-      reason: why.
     """
 
-    dims: MatrixDims | None
+    dims: MatrixDims
     shape: tuple[int, ...]
-    reason: str
 
     @property
     def sides(self) -> tuple[int, int]:
         """Rows and columns of each matrix."""
-        assert self.dims is not None
         rows, cols = (math.prod(self.shape[dim] for dim in side) for side in (self.dims.inputs, self.dims.outputs))
         return rows, cols
 
     def __str__(self) -> str:
-        if self.dims is None:
-            return self.reason
-        count = math.prod(self.shape[dim] for dim in self.dims.stack)
-        rows, cols = self.sides
-        return f"{count} {'matrix' if count == 1 else 'matrices'} {rows} x {cols} ({self.reason})"
+        count, (rows, cols) = math.prod(self.shape[dim] for dim in self.dims.stack), self.sides
+        return f"{count} {'matrix' if count == 1 else 'matrices'} {rows} x {cols}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What one variable is: matrices, or none; and why."""
+
+    matrix: Matrix | None
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason if self.matrix is None else f"{self.matrix} ({self.reason})"
 
 
 def with_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) -> NestedWeightHParams:
@@ -211,12 +215,12 @@ def _choice(path: str, hparams: base_layer.WeightHParams, rules: Rules, heads: s
     for number, (regex, form) in enumerate(rules, start=1):
         if re.search(regex, path):
             dims = None if form == NO_MATRIX else _of_form(path, hparams, f"{owner}.rules: rule {number}", form)
-            return Choice(dims, shape, f"rule {number}")
+            return Choice(None if dims is None else Matrix(dims, shape), f"rule {number}")
     known = next((name for name in hparams.collections if name.startswith((_DIMS, _REASON))), None)
     if known is None:
         return _unknown(path, hparams, owner)
     if known.startswith(_REASON):
-        return Choice(None, shape, known.removeprefix(_REASON))
+        return Choice(None, known.removeprefix(_REASON))
     stack, rows, cols = (
         tuple(map(int, side.split(","))) if side else () for side in known.removeprefix(_DIMS).split("/")
     )
@@ -225,7 +229,7 @@ def _choice(path: str, hparams: base_layer.WeightHParams, rules: Rules, heads: s
         apart = tuple(side[0] for side in (rows, cols) if len(side) > 1)
         stack = (*stack, *apart)
         rows, cols = (tuple(dim for dim in side if dim not in apart) for side in (rows, cols))
-    return Choice(MatrixDims(stack, rows, cols), shape, _names(rows, cols))
+    return Choice(Matrix(MatrixDims(stack, rows, cols), shape), _names(rows, cols))
 
 
 def _names(rows: Sequence[int], cols: Sequence[int]) -> str:
@@ -236,16 +240,16 @@ def _unknown(path: str, hparams: base_layer.WeightHParams, owner: str) -> Choice
     repeats, rank = len(hparams.repeat_prefix or ()), len(hparams.shape)
     shape = tuple(hparams.full_shape)
     if base_layer.var_not_trainable(hparams):
-        return Choice(None, shape, "it does not learn")
+        return Choice(None, "it does not learn")
     if rank > 2:
         raise UserError(
             f"{owner}: nothing says which dimensions of {path}, of shape {shape}, are rows and columns; add a rule, e.g. "
             f"rules=[({path!r}, 'stack,{'rows,' * (rank - 2)}cols')], or ({path!r}, 'adam')"
         )
     if rank < 2:
-        return Choice(None, shape, "a vector")
+        return Choice(None, "a vector")
     dims = MatrixDims(tuple(range(repeats)), (repeats,), (repeats + 1,))
-    return Choice(dims, shape, "of two dimensions")
+    return Choice(Matrix(dims, shape), "of two dimensions")
 
 
 def _of_form(path: str, hparams: base_layer.WeightHParams, rule: str, form: str) -> MatrixDims:
@@ -306,7 +310,7 @@ def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:
     """
     name, choices = type(optimizer).__name__, optimizer.choices(hparams)
     text = table(choices)
-    if not any(choice.dims for choice in choices.values()):
+    if not any(choice.matrix for choice in choices.values()):
         raise UserError(
             f"{name} finds no matrix among the variables that learn:\n{text}\nUse Adam, or say with rules what is a matrix, e.g. "
             f"rules=[({next(iter(choices))!r}, 'rows,cols')]"
@@ -317,7 +321,7 @@ def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:
             logging.warning("%s.rules: rule %d (%r) matches no variable that learns", name, number, regex)
     _warn_of_doubts(name, choices, hparams, optimizer.heads)
     return {
-        f"/m/{path}": f"{name}: {choice}" if choice.dims else f"Adam: {choice.reason}"
+        f"/m/{path}": f"{name}: {choice}" if choice.matrix else f"Adam: {choice.reason}"
         for path, choice in choices.items()
     }
 
@@ -367,9 +371,9 @@ def check_optax_muon(hparams: NestedWeightHParams, opt_states: PyTree) -> None:
         choice = _choice(path_str(path), p, (), HEADS[0], "optax.contrib.muon")
         if path in taken and len(p.shape) != 2:
             return
-        if path in taken and choice.dims is None and choice.reason != OUTPUT:
+        if path in taken and choice.matrix is None and choice.reason != OUTPUT:
             wrong.append(f"{path_str(path)} gets Muon and is none: {choice}")
-        elif path not in taken and choice.dims is not None:
+        elif path not in taken and choice.matrix is not None:
             wrong.append(f"{path_str(path)} gets Adam and has {choice}")
     if wrong:
         more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -22,7 +23,7 @@ from praxis import base_layer, optimizers, py_utils
 from spmd_trainer import sharding
 from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.step import masks, matrix_dims
-from spmd_trainer.step.matrix_dims import Choice
+from spmd_trainer.step.matrix_dims import Choice, Matrix
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
 
 
@@ -33,14 +34,14 @@ class MatrixVariable(NamedTuple):
       grad: its gradient.
       parts: the parts of its state, by name.
       value: the variable; None if the optimizer isn't given variables.
-      choice: its dimensions by role.
+      matrix: its dimensions by role.
       spec: how gradient and variable are split over the ambient mesh.
     """
 
     grad: jax.Array
     parts: Mapping[str, jax.Array]
     value: jax.Array | None
-    choice: Choice
+    matrix: Matrix
     spec: PartitionSpec
 
     def decayed(self, step: jax.Array, decay: float) -> jax.Array:
@@ -98,7 +99,7 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
             )
         matrix_dims.check_rules(self.rules, f"{name}.rules")
 
-    def matrix_state(self, x: jax.Array, choice: Choice) -> dict[str, jax.Array]:
+    def matrix_state(self, x: jax.Array, matrix: Matrix) -> dict[str, jax.Array]:
         """Returns the parts of the state of a variable of matrices before the first step, by name. Usable under `eval_shape`."""
         raise NotImplementedError
 
@@ -150,16 +151,16 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
                 f"{name} has to know the variables' WeightHParams, which the optimizer around it doesn't pass on; make {name} "
                 "the learner's optimizer itself, and accumulate gradients with num_minibatches"
             )
-        return optax.GradientTransformation(self._init, _Update(self, lr))
+        return optax.GradientTransformation(self._init, functools.partial(self._update, lr))
 
     def _init(self, mdl_vars: NestedJTensor) -> py_utils.NestedMap:
         """The state: a tree of the variables' structure for each part, without variables that lack the part."""
         choices = self.choices(self._var_weight_hparams)
         treedef, states = jax.tree.structure(mdl_vars), []
         for path, x in masks.with_paths(mdl_vars):
-            is_matrix = choices[path].dims is not None
+            matrix = choices[path].matrix
             adam = {"m": jnp.zeros_like(x), "v": jnp.zeros_like(x)}
-            states.append(self.matrix_state(x, choices[path]) if is_matrix else adam)
+            states.append(adam if matrix is None else self.matrix_state(x, matrix))
         return py_utils.NestedMap(
             count=jnp.zeros((), jnp.int32),
             **{
@@ -168,18 +169,13 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
             },
         )
 
-
-@dataclasses.dataclass(frozen=True)
-class _Update:
-    """The update of an optimizer with WeightHParams: (gradients, state, variables) -> (updates, new state)."""
-
-    of: MatrixOptimizer
-    rate: optax.Schedule
-
-    def __call__(self, grads: NestedJTensor, state: Any, mdl_vars: NestedJTensor = None) -> tuple[PyTree, Any]:
-        of, count = self.of, state.count
-        choices, hparams = of.choices(of._var_weight_hparams), dict(masks.with_paths(of._var_weight_hparams))
-        olds = {name: dict(masks.with_paths(state[name])) for name in ("m", "v", *of.more_parts)}
+    def _update(
+        self, rate: optax.Schedule, grads: NestedJTensor, state: Any, mdl_vars: NestedJTensor = None
+    ) -> tuple[PyTree, Any]:
+        """Returns the updates, and the new state."""
+        count = state.count
+        choices, hparams = self.choices(self._var_weight_hparams), dict(masks.with_paths(self._var_weight_hparams))
+        olds = {name: dict(masks.with_paths(state[name])) for name in ("m", "v", *self.more_parts)}
         paths = [path for path, _ in masks.with_paths(grads)]
         values = jax.tree.leaves(mdl_vars) if mdl_vars is not None else itertools.repeat(None, len(paths))
         axes = jax.sharding.get_abstract_mesh().axis_names
@@ -188,15 +184,16 @@ class _Update:
         news: dict[str, dict[str, jax.Array]] = {}
         for path, g, value in zip(paths, jax.tree.leaves(grads), values, strict=True):
             parts = {name: old[path] for name, old in olds.items() if path in old}
-            if choices[path].dims is None:
-                updates[path], news[path] = self._adam(g, parts, value, count, hparams[path])
+            if (matrix := choices[path].matrix) is None:
+                step, news[path] = self._adam(g, parts, value, count, hparams[path])
+                updates[path] = -self._adam_rate(rate, count) * step
                 continue
             mapping = hparams[path].full_split_dims_mapping
             spec = sharding.to_partition_spec(mapping if axes else (None,) * g.ndim, axes)
-            matrices[path] = MatrixVariable(g, parts, value, choices[path], spec)
+            matrices[path] = MatrixVariable(g, parts, value, matrix, spec)
         if matrices:
-            for path, (step, parts) in of.matrix_steps(matrices, count).items():
-                updates[path], news[path] = -self.rate(count) * step, parts
+            for path, (step, parts) in self.matrix_steps(matrices, count).items():
+                updates[path], news[path] = -rate(count) * step, parts
         new_parts = {
             name: jax.tree.unflatten(jax.tree.structure(state[name]), [news[path][name] for path in old])
             for name, old in olds.items()
@@ -212,17 +209,19 @@ class _Update:
         count: jax.Array,
         hparams: base_layer.WeightHParams,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        of, steps = self.of, (count + 1).astype(jnp.float32)
-        m = (of.adam_beta1 * old["m"] + (1 - of.adam_beta1) * g).astype(old["m"].dtype)
-        v = of.adam_beta2 * old["v"] + (1 - of.adam_beta2) * jnp.square(g)
-        root = jnp.sqrt(v / (1 - of.adam_beta2**steps))
-        step = m / (1 - of.adam_beta1**steps) / (root + of.adam_epsilon)
-        step = _decayed(step, value, 0.0 if base_layer.var_skip_lp_regularization(hparams) else of.adam_weight_decay)
-        rate = self.rate if of.adam_learning_rate is None else self._adam_rate
-        return -rate(count) * step, {"m": m, "v": v}
+        """Returns Adam's step without the rate, and the new parts of its state."""
+        steps = (count + 1).astype(jnp.float32)
+        m = (self.adam_beta1 * old["m"] + (1 - self.adam_beta1) * g).astype(old["m"].dtype)
+        v = self.adam_beta2 * old["v"] + (1 - self.adam_beta2) * jnp.square(g)
+        root = jnp.sqrt(v / (1 - self.adam_beta2**steps))
+        step = m / (1 - self.adam_beta1**steps) / (root + self.adam_epsilon)
+        decay = 0.0 if base_layer.var_skip_lp_regularization(hparams) else self.adam_weight_decay
+        return _decayed(step, value, decay), {"m": m, "v": v}
 
-    def _adam_rate(self, count: jax.Array) -> jax.Array:
-        return jnp.asarray(self.of._lr_schedule_inst.value_at(count) * self.of.adam_learning_rate)
+    def _adam_rate(self, rate: optax.Schedule, count: jax.Array) -> jax.Array:
+        own = self.adam_learning_rate
+        found: jax.Array = rate(count) if own is None else self._lr_schedule_inst.value_at(count) * own
+        return found
 
 
 def _decayed(step: jax.Array, value: jax.Array | None, decay: float) -> jax.Array:

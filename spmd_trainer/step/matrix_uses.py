@@ -14,73 +14,21 @@ import jax
 import jax.extend
 import jax.interpreters.partial_eval
 
-from spmd_trainer.sharding.even_products import REMAT, scan_sizes
+from spmd_trainer.sharding.jaxprs import OWN_DERIVATIVES, PLAIN_CALLS, REMAT, called, scan_sizes
 from spmd_trainer.step import product_results
 from spmd_trainer.step import tracked_dims as dims_lib
+from spmd_trainer.step.product_results import MatrixDims, Uses
 from spmd_trainer.train_states import PyTree
 
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 GROUPED = "grouped_dot"
 # The dimensions of `grouped_dot` in the form of `dot_general`: ((contracted of the rows, of the weights), (batch)).
 GROUPED_NUMBERS = (((3,), (1,)), ((1,), (0,)))
-_OWN_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 # Functions with derivatives of their own, and the choice between a variable and itself, as in praxis' pipelines.
-EVERY = _OWN_DERIVATIVES | {"select_n", "stop_gradient"}
+EVERY = OWN_DERIVATIVES | {"select_n", "stop_gradient"}
 # Operations that keep zeros and ones.
 _KEEPS_MASK = frozenset(
     {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "sharding_constraint"}
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class MatrixDims:
-    """The dimensions of a variable by their role in a matrix product.
-
-    Attributes:
-      stack: dimensions over matrices: stacked layers, or batch dimensions of the product.
-      inputs: contracted dimensions.
-      outputs: dimensions of the result.
-    """
-
-    stack: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-@dataclasses.dataclass
-class Uses:
-    """How one variable is used.
-
-    Attributes:
-      rank: number of dimensions of the variable.
-      products: dimension roles in each kind of matrix product that reads it.
-      others: names of the other operations that read it.
-      is_lookup: True if a product is with one-hot vectors: a lookup of rows.
-      is_read_on: True if another product, or one of a later layer, reads the products' results.
-      routes: True if a softmax, a top_k or the like reads the products' results.
-      may_route: True if a sigmoid of the products' results weighs whole vectors.
-      aligned: for each dimension, the dimensions of variables that the program pairs it with.
-      heads: dimensions of which products of activations compute each index, or a part of them, for itself.
-      one_by_one: dimensions of which the program reads single indices of the products' results.
-      elsewhere: dimensions of the products' results that kernels, loops or unknown operations read.
-    """
-
-    rank: int
-    products: list[MatrixDims] = dataclasses.field(default_factory=list)
-    others: list[str] = dataclasses.field(default_factory=list)
-    is_lookup: bool = False
-    is_read_on: bool = False
-    routes: bool = False
-    may_route: bool = False
-    aligned: dict[int, set[product_results.Column]] = dataclasses.field(default_factory=dict)
-    heads: set[int] = dataclasses.field(default_factory=set)
-    one_by_one: set[int] = dataclasses.field(default_factory=set)
-    elsewhere: set[int] = dataclasses.field(default_factory=set)
-
-    @property
-    def fits(self) -> bool:
-        """True if every use is a matrix product, all with the same roles of dimensions."""
-        return len(self.products) == 1 and not self.others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +91,8 @@ def _one(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
         return [dataclasses.replace(product, result=_result(eqn, values, found))]
     if name == GROUPED and not values[0].path:
         return [_product(GROUPED_NUMBERS, values[:2], found)]
-    if name in CALLS | REMAT or name in found.also & _OWN_DERIVATIVES:
-        return _walk(_body(eqn), values, found)
+    if name in PLAIN_CALLS | REMAT or name in found.also & OWN_DERIVATIVES:
+        return _walk(called(eqn)[0], values, found)
     if name in ("scan", "while"):
         return _loop(eqn, values, found)
     if name == "cond":
@@ -172,14 +120,9 @@ def _of_activations(eqn: Any, values: list[_Value], found: _Found) -> list[_Valu
         return _plain(eqn, values, found)
     if name in ("scan", "while"):
         return _loop(eqn, values, found)
-    if name in CALLS | REMAT | _OWN_DERIVATIVES:
-        return [dataclasses.replace(v, is_mask=_is_mask(eqn, values)) for v in _walk(_body(eqn), values, found)]
+    if name in PLAIN_CALLS | REMAT | OWN_DERIVATIVES:
+        return [dataclasses.replace(v, is_mask=_is_mask(eqn, values)) for v in _walk(called(eqn)[0], values, found)]
     return _plain(eqn, values, found)
-
-
-def _body(eqn: Any) -> Any:
-    body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-    return getattr(body, "jaxpr", body)
 
 
 def _plain(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
@@ -199,7 +142,7 @@ def _is_mask(eqn: Any, values: Sequence[_Value]) -> bool:
     name = eqn.primitive.name
     if name == "convert_element_type" and eqn.invars[0].aval.dtype == bool:
         return True
-    if name in CALLS:
+    if name in PLAIN_CALLS:
         return "one_hot" in str(eqn.params.get("name"))
     return name in _KEEPS_MASK and values[0].is_mask
 

@@ -20,7 +20,7 @@ from jax import lax
 from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.kernels import chips
 from spmd_trainer.step import whole_matrices
-from spmd_trainer.step.matrix_dims import Choice
+from spmd_trainer.step.matrix_dims import Matrix
 from spmd_trainer.step.matrix_optimizer import MatrixOptimizer, MatrixVariable
 from spmd_trainer.step.whole_matrices import Matrices
 
@@ -76,11 +76,6 @@ class Muon(MatrixOptimizer):
     iteration_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-          UserError: a field has a value that doesn't exist, or two contradict each other.
-        """
         super().__post_init__()
         require_one_of("Muon.scale", self.scale, SCALES)
         if self.iteration_dtype is not None:
@@ -96,9 +91,11 @@ class Muon(MatrixOptimizer):
 
     def size(self, rows: float, cols: float) -> float:
         """Returns the size of the update of a matrix: its singular values are nearly this."""
-        return _scale(self.scale, rows, cols)
+        if self.scale == "match_rms":
+            return _ADAM_RMS * math.sqrt(max(rows, cols))
+        return math.sqrt(max(1.0, cols / rows))
 
-    def matrix_state(self, x: jax.Array, choice: Choice) -> dict[str, jax.Array]:
+    def matrix_state(self, x: jax.Array, matrix: Matrix) -> dict[str, jax.Array]:
         """The state of matrices: the mean of gradients. See `MatrixOptimizer`."""
         return {"m": jnp.zeros_like(x)}
 
@@ -112,14 +109,13 @@ class Muon(MatrixOptimizer):
         for x in given.values():
             old = x.parts["m"]
             means.append((self.momentum * old + (1 - self.momentum) * x.grad).astype(old.dtype))
-            assert x.choice.dims is not None
-            arrays.append(Matrices(self._looking_ahead(means[-1], x.grad, count), x.choice.dims, x.spec))
+            arrays.append(Matrices(self._looking_ahead(means[-1], x.grad, count), x.matrix.dims, x.spec))
         found = whole_matrices.apply(
             lambda x: orthogonalized(x, self.coefficients, self.num_iterations, self.epsilon), arrays, dtype
         )
         steps = {}
         for (path, x), ahead, y, m in zip(given.items(), arrays, found, means, strict=True):
-            step = y.astype(ahead.array.dtype) * _scale(self.scale, *x.choice.sides)
+            step = y.astype(ahead.array.dtype) * self.size(*x.matrix.sides)
             steps[path] = x.decayed(step, self.weight_decay), {"m": m}
         return steps
 
@@ -129,10 +125,6 @@ class Muon(MatrixOptimizer):
         if not self.nesterov:
             return m / (1 - beta**steps)
         return beta * m / (1 - beta ** (steps + 1)) + (1 - beta) * g / (1 - beta**steps)
-
-
-def _scale(rule: str, rows: float, cols: float) -> float:
-    return _ADAM_RMS * math.sqrt(max(rows, cols)) if rule == "match_rms" else math.sqrt(max(1.0, cols / rows))
 
 
 def orthogonalized(

@@ -42,7 +42,7 @@ from praxis import base_hyperparams, base_layer, optimizers, pax_fiddle
 from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.step import masks, matrix_dims, optax_bridge
-from spmd_trainer.step.matrix_uses import Uses
+from spmd_trainer.step.product_results import Uses
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
 
 if TYPE_CHECKING:
@@ -177,8 +177,8 @@ def with_scales(
         rows, cols = (math.prod(growth[path][dim] for dim in side) for side in sides)
         folded = _folded(path, growth[path], cols, uses[path], powers)
         update = 1 / rows
-        if path in choices and choices[path].dims is not None:
-            update = _of_matrix(task.learner.optimizer, choices[path], growth[path])
+        if path in choices and (matrix := choices[path].matrix) is not None:
+            update = _of_matrix(task.learner.optimizer, matrix, growth[path])
         scales[path] = Scale(rows, cols, folded, folded * update)
     logging.info("muP, against the base %s:\n%s", dict(task.mup.base), table(scales))
 
@@ -291,12 +291,11 @@ def _folded(path: str, growth: Sequence[float], cols: float, use: Uses, powers: 
     return float(heads**-0.5) if _QUERY.search(path) and not is_flat else 1.0
 
 
-def _of_matrix(optimizer: Any, choice: matrix_dims.Choice, growth: Sequence[float]) -> float:
+def _of_matrix(optimizer: Any, matrix: matrix_dims.Matrix, growth: Sequence[float]) -> float:
     """Returns the factor of a Muon's update: its spectral norm grows by the root of fan-out / fan-in."""
-    assert choice.dims is not None
-    rows, cols = (math.prod(growth[dim] for dim in side) for side in (choice.dims.inputs, choice.dims.outputs))
-    of_base = optimizer.size(choice.sides[0] / rows, choice.sides[1] / cols)
-    return float(math.sqrt(cols / rows) * of_base / optimizer.size(*choice.sides))
+    rows, cols = (math.prod(growth[dim] for dim in side) for side in (matrix.dims.inputs, matrix.dims.outputs))
+    of_base = optimizer.size(matrix.sides[0] / rows, matrix.sides[1] / cols)
+    return float(math.sqrt(cols / rows) * of_base / optimizer.size(*matrix.sides))
 
 
 def grad_transformation(

@@ -31,7 +31,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 from praxis import base_layer
 
-from spmd_trainer.errors import did_you_mean
+from spmd_trainer.errors import require_one_of
 from spmd_trainer.sharding.variables import VariableSpec, path_str
 from spmd_trainer.step import masks
 from spmd_trainer.train_states import PyTree
@@ -87,8 +87,7 @@ def check(learner: Any) -> None:
             raise ValueError(f"opt_state_dtype_rules: rule {number}, {rule[0]!r}, doesn't compile: {error}") from error
         asked[f"opt_state_dtype_rules: rule {number}"] = rule[1]
     for name, dtype in asked.items():
-        if dtype not in DTYPES:
-            raise ValueError(f"{name} is {dtype!r}; it is one of {DTYPES}{did_you_mean(str(dtype), DTYPES)}")
+        require_one_of(name, dtype, DTYPES)
 
 
 def changes(learner: Any) -> bool:

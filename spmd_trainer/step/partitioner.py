@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from praxis import base_layer
 
 from spmd_trainer import sharding
+from spmd_trainer.errors import require_one_of
 from spmd_trainer.sharding.specs import AnyMesh, axes_by_dim, axes_text
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.step import mup, state_layout
@@ -67,8 +68,7 @@ class Partitioner(abc.ABC):
         name = type(self).__name__
         if num_minibatches < 1:
             raise ValueError(f"{name}: num_minibatches is {num_minibatches}; it must be at least 1")
-        if elastic_batch not in get_args(ElasticBatch):
-            raise ValueError(f"{name}: elastic_batch is {elastic_batch!r}; it must be one of {get_args(ElasticBatch)}")
+        require_one_of(f"{name}: elastic_batch", elastic_batch, get_args(ElasticBatch))
         self.num_minibatches = num_minibatches
         self.elastic = elastic
         self.elastic_batch = elastic_batch
@@ -150,7 +150,7 @@ class Partitioner(abc.ABC):
         if task.mup is not None:
             of_base = state_layout.variables_initialiser(mup.base_task(task), inputs_shape_dtype)
             init_variables = mup.rescaled(init_variables, of_base, hparams)
-        return Layout(task, hparams, mesh, variables, variables, init_variables, row_padding)
+        return Layout(task, hparams, mesh, variables, init_variables, row_padding)
 
     @property
     def metadata(self) -> Layout:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.step import minibatches, vocabulary_padding
+from spmd_trainer.step import minibatches
 from spmd_trainer.step.compiled_step import CompiledStep, StepFn, compile_step
 from spmd_trainer.step.partitioner import Partitioner
 from spmd_trainer.train_states import NestedShapeDtypeStruct
@@ -31,7 +31,6 @@ class PjitPartitioner(Partitioner):
     def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> CompiledStep:
         """See `Partitioner.partition`. A train step gets a `grad_fn` if there are several minibatches."""
         layout = self.layout.without_opt_states() if is_eval else self.layout
-        layout = vocabulary_padding.for_step(layout, inputs_shape_dtype)
         if is_eval or self.num_minibatches == 1:
             return compile_step(layout, step_fn, inputs_shape_dtype, is_eval=is_eval)
         grad_fn = functools.partial(minibatches.accumulated_gradients, layout, self.num_minibatches)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
+from spmd_trainer.sharding.even_rules import ELEMENTWISE
 from spmd_trainer.step import tracked_dims as dims_lib
 
 # (path of a variable, one of its dimensions)
@@ -29,52 +30,58 @@ _CUTS = frozenset({"slice", "dynamic_slice", "split"})
 _MOVES = _CUTS | {"transpose", "squeeze", "reshape", "unstack"}
 # Of exponentials and sigmoids, these return exponentials and sigmoids.
 _KEEP_FUNCTION = dims_lib.SAME_DIMENSIONS | {"convert_element_type", "select_n", "stop_gradient", "div"}
-_BY_ELEMENT = _KEEP_FUNCTION | {
-    *(
-        "add",
-        "add_any",
-        "sub",
-        "mul",
-        "max",
-        "min",
-        "neg",
-        "abs",
-        "sign",
-        "square",
-        "sqrt",
-        "rsqrt",
-        "pow",
-        "integer_pow",
-    ),
-    *(
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "logistic",
-        "tanh",
-        "erf",
-        "sin",
-        "cos",
-        "floor",
-        "ceil",
-        "round",
-        "clamp",
-    ),
-    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "is_finite", "sort", "cumsum", "reduce_precision"),
-}
+_BY_ELEMENT = ELEMENTWISE | _KEEP_FUNCTION | {"sort", "cumsum"}
 
 
-class Noted(Protocol):
-    """What is noted for each variable; `matrix_uses.Uses` has it."""
+@dataclasses.dataclass(frozen=True)
+class MatrixDims:
+    """The dimensions of a variable by their role in a matrix product.
 
-    routes: bool
-    may_route: bool
-    aligned: dict[int, set[Column]]
-    heads: set[int]
-    elsewhere: set[int]
-    one_by_one: set[int]
+    Attributes:
+      stack: dimensions over matrices: stacked layers, or batch dimensions of the product.
+      inputs: contracted dimensions.
+      outputs: dimensions of the result.
+    """
+
+    stack: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Uses:
+    """How one variable is used.
+
+    Attributes:
+      rank: number of dimensions of the variable.
+      products: dimension roles in each kind of matrix product that reads it.
+      others: names of the other operations that read it.
+      is_lookup: True if a product is with one-hot vectors: a lookup of rows.
+      is_read_on: True if another product, or one of a later layer, reads the products' results.
+      routes: True if a softmax, a top_k or the like reads the products' results.
+      may_route: True if a sigmoid of the products' results weighs whole vectors.
+      aligned: for each dimension, the dimensions of variables that the program pairs it with.
+      heads: dimensions of which products of activations compute each index, or a part of them, for itself.
+      one_by_one: dimensions of which the program reads single indices of the products' results.
+      elsewhere: dimensions of the products' results that kernels, loops or unknown operations read.
+    """
+
+    rank: int
+    products: list[MatrixDims] = dataclasses.field(default_factory=list)
+    others: list[str] = dataclasses.field(default_factory=list)
+    is_lookup: bool = False
+    is_read_on: bool = False
+    routes: bool = False
+    may_route: bool = False
+    aligned: dict[int, set[Column]] = dataclasses.field(default_factory=dict)
+    heads: set[int] = dataclasses.field(default_factory=set)
+    one_by_one: set[int] = dataclasses.field(default_factory=set)
+    elsewhere: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def fits(self) -> bool:
+        """True if every use is a matrix product, all with the same roles of dimensions."""
+        return len(self.products) == 1 and not self.others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +109,7 @@ def of_weight(path: str, dims: dims_lib.Dims) -> Result:
     return Result(tuple(frozenset((path, i) for i in dim.origins) for dim in dims))
 
 
-def of_product(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted]) -> Result:
+def of_product(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) -> Result:
     """Returns what is known of the result of a `dot_general`, and notes which columns it aligns."""
     contract, batch = eqn.params["dimension_numbers"]
     left, right = (_columns(value, var) for value, var in zip(values, eqn.invars, strict=True))
@@ -119,7 +126,7 @@ def of_product(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted]) -
     return Result((*shared, *free))
 
 
-def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted]) -> list[Result]:
+def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) -> list[Result]:
     """Returns what is known of the results of an operation that no weight is an operand of; notes what it shows."""
     if all(value == NOTHING for value in values):
         return [NOTHING] * len(eqn.outvars)
@@ -166,7 +173,7 @@ def _read_together(eqn: Any, value: Result, of: frozenset[str]) -> Iterator[str]
     yield from (path for path in of if path in over or path not in known)
 
 
-def _of_two_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Noted]) -> Result:
+def _of_two_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) -> Result:
     for value in values:
         _weigh(value, notes)
     found = of_product(eqn, values, notes)
@@ -240,25 +247,25 @@ def _completed(columns: Columns, shape: Sequence[int], chosen: Iterable[tuple[Co
     )
 
 
-def _align(columns: frozenset[Column], notes: Mapping[str, Noted]) -> None:
+def _align(columns: frozenset[Column], notes: Mapping[str, Uses]) -> None:
     if len(columns) > 1:
         for path, dim in columns:
             notes[path].aligned.setdefault(dim, set()).update(columns)
 
 
-def _cut(columns: Columns, given: Sequence[int], made: Sequence[int], notes: Mapping[str, Noted]) -> None:
+def _cut(columns: Columns, given: Sequence[int], made: Sequence[int], notes: Mapping[str, Uses]) -> None:
     for group, before, after in zip(columns, given, made, strict=True):
         for path, dim in group if after == 1 < before else ():
             notes[path].one_by_one.add(dim)
 
 
-def leave(value: Result, notes: Mapping[str, Noted]) -> None:
+def leave(value: Result, notes: Mapping[str, Uses]) -> None:
     """Notes that nothing is known of what becomes of the columns from here on."""
     for path, dim in frozenset().union(*value.columns):
         notes[path].elsewhere.add(dim)
 
 
-def _weigh(value: Result, notes: Mapping[str, Noted]) -> None:
+def _weigh(value: Result, notes: Mapping[str, Uses]) -> None:
     if value.function == "logistic":
         for path in value.of:
             notes[path].may_route = True

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from praxis import schedules
 
-from spmd_trainer.errors import did_you_mean
+from spmd_trainer.errors import require_one_of
 
 # Share of the way down, for the share of the decay that is over.
 _DECAYS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
@@ -46,10 +46,7 @@ class WarmupStableDecay(schedules.BaseSchedule):  # type: ignore[misc]  # untype
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.decay not in _DECAYS:
-            raise ValueError(
-                f"WarmupStableDecay.decay={self.decay!r}{did_you_mean(self.decay, _DECAYS)}; give one of {', '.join(_DECAYS)}"
-            )
+        require_one_of("WarmupStableDecay.decay", self.decay, tuple(_DECAYS))
         if min(self.warmup_steps, self.decay_steps) < 0 or self.warmup_steps + self.decay_steps > self.total_steps:
             raise ValueError(
                 f"WarmupStableDecay: warmup_steps={self.warmup_steps} and decay_steps={self.decay_steps} must be at least 0, "

@@ -43,7 +43,7 @@ import jax
 from jax.sharding import Mesh
 from praxis import base_layer
 
-from spmd_trainer.errors import UserError
+from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.models.base import GatheredVariables, ModuleModel
 from spmd_trainer.sharding.variables import VariableSpec, make_variable_spec, named_leaves
 from spmd_trainer.step import collectives, minibatches, shard_map_passes
@@ -97,10 +97,9 @@ class ShardMapPartitioner(Partitioner):
         super().__init__(
             mesh, devices=devices, num_minibatches=num_minibatches, elastic=elastic, elastic_batch=elastic_batch
         )
-        if sharding not in ("dp", "fsdp"):
-            raise ValueError(f"ShardMapPartitioner: sharding is {sharding!r}; it must be 'dp' or 'fsdp'")
-        if gather not in ("layer", "step", None):
-            raise ValueError(f"ShardMapPartitioner: gather is {gather!r}; it must be 'layer', 'step' or None")
+        require_one_of("ShardMapPartitioner: sharding", sharding, ("dp", "fsdp"))
+        if gather is not None:
+            require_one_of("ShardMapPartitioner: gather", gather, ("layer", "step"))
         if sharding == "dp" and (axis_name is not None or gather is not None):
             raise ValueError("ShardMapPartitioner: axis_name and gather are settings of sharding='fsdp'; 'dp' has none")
         self.sharding = sharding

@@ -15,7 +15,7 @@ rank, losses on two meshes are equally good, but may differ by more than roundin
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Mapping
@@ -27,8 +27,9 @@ from jax import lax
 from praxis import base_layer
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.sharding.specs import entry_axes
 from spmd_trainer.step import masks, whole_matrices
-from spmd_trainer.step.matrix_dims import Choice
+from spmd_trainer.step.matrix_dims import Choice, Matrix
 from spmd_trainer.step.matrix_optimizer import MatrixOptimizer, MatrixVariable
 from spmd_trainer.step.opt_state_dtypes import BASIS_COLS, BASIS_ROWS, GRAM_COLS, GRAM_ROWS
 from spmd_trainer.step.whole_matrices import Family, Matrices
@@ -71,11 +72,6 @@ class Soap(MatrixOptimizer):
     max_precond_dim: int = 10_000
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-          UserError: a field has a value that doesn't exist, or two contradict each other.
-        """
         super().__post_init__()
         for name in ("beta1", "beta2", "shampoo_beta"):
             value = getattr(self, name)
@@ -88,23 +84,20 @@ class Soap(MatrixOptimizer):
         if not self.epsilon >= 0:
             raise UserError(f"Soap.epsilon is {self.epsilon!r}; it is at least 0, usually 1e-8")
 
-    def matrix_state(self, x: jax.Array, choice: Choice) -> dict[str, jax.Array]:
+    def matrix_state(self, x: jax.Array, matrix: Matrix) -> dict[str, jax.Array]:
         """Moments and preconditioners. See `MatrixOptimizer`."""
-        squares = {name: jnp.zeros(shape, jnp.float32) for name, shape in self._squares(choice).items()}
+        squares = {name: jnp.zeros(shape, jnp.float32) for name, shape in self._squares(matrix).items()}
         return {"m": jnp.zeros_like(x), "v": jnp.zeros_like(x), **squares}
 
     def part_hparams(self, var_weight_hparams: NestedWeightHParams) -> dict[str, base_layer.WeightHParams]:
         """How preconditioners are split: over the axes of their variable. See `MatrixOptimizer`."""
         found, choices = {}, self.choices(var_weight_hparams)
         for path, p in masks.with_paths(var_weight_hparams):
-            if (dims := choices[path].dims) is None:
+            if (matrix := choices[path].matrix) is None:
                 continue
-            axes = [
-                () if entry in (None, -1) else (entry,) if isinstance(entry, str) else tuple(entry)
-                for entry in p.full_split_dims_mapping
-            ]
-            mapping = [over or None for over in whole_matrices.square_axes(dims, axes)]
-            for name, shape in self._squares(choices[path]).items():
+            axes = [entry_axes(entry) for entry in p.full_split_dims_mapping]
+            mapping = [over or None for over in whole_matrices.square_axes(matrix.dims, axes)]
+            for name, shape in self._squares(matrix).items():
                 found[f"{name}/{path}"] = base_layer.WeightHParams(
                     shape, dtype=jnp.float32, tensor_split_dims_mapping=mapping
                 )
@@ -112,10 +105,10 @@ class Soap(MatrixOptimizer):
 
     def notes(self, choices: Mapping[str, Choice]) -> str:
         """The memory of the preconditioners, and the sides that have none. See `MatrixOptimizer`."""
-        shapes = [self._squares(choice) for choice in choices.values() if choice.dims is not None]
-        elements = sum(math.prod(shape) for of_one in shapes for shape in of_one.values())
+        matrices = {path: choice.matrix for path, choice in choices.items() if choice.matrix}
+        elements = sum(math.prod(shape) for matrix in matrices.values() for shape in self._squares(matrix).values())
         text = f"\n{4 * elements:,} bytes of float32 preconditioners, over all devices together, besides two moments"
-        long = [path for path, choice in choices.items() if choice.dims and max(choice.sides) > self.max_precond_dim]
+        long = [path for path, matrix in matrices.items() if max(matrix.sides) > self.max_precond_dim]
         return text + (
             f"\nsides longer than max_precond_dim={self.max_precond_dim} aren't rotated: {long}" if long else ""
         )
@@ -126,7 +119,7 @@ class Soap(MatrixOptimizer):
         """The steps of all matrices. See `MatrixOptimizer`."""
         firsts, arrays = [], []
         for x in given.values():
-            old, (rows, cols) = x.parts, (self._is_rotated(size) for size in x.choice.sides)
+            old, (rows, cols) = x.parts, (size <= self.max_precond_dim for size in x.matrix.sides)
             mean = (self.beta1 * old["m"] + (1 - self.beta1) * x.grad).astype(old["m"].dtype)
             firsts.append(jnp.where(count > 0, mean, old["m"]))
             companions = Family(
@@ -134,9 +127,10 @@ class Soap(MatrixOptimizer):
                 (old[GRAM_ROWS], old[BASIS_ROWS]) if rows else (),
                 (old[GRAM_COLS], old[BASIS_COLS]) if cols else (),
             )
-            assert x.choice.dims is not None
-            arrays.append(Matrices(x.grad, x.choice.dims, x.spec, companions))
-        found = whole_matrices.apply_to_families(_Step(self, count), arrays, jnp.float32, num_arrays=2)
+            arrays.append(Matrices(x.grad, x.matrix.dims, x.spec, companions))
+        found = whole_matrices.apply_to_families(
+            functools.partial(self._step, count), arrays, jnp.float32, num_arrays=2
+        )
         steps = {}
         for (path, x), m, of_one in zip(given.items(), firsts, found, strict=True):
             step, v = (y.astype(x.parts["v"].dtype) for y in of_one.arrays)
@@ -147,47 +141,31 @@ class Soap(MatrixOptimizer):
             steps[path] = jnp.where(count > 0, decayed, jnp.zeros_like(decayed)), new
         return steps
 
-    def _is_rotated(self, size: int) -> bool:
-        return size <= self.max_precond_dim
-
-    def _squares(self, choice: Choice) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the preconditioners of a variable, by name."""
-        assert choice.dims is not None
-        stack = [choice.shape[dim] for dim in choice.dims.stack]
-        named = zip(choice.sides, ((GRAM_ROWS, BASIS_ROWS), (GRAM_COLS, BASIS_COLS)), strict=True)
-        return {name: (*stack, size, size) for size, names in named if self._is_rotated(size) for name in names}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """The step of whole matrices: (G, M, V), averages and bases -> (step, new V), new averages and bases. `apply_to_families`.
-
-    Attributes:
-      of: the optimizer.
-      count: int32 scalar, the steps taken before.
-    """
-
-    of: Soap
-    count: jax.Array
-
-    def __call__(self, batch: Family) -> Family:
-        of, steps = self.of, jnp.maximum(self.count, 1).astype(jnp.float32)
+    def _step(self, count: jax.Array, batch: Family) -> Family:
+        """The step of whole matrices: (G, M, V), averages and bases -> (step, new V), new averages and bases."""
+        steps = jnp.maximum(count, 1).astype(jnp.float32)
         (g, m, v), rows, cols = batch.arrays, batch.of_rows, _transposed(batch.of_cols)
         rotated = _rotated(g, rows, cols)
-        v = jnp.where(self.count > 0, of.beta2 * v + (1 - of.beta2) * jnp.square(rotated), v)
-        mean, second = _rotated(m, rows, cols) / (1 - of.beta1**steps), v / (1 - of.beta2**steps)
-        step = _rotated(mean / (jnp.sqrt(second) + of.epsilon), _transposed(rows), _transposed(cols))
+        v = jnp.where(count > 0, self.beta2 * v + (1 - self.beta2) * jnp.square(rotated), v)
+        mean, second = _rotated(m, rows, cols) / (1 - self.beta1**steps), v / (1 - self.beta2**steps)
+        step = _rotated(mean / (jnp.sqrt(second) + self.epsilon), _transposed(rows), _transposed(cols))
         rows, cols = self._averaged(rows, g), self._averaged(cols, g.mT)
         # 0: bases stay, 1: the first ones, 2: they are replaced.
-        kind = jnp.where(self.count == 0, 1, jnp.where(self.count % of.precondition_frequency == 0, 2, 0))
+        kind = jnp.where(count == 0, 1, jnp.where(count % self.precondition_frequency == 0, 2, 0))
         v, rows, cols = lax.switch(kind, [lambda *x: x, _first, _replaced], v, rows, cols)
         return Family((step, v), rows, _transposed(cols))
 
     def _averaged(self, side: _Side, g: jax.Array) -> _Side:
         if not side:
             return side
-        beta = self.of.beta2 if self.of.shampoo_beta is None else self.of.shampoo_beta
+        beta = self.beta2 if self.shampoo_beta is None else self.shampoo_beta
         return beta * side[0] + (1 - beta) * _product(g, g.mT), side[1]
+
+    def _squares(self, matrix: Matrix) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the preconditioners of a variable, by name."""
+        stack = [matrix.shape[dim] for dim in matrix.dims.stack]
+        named = zip(matrix.sides, ((GRAM_ROWS, BASIS_ROWS), (GRAM_COLS, BASIS_COLS)), strict=True)
+        return {name: (*stack, size, size) for size, names in named if size <= self.max_precond_dim for name in names}
 
 
 def _first(v: jax.Array, rows: _Side, cols: _Side) -> tuple[jax.Array, _Side, _Side]:

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.host_devices import hold_until_known
 from spmd_trainer.sharding.specs import PyTree, axes_by_dim, dimension_paddings
-from spmd_trainer.step.matrix_uses import MatrixDims
+from spmd_trainer.step.product_results import MatrixDims
 
 
 class Family(NamedTuple):

@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_trainer import sharding
-from spmd_trainer.kernels import sequence_order
+from spmd_trainer.kernels import reference, sequence_order
 from spmd_trainer.kernels.attend import Split, attend
-from spmd_trainer.kernels.reference import KERNEL as REFERENCE
+from spmd_trainer.kernels.kernels import Rows
 from spmd_trainer.planner import hlo_collectives
 
 SPLIT = Split(batch=("data",), length=("seq",), heads=("mdl",))
@@ -63,7 +63,7 @@ def differences(form, length, seq, pattern, *, heads=4, kv_heads=2, mdl=1, packe
         split = functools.partial(split_attention, pattern=pattern, segment_ids=segment_ids, form=form)
         found = value_and_gradients(split, arrays)
     whole = value_and_gradients(
-        lambda query, key, value: REFERENCE(query, key, value, segment_ids, pattern),
+        lambda query, key, value: reference.attend(Rows(query, key, value, segment_ids), pattern),
         [x.astype(jnp.float32) for x in arrays],
     )
     assert [x.dtype for x in found] == [dtype] * 4

@@ -211,7 +211,7 @@ def test_choices_are_recorded_by_the_name_of_the_layer():
         (
             24,
             {"context_parallel": "rings"},
-            "context_parallel is 'rings'; it can be ring or all_to_all; did you mean ring",
+            "context_parallel='rings'; set it to 'ring' or 'all_to_all'; did you mean ring",
         ),
         (
             20,

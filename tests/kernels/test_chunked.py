@@ -10,10 +10,9 @@ from hlo_checks import arrays_over_queries_and_keys
 from jax.sharding import PartitionSpec
 
 from spmd_trainer import sharding
-from spmd_trainer.kernels import chunked
+from spmd_trainer.kernels import chunked, reference
 from spmd_trainer.kernels.attend import Split, attend
-from spmd_trainer.kernels.kernels import Pattern
-from spmd_trainer.kernels.reference import KERNEL as REFERENCE
+from spmd_trainer.kernels.kernels import Pattern, Rows
 
 BATCH, WIDTH = 2, 4
 PATTERNS = {
@@ -57,7 +56,7 @@ def rows(length, heads, kv_heads, *, packed=False, dtype=jnp.float32):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def value_and_grads(kernel, pattern, query, key, value, out_grad, segment_ids):
     """Returns the output, and the gradients of queries, keys and values."""
-    out, pullback = jax.vjp(lambda q, k, v: kernel(q, k, v, segment_ids, pattern), query, key, value)
+    out, pullback = jax.vjp(lambda q, k, v: kernel.attend(Rows(q, k, v, segment_ids), pattern), query, key, value)
     return out, *pullback(out_grad)
 
 
@@ -87,15 +86,15 @@ def formula(query, key, value, segment_ids, pattern):
 @pytest.mark.parametrize("pattern", [*PATTERNS.values(), Pattern(window=5)], ids=[*PATTERNS, "window_of_five"])
 def test_reference_is_the_formula(pattern, packed):
     query, key, value, _, ids = rows(37, 4, 2, packed=packed)
-    out = REFERENCE(query, key, value, ids, pattern)
+    out = reference.attend(Rows(query, key, value, ids), pattern)
     np.testing.assert_allclose(out, formula(query, key, value, ids, pattern), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("length", "pattern", "heads", "kv_heads", "packed"), CASES)
 def test_chunked_is_the_reference(length, pattern, heads, kv_heads, packed):
     arrays = rows(length, heads, kv_heads, packed=packed)
-    found = value_and_grads(chunked.KERNEL, PATTERNS[pattern], *arrays)
-    expected = value_and_grads(REFERENCE, PATTERNS[pattern], *arrays)
+    found = value_and_grads(chunked, PATTERNS[pattern], *arrays)
+    expected = value_and_grads(reference, PATTERNS[pattern], *arrays)
     for name, x, y in zip(("output", "query", "key", "value"), found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5, err_msg=name)
 
@@ -106,9 +105,9 @@ def test_chunked_is_the_reference(length, pattern, heads, kv_heads, packed):
 )
 def test_chunked_is_the_reference_in_bfloat16(length, pattern, packed):
     arrays = rows(length, 4, 2, packed=packed, dtype=jnp.bfloat16)
-    found = value_and_grads(chunked.KERNEL, PATTERNS[pattern], *arrays)
+    found = value_and_grads(chunked, PATTERNS[pattern], *arrays)
     exact = [x if x is None or x.dtype == jnp.int32 else x.astype(jnp.float32) for x in arrays]
-    expected = value_and_grads(REFERENCE, PATTERNS[pattern], *exact)
+    expected = value_and_grads(reference, PATTERNS[pattern], *exact)
     for name, x, y in zip(("output", "query", "key", "value"), found, expected, strict=True):
         assert x.dtype == jnp.bfloat16
         np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=2e-2, atol=2e-2, err_msg=name)
@@ -116,15 +115,15 @@ def test_chunked_is_the_reference_in_bfloat16(length, pattern, packed):
 
 def test_other_values_have_their_own_dtype():
     query, key, value, _, _ = rows(140, 2, 1)
-    assert chunked.KERNEL(query, key, value.astype(jnp.bfloat16), None, Pattern()).dtype == jnp.bfloat16
+    assert chunked.attend(Rows(query, key, value.astype(jnp.bfloat16)), Pattern()).dtype == jnp.bfloat16
 
 
 @pytest.mark.full
 def test_logits_of_any_size():
     query, key, value, _, ids = rows(140, 2, 1, packed=True)
-    huge = 1e4 * query
-    found = chunked.KERNEL(huge, key, value, ids, Pattern())
-    np.testing.assert_allclose(found, REFERENCE(huge, key, value, ids, Pattern()), rtol=1e-5, atol=1e-5)
+    huge = Rows(1e4 * query, key, value, ids)
+    found = chunked.attend(huge, Pattern())
+    np.testing.assert_allclose(found, reference.attend(huge, Pattern()), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)

@@ -64,7 +64,7 @@ def exact(cap, smoothing, hidden, matrix, biases, labels, weights):
     return xent, log_sum, np.argmax(logits, -1), grads @ matrix, np.einsum("btv,btd->vd", grads, hidden), *of_biases
 
 
-def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.0, padding=0):
+def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.0):
     """Compares with the exact numbers: as near as the whole form in float32, or within `CLOSE`."""
     batch, length, width, vocab = sizes
     rng = np.random.default_rng(seed)
@@ -74,9 +74,6 @@ def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.
     arrays = (hidden, matrix, biases, labels, rng.choice([0.0, 1.0, 0.3], (batch, length)).astype(np.float32))
 
     def blocks(hidden, matrix, biases, labels, cap, smoothing):
-        # Rows of a matrix that the caller has padded are as large as others.
-        matrix = jnp.concatenate([matrix, matrix[:padding] + 5])
-        biases = None if biases is None else jnp.concatenate([biases, biases[:padding]])
         return cross_entropy.cross_entropy(
             hidden,
             matrix,
@@ -84,7 +81,6 @@ def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.
             biases=biases,
             softcap=cap,
             label_smoothing=smoothing,
-            vocab_size=vocab if padding else None,
             split=SPLIT,
         )
 
@@ -110,7 +106,7 @@ def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.
     [
         ((3, 7, 8, 101), (1, 1, 1, 1), 5.0, 400, {}),
         ((5, 8, 8, 101), (1, 2, 2, 2), None, 100, {"has_biases": True}),
-        ((2, 9, 8, 7), (1, 2, 1, 3), 3.0, 7, {"has_biases": True, "smoothing": 0.1, "padding": 3}),
+        ((2, 9, 8, 7), (1, 2, 1, 3), 3.0, 7, {"has_biases": True, "smoothing": 0.1}),
         ((1, 5, 4, 7), (1, 1, 1, 8), None, 2**20, {"smoothing": 0.2}),
     ],
 )
@@ -142,7 +138,6 @@ def test_random_settings_have_the_numbers_of_all_logits(data):
         data.draw(st.integers(0, 10)),
         has_biases=data.draw(st.booleans()),
         smoothing=data.draw(st.sampled_from([0.0, 0.1])),
-        padding=data.draw(st.sampled_from([0, 0, 3])),
     )
 
 

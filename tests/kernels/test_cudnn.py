@@ -13,11 +13,10 @@ from facts import assert_names
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from spmd_trainer.kernels import cudnn, kernels
+from spmd_trainer.kernels import cudnn, kernels, reference
 from spmd_trainer.kernels.chips import Target
 from spmd_trainer.kernels.cudnn import packing
-from spmd_trainer.kernels.kernels import Pattern
-from spmd_trainer.kernels.reference import KERNEL as REFERENCE
+from spmd_trainer.kernels.kernels import Pattern, Rows
 from spmd_trainer.planner.topologies import topology_devices
 from spmd_trainer.training import start_up
 from spmd_trainer.training.job import Job
@@ -72,7 +71,7 @@ def call(
 )
 @pytest.mark.usefixtures("installed")
 def test_what_it_can(made):
-    assert cudnn.KERNEL.reasons_against(made) == []
+    assert cudnn.reasons_against(made) == []
 
 
 @pytest.mark.parametrize(
@@ -98,13 +97,13 @@ def test_what_it_can(made):
 )
 @pytest.mark.usefixtures("installed")
 def test_what_it_cannot_and_why(made, reason):
-    (found,) = cudnn.KERNEL.reasons_against(made)
+    (found,) = cudnn.reasons_against(made)
     assert reason in found
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(cudnn, "cuda_versions", None)
-    assert "uv sync --extra cuda12" in cudnn.KERNEL.reasons_against(call())[0]
+    assert "uv sync --extra cuda12" in cudnn.reasons_against(call())[0]
 
 
 def test_a_compiler_without_cudnn_is_a_reason(monkeypatch):
@@ -114,7 +113,7 @@ def test_a_compiler_without_cudnn_is_a_reason(monkeypatch):
             raise RuntimeError("cuDNN not found.")  # as JAX's
 
     monkeypatch.setattr(cudnn, "cuda_versions", NoCudnn)
-    (reason,) = cudnn.KERNEL.reasons_against(call())
+    (reason,) = cudnn.reasons_against(call())
     assert_names(reason, "no cuDNN", "uv sync --extra cuda12", "cuda13")
 
 
@@ -201,7 +200,7 @@ def with_gradients(kernel, ids, pattern):
     key, value = rng.normal(size=(2, 2, 9, 2, 8)).astype(np.float32)
 
     def loss(*arrays):
-        output = kernel(*arrays, jnp.array(ids), pattern)
+        output = kernel.attend(Rows(*arrays, jnp.array(ids)), pattern)
         return (output * gradient).sum(), output
 
     (_, output), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(query, key, value)
@@ -226,37 +225,38 @@ IN_TWO_PIECES = [[1, 1, 1, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1]]
         pytest.param(IN_TWO_PIECES, Pattern(causal=False), marks=pytest.mark.full),
     ],
 )
-def test_packed_rows_are_the_reference_s(ids, pattern):
-    found = with_gradients(cudnn.Cudnn(max_segments=3), ids, pattern)
-    for mine, truth in zip(found, with_gradients(REFERENCE, ids, pattern), strict=True):
+def test_packed_rows_are_the_reference_s(ids, pattern, monkeypatch):
+    monkeypatch.setattr(cudnn, "MAX_SEGMENTS", 3)
+    found = with_gradients(cudnn, ids, pattern)
+    for mine, truth in zip(found, with_gradients(reference, ids, pattern), strict=True):
         np.testing.assert_allclose(mine, truth, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("ids_differ", [True, False])
-def test_vmap_is_a_call_with_more_rows(ids_differ):
+def test_vmap_is_a_call_with_more_rows(ids_differ, monkeypatch):
+    monkeypatch.setattr(cudnn, "MAX_SEGMENTS", 2)
     ids = jnp.array([[[1, 1, 2, 2, 2], [5, 5, 5, 5, 0]], [[1, 2, 3, 3, 3], [1, 1, 1, 1, 1]]])
     ids = ids if ids_differ else ids[0]
     query, gradient = np.random.default_rng(0).normal(size=(2, 2, 2, 5, 2, 4)).astype(np.float32)
-    kernel = cudnn.Cudnn(max_segments=2)
 
     def gradients(kernel, query, ids):
-        return jax.jit(jax.grad(lambda q: (kernel(q, q, q, ids, Pattern()) * gradient[0]).sum()))(query)
+        return jax.jit(jax.grad(lambda q: (kernel.attend(Rows(q, q, q, ids), Pattern()) * gradient[0]).sum()))(query)
 
     in_axes = (0, 0 if ids_differ else None)
-    found = jax.vmap(lambda *args: gradients(kernel, *args), in_axes)(query, ids)
+    found = jax.vmap(lambda *args: gradients(cudnn, *args), in_axes)(query, ids)
     # One choice for all rows, forward and backward; a choice for each row would compute both sides.
-    program = jax.make_jaxpr(jax.vmap(lambda *args: gradients(kernel, *args), in_axes))(query, ids)
+    program = jax.make_jaxpr(jax.vmap(lambda *args: gradients(cudnn, *args), in_axes))(query, ids)
     assert str(program).count(" cond[") == 2
     for index in range(2):
-        truth = gradients(REFERENCE, query[index], ids[index] if ids_differ else ids)
+        truth = gradients(reference, query[index], ids[index] if ids_differ else ids)
         np.testing.assert_allclose(found[index], truth, rtol=1e-5, atol=1e-5)
 
 
 def attend_with_gradients(query, key, value, segment_ids, pattern):
     def loss(*arrays):
-        return cudnn.KERNEL(*arrays, segment_ids, pattern).astype(jnp.float32).sum()
+        return cudnn.attend(Rows(*arrays, segment_ids), pattern).astype(jnp.float32).sum()
 
     return jax.value_and_grad(loss, (0, 1, 2))(query, key, value)
 

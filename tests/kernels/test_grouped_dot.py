@@ -202,7 +202,7 @@ def test_hopper_gpus_use_its_kernels_for_the_chosen_experts_only():
 def test_what_hopper_s_kernels_can(rows, target, reason, monkeypatch):
     monkeypatch.setattr(chips, "current_target", lambda: target)
     arrays = jax.ShapeDtypeStruct((8, 4), rows), jax.ShapeDtypeStruct((2, 4, 6), rows)
-    found = hopper.KERNEL.reasons_against(*arrays, target.platform)
+    found = hopper.reasons_against(*arrays, target.platform)
     assert [str(reason) in text for text in found] == [True] * (reason is not None)
 
 
@@ -230,7 +230,7 @@ def test_megablox_gives_the_numbers_of_blocks(count, width, other, sizes):
             kernel.weights_product(rows, others, sizes),
         )
 
-    ours, theirs = results(megablox.KERNEL), results(grouped_blocks.KERNEL)
+    ours, theirs = results(megablox), results(grouped_blocks)
     assert_equal(ours, theirs)
     assert not np.asarray(theirs[0])[int(sizes.sum()) :].any()
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from split_rows import SPLIT, mesh_of
 
-from spmd_trainer.kernels import chunked, kernels, sequence_order
+from spmd_trainer.kernels import chunked, kernels, sequence_order, splash
 from spmd_trainer.kernels.attend import Split, attend
 from spmd_trainer.kernels.chips import Target
-from spmd_trainer.kernels.kernels import Pattern
-from spmd_trainer.kernels.splash import Splash
+from spmd_trainer.kernels.kernels import Pattern, Rows
 
 ROWS, WIDTH = 3, 8
 PATTERN = Pattern(scale=0.3, window=50, softcap=4.0)
@@ -71,10 +70,12 @@ def test_on_one_device(kernel):
 
 
 @pytest.mark.full
-def test_splash():
+def test_splash(monkeypatch):
+    monkeypatch.setattr(splash, "_BLOCKS", (128,))
+
     def fn(query, key, value, sinks, *, ids):
         sinks = jnp.broadcast_to(sinks, (ROWS, len(sinks)))
-        return Splash(blocks=(128,))(query, key, value, ids, PATTERN, sinks)
+        return splash.attend(Rows(query, key, value, ids, sinks), PATTERN)
 
     assert_like_plain(fn, 259, 6, 2)
 

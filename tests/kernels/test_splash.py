@@ -18,12 +18,15 @@ from jax.sharding import PartitionSpec as P
 from spmd_trainer.kernels import kernels, splash
 from spmd_trainer.kernels.attend import Split, attend
 from spmd_trainer.kernels.chips import Target
-from spmd_trainer.kernels.kernels import Call, Choice, Pattern
-from spmd_trainer.kernels.splash import Splash
+from spmd_trainer.kernels.kernels import Call, Choice, Pattern, Rows
 from spmd_trainer.planner.topologies import topology_devices
 from tests.kernels.hlo_checks import arrays_over_queries_and_keys, custom_call_targets, splash_kernels
 
 V5E = Target("tpu", "TPU v5 lite")
+
+
+def by_splash(query, key, value, segment_ids, pattern: Pattern):
+    return splash.attend(Rows(query, key, value, segment_ids), pattern)
 
 
 def plain(query, key, value, segment_ids, pattern: Pattern):
@@ -93,9 +96,10 @@ SHORT = ("window over an edge of blocks, one key head, soft cap", "causal, one t
     [pytest.param(case, id=name, marks=() if name in SHORT else pytest.mark.full) for name, case in CASES.items()],
 )
 @pytest.mark.full
-def test_outputs_and_gradients_are_those_of_plain_attention(case):
+def test_outputs_and_gradients_are_those_of_plain_attention(case, monkeypatch):
+    monkeypatch.setattr(splash, "_BLOCKS", (128,))
     rows = make_rows(case.length, *case.heads, case.width, packed=case.packed, dtype=case.dtype)
-    got = outputs_and_grads(Splash(blocks=(128,)), rows, case.pattern)
+    got = outputs_and_grads(by_splash, rows, case.pattern)
     want = outputs_and_grads(plain, jax.tree.map(lambda x: x.astype(jnp.float32), rows), case.pattern)
     assert all(x.dtype == case.dtype for x in got)
     for x, y in zip(got, want, strict=True):
@@ -111,7 +115,7 @@ def test_scaled_query_is_rounded_to_bfloat16_once():
     query = jnp.zeros((1, 2, *pairs.shape), jnp.bfloat16).at[0, 1].set(pairs)
     key = jnp.asarray([[64, -64], [0, 0]], jnp.bfloat16)[None, :, None]
     value = jnp.asarray([[1, 1], [0, 0]], jnp.bfloat16)[None, :, None]
-    out = jax.jit(lambda *x: Splash()(*x, None, Pattern(scale=0.7)))(query, key, value)[0, 1, :, 0].astype(jnp.float32)
+    out = jax.jit(lambda *x: by_splash(*x, None, Pattern(scale=0.7)))(query, key, value)[0, 1, :, 0].astype(jnp.float32)
 
     def expected(scaled):
         return jax.nn.sigmoid(64 * (scaled[:, 0] - scaled[:, 1]).astype(jnp.float32))
@@ -123,17 +127,18 @@ def test_scaled_query_is_rounded_to_bfloat16_once():
 
 def test_output_has_the_dtype_and_the_precision_of_the_values():
     query, key, value, *_ = make_rows(2, 1, 1, 8, packed=False)
-    out = Splash()(query.astype(jnp.bfloat16), key.astype(jnp.bfloat16), value, None, Pattern())
+    out = by_splash(query.astype(jnp.bfloat16), key.astype(jnp.bfloat16), value, None, Pattern())
     np.testing.assert_allclose(out[:, 0], value[:, 0], rtol=1e-6)
 
 
 @pytest.mark.full
-def test_in_shard_map_in_a_scan_over_rematerialised_layers():
+def test_in_shard_map_in_a_scan_over_rematerialised_layers(monkeypatch):
+    monkeypatch.setattr(splash, "_BLOCKS", (128,))
     mesh = jax.make_mesh((2, 2), ("data", "mdl"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     query, key, value, ids, out_grad = make_rows(200, 4, 2, 8, packed=True)
     pattern, spec = Pattern(scale=0.3), P("data", None, "mdl")
     on_each_device = jax.shard_map(
-        lambda *x: Splash(blocks=(128,))(*x, pattern),
+        lambda *x: by_splash(*x, pattern),
         mesh=mesh,
         in_specs=(spec, spec, spec, P("data")),
         out_specs=spec,
@@ -180,7 +185,7 @@ def test_no_mask_of_a_long_row_is_made_on_the_host():
     ("length", "block"), [(1, 128), (128, 128), (129, 256), (513, 640), (1024, 1024), (1025, 640), (4096, 1024)]
 )
 def test_block_divides_the_row_with_little_padding(length, block):
-    assert Splash()._block(length, 128, jnp.bfloat16, Pattern()) == block
+    assert splash._block(length, 128, jnp.bfloat16, Pattern()) == block
 
 
 def make_call(length=1024, width=128, dtype=jnp.bfloat16, *, target=V5E, dropout=False) -> Call:
@@ -190,7 +195,7 @@ def make_call(length=1024, width=128, dtype=jnp.bfloat16, *, target=V5E, dropout
 
 def test_any_length_and_head_width_can_be_computed():
     for length, width in [(1, 1), (513, 80), (262_144, 128), (4096, 256)]:
-        assert not splash.KERNEL.reasons_against(make_call(length, width))
+        assert not splash.reasons_against(make_call(length, width))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +211,7 @@ def test_any_length_and_head_width_can_be_computed():
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_says_why_it_cannot_be_used(call, reason):
-    assert splash.KERNEL.reasons_against(call) == [reason]
+    assert splash.reasons_against(call) == [reason]
 
 
 # No other dimension of the model below is equal to one of these: a row, and the row padded to two blocks of 768.

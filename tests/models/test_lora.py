@@ -20,8 +20,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.shard_map_partitioning import ShardMapPartitioner
 from spmd_trainer.step import state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
-from spmd_trainer.step.matrix_uses import MatrixDims
 from spmd_trainer.step.pjit import PjitPartitioner
+from spmd_trainer.step.product_results import MatrixDims
 
 KINDS = ["function", "linen", "nnx"]
 

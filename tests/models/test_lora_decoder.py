@@ -12,11 +12,11 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.decoder import lora
-from spmd_trainer.sharding.even_products import scan_sizes
+from spmd_trainer.sharding.jaxprs import scan_sizes
 from spmd_trainer.step import masks, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
-from spmd_trainer.step.matrix_uses import MatrixDims
 from spmd_trainer.step.pjit import PjitPartitioner
+from spmd_trainer.step.product_results import MatrixDims
 from spmd_trainer.training import experiment_config, verify
 
 KEY = jax.random.key(1)
@@ -344,7 +344,7 @@ def test_each_row_is_decoded_with_its_own_adapter():
 )
 @pytest.mark.full
 def test_praxis_decoder_on_a_mesh_that_pads_its_vocabulary(targets):
-    """A step keeps the vocabulary's padding, but not with adapters that have the size of the vocabulary."""
+    """Also where the adapters have the size of the vocabulary."""
     resolved = experiment_config.resolve("synthetic.structures.TinyLm")
     resolved.task_p.lora = pax_fiddle.Config(
         lora.Lora, targets=[f"{name}$" if "/w" in name else f"{name}.*/w$" for name in targets]

@@ -1,5 +1,6 @@
 """Muon: its numbers against singular values and optax; what it takes for matrices; any mesh as one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -182,13 +183,13 @@ def choices(built):
 
 
 def dims(choice):
-    return None if choice.dims is None else (choice.dims.stack, choice.dims.inputs, choice.dims.outputs)
+    return None if choice.matrix is None else dataclasses.astuple(choice.matrix.dims)
 
 
 def test_matrices_are_found_in_the_program():
     found, layout = choices(attends(optimizer=config()))
     into, out = ((0,), (1,), (2, 3)), ((0,), (1, 2), (3,))
-    assert {path: dims(choice) for path, choice in found.items() if choice.dims} == {
+    assert {path: dims(choice) for path, choice in found.items() if choice.matrix} == {
         **{f"attention/{name}/kernel": into for name in ("query", "key", "value")},
         "attention/out/kernel": out,
         "experts_up": ((0,), (1,), (2,)),
@@ -202,7 +203,7 @@ def test_matrices_are_found_in_the_program():
     apart, _ = choices(attends(optimizer=config(heads="apart", rules=[("up$", "adam")])))
     assert dims(apart["attention/query/kernel"]) == ((0, 2), (1,), (3,))
     assert dims(apart["attention/out/kernel"]) == ((0, 1), (2,), (3,))
-    assert apart["experts_up"].dims is None
+    assert apart["experts_up"].matrix is None
 
 
 class TrainsMore(nnx.Module):
@@ -219,7 +220,7 @@ class TrainsMore(nnx.Module):
 
 def test_a_matrix_of_training_alone_is_a_matrix():
     found, _ = choices(task(Config(models.NnxModel, module=Config(TrainsMore)), optimizer=config()))
-    assert [path for path, choice in found.items() if choice.dims] == ["always/kernel", "training/kernel"]
+    assert [path for path, choice in found.items() if choice.matrix] == ["always/kernel", "training/kernel"]
 
 
 def test_optax_muon_is_refused_where_it_takes_the_wrong_variables():
@@ -391,6 +392,6 @@ def test_small_moments_and_excluded_variables():
         bprop_variable_exclusion=["params/attention/.*"],
     )
     found, layout = choices(built)
-    assert {path for path, choice in found.items() if choice.dims} >= {"experts_up", "experts_down"}
+    assert {path for path, choice in found.items() if choice.matrix} >= {"experts_up", "experts_down"}
     assert not any("attention" in v.path for v in layout.records() if v.path.startswith("opt_states"))
     assert not failing_steps(built)

@@ -15,8 +15,9 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_trainer.sharding.even_products import Operands, asked_splits, safe_split, scan_sizes
+from spmd_trainer.sharding.even_products import Operands, asked_splits, safe_split
 from spmd_trainer.sharding.even_program import evenly
+from spmd_trainer.sharding.jaxprs import scan_sizes
 
 MESHES = [(2, 2), (4, 2), (2, 4), *[(2, 2, 2)] * 4]
 PRODUCTS = [

@@ -142,17 +142,6 @@ def test_nothing_is_silent(data_mesh):
     assert "replicated" not in reasons["kernel"]
 
 
-def test_declared_specs_stand(data_mesh):
-    declared = {"params": {"kernel": P("mdl", None), "bias": P(), "odd": None}, "step": None}
-    plan = plan_sharding(STATE, [(".*", "fsdp('data', 0)")], data_mesh, declared=declared)
-    assert plan["params"]["kernel"].spec == P("mdl", None)
-    assert plan["params"]["bias"].spec == P()
-    assert plan["params"]["kernel"].reason == plan["params"]["bias"].reason == "declared"
-    assert plan["params"]["odd"].reason.startswith("replicated: no dimension")
-    whole = plan_sharding(STATE, [(".*", "fsdp('data', 0)")], data_mesh, declared={"params": None, "step": P()})
-    assert whole["params"]["kernel"].spec == P(None, "data")
-
-
 def test_leaves_that_lie_on_the_mesh_already(data_mesh, xy_mesh):
     x = jax.device_put(jnp.zeros((8, 4)), NamedSharding(data_mesh, P("data")))
     state = {"params": {"w": x}}

@@ -88,7 +88,7 @@ def updated(in_host_memory, dtype, valid):
     def step(state, mdl_vars, grads, number):
         on_device = jax.tree.map(lambda v, x: None if v.memory_kind else x, records, state)
         sliced = sharding.slice_uneven(on_device, records, records)
-        part = lambda v, x, whole: HostPart(whole, v, v, mesh) if v.memory_kind else x  # noqa: E731
+        part = lambda v, x, whole: HostPart(whole, v, mesh) if v.memory_kind else x  # noqa: E731
         inside = jax.tree.map(part, records, sliced, state)
         updates, new = host_states.update_stored(learner, grads, inside, mdl_vars, hparams, number)
         back = lambda v, x: x.array if isinstance(x, HostPart) else sharding.pad_uneven(x, v, v, mesh)  # noqa: E731

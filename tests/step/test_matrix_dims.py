@@ -1,5 +1,6 @@
 """What is a matrix, a stack, a router: read from programs whose variables have names that say nothing."""
 
+import dataclasses
 import types
 
 import jax
@@ -29,7 +30,7 @@ def chosen(forward, shapes, heads="joined", rules=()):
 
 
 def dims(choice):
-    return None if choice.dims is None else (choice.dims.stack, choice.dims.inputs, choice.dims.outputs)
+    return None if choice.matrix is None else dataclasses.astuple(choice.matrix.dims)
 
 
 def at_once(x, weights, b, c):

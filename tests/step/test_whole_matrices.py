@@ -15,7 +15,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.planner import topologies
 from spmd_trainer.sharding.even_program import evenly
 from spmd_trainer.step import muon, whole_matrices
-from spmd_trainer.step.matrix_uses import MatrixDims
+from spmd_trainer.step.product_results import MatrixDims
 from spmd_trainer.step.whole_matrices import Family, Matrices
 from tests.facts import raises_naming
 

@@ -350,8 +350,7 @@ def test_other_attentions_are_refused():
 
 @pytest.mark.full
 def test_one_attention_config_becomes_fused_and_keeps_its_fields():
-    plain_p = Config(layers.DotProductAttention, num_heads=3, atten_logit_cap=5.0)
-    fused_p = attention.use_fused_attention(plain_p, "chunked")
-    assert fdl.get_callable(fused_p) is attention.FusedDotProductAttention
-    assert (fused_p.num_heads, fused_p.atten_logit_cap, fused_p.kernel) == (3, 5.0, "chunked")
-    assert fdl.get_callable(plain_p) is layers.DotProductAttention
+    attention_p = Config(layers.DotProductAttention, num_heads=3, atten_logit_cap=5.0)
+    attention.use_fused_attention_in(attention_p, "chunked")
+    assert fdl.get_callable(attention_p) is attention.FusedDotProductAttention
+    assert (attention_p.num_heads, attention_p.atten_logit_cap, attention_p.kernel) == (3, 5.0, "chunked")

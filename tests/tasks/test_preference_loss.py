@@ -98,7 +98,7 @@ def test_an_answer_without_tokens_gives_finite_numbers():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss": "sigmoid_nrom"}, "preference.loss='sigmoid_nrom'; set it to one of .*did you mean sigmoid_norm"),
+        ({"loss": "sigmoid_nrom"}, "preference.loss='sigmoid_nrom'; set it to .*did you mean sigmoid_norm"),
         ({"beta": 0}, "preference.beta=0; set it above 0"),
         ({"beta": "x"}, "preference.beta='x'; set it to a number"),
         ({"beta": float("nan")}, "preference.beta=nan; set it to a number"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -96,8 +97,7 @@ def generate(
         ),
     )
 
-    def add(state: _State, logits: jax.Array) -> _State:
-        return _add_token(state, logits, settings, eos_ids, stops, keys)
+    add = functools.partial(_add_token, settings=settings, eos_ids=eos_ids, stops=stops, keys=keys)
 
     def goes_on(model: Any, state: _State) -> Any:
         del model

@@ -9,7 +9,7 @@ products of the adapters to each. Read `model.py` first; `interpreter.py` evalua
 from spmd_trainer.decoder.lora.model import LoraModel, traced_on
 from spmd_trainer.decoder.lora.settings import Lora
 from spmd_trainer.decoder.lora.variables import base_only
-from spmd_trainer.step.matrix_uses import MatrixDims
+from spmd_trainer.step.product_results import MatrixDims
 from spmd_trainer.train_states import is_adapter
 
 __all__ = [

@@ -12,7 +12,7 @@ from jax import lax
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.step import tracked_dims as dims_lib
-from spmd_trainer.step.matrix_uses import MatrixDims
+from spmd_trainer.step.product_results import MatrixDims
 from spmd_trainer.step.tracked_dims import Dims, Name
 
 RANK = "rank"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -19,11 +19,11 @@ from jax import lax
 from spmd_trainer.decoder.lora import adapted_weight, products
 from spmd_trainer.decoder.lora.adapted_weight import AdaptedWeight
 from spmd_trainer.errors import UserError
-from spmd_trainer.sharding.even_products import REMAT, scan_sizes
 from spmd_trainer.sharding.even_program import source_of
 from spmd_trainer.sharding.even_rules import bind
+from spmd_trainer.sharding.jaxprs import PLAIN_CALLS, REMAT, called, equations, scan_sizes
 from spmd_trainer.step import tracked_dims as dims
-from spmd_trainer.step.matrix_uses import CALLS, GROUPED
+from spmd_trainer.step.matrix_uses import GROUPED
 
 
 def is_adapted(x: Any) -> bool:
@@ -76,9 +76,8 @@ class Interpreter:
             return [self._product(eqn, *values)]
         if name == GROUPED:
             return [self._grouped(eqn, *values)]
-        if name in CALLS:
-            inner = params.get("jaxpr") or params["call_jaxpr"]
-            return self.run(inner.jaxpr, inner.consts, values)
+        if name in PLAIN_CALLS:
+            return self.run(*called(eqn), values)
         if name in REMAT:
             inside = self._inside(self._fresh_key())
             run = jax.checkpoint(
@@ -138,7 +137,7 @@ class Interpreter:
                 sizes,
                 eqn,
                 drop=self._pairs_dropper(weight.path, *pair),
-                chosen=self._adapters_of_pairs(weight.path, eqn.params["placement"].num_pairs, *pair),
+                chosen=self._adapters_of_pairs(weight.path, eqn.params["split"].num_pairs, *pair),
             )
         if found is None:
             found = bind(eqn, self._merged([rows, weight, sizes, *pair], eqn.primitive.name))[0]
@@ -284,7 +283,8 @@ def _for_base_only(policy: Callable[..., Any] | None, jaxpr: Any) -> Callable[..
     """
     if policy is None:
         return None
-    known = {_signature(eqn.params, [var.aval for var in eqn.invars]) for eqn in _products(jaxpr)}
+    products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general")
+    known = {_signature(eqn.params, [var.aval for var in eqn.invars]) for eqn in products}
 
     def keeps(primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name == "dot_general" and _signature(params, avals) not in known:
@@ -296,14 +296,6 @@ def _for_base_only(policy: Callable[..., Any] | None, jaxpr: Any) -> Callable[..
 
 def _signature(params: Mapping[str, Any], avals: Sequence[Any]) -> Any:
     return params["dimension_numbers"], tuple(aval.shape for aval in avals)
-
-
-def _products(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            yield eqn
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from _products(inner)
 
 
 def is_gather(eqn: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.models.base import ForwardResult, Model, ModuleModel, praxis_rngs
 from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.step import masks, matrix_uses
-from spmd_trainer.step.matrix_uses import MatrixDims
+from spmd_trainer.step.product_results import MatrixDims
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
 
 # Collections that the forward pass of a frozen base must not change.
@@ -104,9 +105,7 @@ class LoraModel:
         if self.settings.reference:
             inputs = self._with_reference(mdl_vars, inputs, key)
 
-        def run(base_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> ForwardResult:
-            return self.base.forward(base_vars, inputs, key, do_eval=do_eval, mutable=mutable)
-
+        run = functools.partial(self.base.forward, do_eval=do_eval, mutable=mutable)
         dropping = self.settings.dropout and not do_eval
         outputs, written = self._run(run, mdl_vars, inputs, key, dropping=bool(dropping))
         return outputs, {name: tree for name, tree in written.items() if name not in _KEPT}
@@ -114,9 +113,7 @@ class LoraModel:
     def decode(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, mutable: Sequence[str]
     ) -> ForwardResult:
-        def run(base_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> ForwardResult:
-            return self.base.decode(base_vars, inputs, key, mutable=mutable)
-
+        run = functools.partial(self.base.decode, mutable=mutable)
         found: ForwardResult = self._run(run, mdl_vars, inputs, key, dropping=False)
         return found
 

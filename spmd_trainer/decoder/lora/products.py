@@ -88,13 +88,13 @@ def multiply_grouped(
     if plan is None or plan.transposed:
         return None
     weight = adapted_weight.with_gain(weight)
-    placement = eqn.params["placement"]
-    from_rank = placement.over((), placement.split.outputs)
+    split = eqn.params["split"]
+    from_rank = split.over((), split.outputs)
     adapter = [] if chosen is None else [ADAPTER]
     experts, inputs, outputs = weight.w.shape
     a = weight.a.arranged([*plan.batch, *plan.contracted, *adapter, RANK]).reshape(experts, inputs, -1)
     b = weight.b.arranged([*plan.batch, *adapter, RANK, *plan.free]).reshape(experts, -1, outputs)
-    hidden = placement.over(placement.split.inputs, ()).product(drop(rows), a.astype(rows.dtype), sizes) * weight.scale
+    hidden = split.over(split.inputs, ()).product(drop(rows), a.astype(rows.dtype), sizes) * weight.scale
     own = jnp.ones((*rows.shape[:3], 1), rows.dtype)
     if chosen is not None:
         count = weight.a.array.shape[weight.a.names.index(ADAPTER)]

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.sharding.specs import entry_axes
 
 ALL_LINEAR = "all-linear"
 _NAME = re.compile(r"[\w-][\w.-]*")
@@ -95,7 +96,7 @@ class Lora:
     @property
     def rank_axes(self) -> tuple[str, ...]:
         """The mesh axes that may split the rank dimension."""
-        return (self.rank_axis,) if isinstance(self.rank_axis, str) else tuple(self.rank_axis or ())
+        return entry_axes(self.rank_axis)
 
     @property
     def scale(self) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from spmd_trainer.decoder.lora.settings import Lora
 from spmd_trainer.errors import UserError
-from spmd_trainer.step.matrix_uses import MatrixDims, Uses
+from spmd_trainer.step.product_results import MatrixDims, Uses
 
 
 def choose_targets(settings: Lora, uses: Mapping[str, Uses]) -> dict[str, MatrixDims]:

@@ -10,14 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 from jax import lax
 from praxis import base_layer
 
 from spmd_trainer.decoder.lora.adapted_weight import ADAPTER, RANK, AdaptedWeight, Factor
 from spmd_trainer.decoder.lora.settings import Lora
+from spmd_trainer.sharding.specs import entry_axes
 from spmd_trainer.step import masks
 from spmd_trainer.step import tracked_dims as dims_lib
-from spmd_trainer.step.matrix_uses import MatrixDims
+from spmd_trainer.step.product_results import MatrixDims
 from spmd_trainer.train_states import PyTree
 
 LORA = "lora"
@@ -45,12 +47,7 @@ def adapters_of(mdl_vars: PyTree, path: str) -> Mapping[str, Any]:
 
 def with_adapters(mdl_vars: PyTree, adapters: Mapping[str, Mapping[str, Any]]) -> PyTree:
     """Returns the variables with adapters, given as {path of the base's variable: {'a': ..., 'b': ...}}."""
-    tree: dict[str, Any] = {}
-    for path, parts in adapters.items():
-        node = tree
-        for part in path.split("/")[1:]:
-            node = node.setdefault(part, {})
-        node.update(parts)
+    tree = traverse_util.unflatten_dict({tuple(path.split("/")[1:]): dict(parts) for path, parts in adapters.items()})
     return {**mdl_vars, base_layer.PARAMS: {**mdl_vars[base_layer.PARAMS], LORA: tree}}
 
 
@@ -119,7 +116,7 @@ def split_like_base(
     dims = factor_dims(roles, name)
     entries = [None if dim == RANK or mapping[dim] == -1 else mapping[dim] for dim in dims]
     if settings.rank_axes and RANK in dims:
-        used = {axis for entry in entries for axis in ([entry] if isinstance(entry, str) else entry or ())}
+        used = {axis for entry in entries for axis in entry_axes(entry)}
         free = tuple(axis for axis in settings.rank_axes if axis not in used)
         if free:
             entries[dims.index(RANK)] = free[0] if len(free) == 1 else free

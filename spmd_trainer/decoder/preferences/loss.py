@@ -24,7 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError, require_one_of
 
 LOSSES = ("sigmoid", "sigmoid_norm", "robust", "ipo", "simpo")
 _NAME = "task.model.preference"
@@ -70,10 +70,7 @@ class PreferenceLoss:
         Raises:
           UserError: a field has an invalid value; names the field, the value and the valid ones.
         """
-        if self.loss not in LOSSES:
-            raise UserError(
-                f"{_NAME}.loss={self.loss!r}; set it to one of {', '.join(LOSSES)}{did_you_mean(str(self.loss), LOSSES)}"
-            )
+        require_one_of(f"{_NAME}.loss", self.loss, LOSSES)
         for name in ("beta", "label_smoothing", "target_margin"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

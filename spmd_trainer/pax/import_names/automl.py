@@ -74,7 +74,6 @@ class Sweeping(BaseAlgorithm):
     """All combinations, in order."""
 
     def __call__(self) -> Any:
-        """Returns PyGlove's sweep."""
         import pyglove as pg
 
         return pg.geno.Sweeping()
@@ -94,7 +93,6 @@ class RegularizedEvolution(BaseAlgorithm):
     seed: int | None = None
 
     def __call__(self) -> Any:
-        """Returns PyGlove's evolution."""
         import pyglove as pg
 
         return pg.evolution.regularized_evolution(
@@ -125,7 +123,6 @@ class SingleObjective(BaseReward):
         _check_goal(self.goal)
 
     def __call__(self, metrics_dict: Metrics, global_step: int) -> float:
-        """Returns the reward."""
         del global_step
         reward = self.used_metrics[0].get_value(metrics_dict) * (1 if self.goal == "maximize" else -1)
         return self.reward_for_nan if self.reward_for_nan is not None and math.isnan(reward) else reward
@@ -155,7 +152,6 @@ class WeightedSumAggregator(MultiObjectiveAggregator):
     weights: Sequence[float] | None = None
 
     def __call__(self, values: Sequence[float]) -> float:
-        """Returns the weighted mean."""
         weights = list(self.weights or ())
         if len(weights) != len(values) or not sum(weights):
             raise ValueError(f"WeightedSumAggregator.weights={weights}; give {len(values)} weights whose sum is not 0")
@@ -183,7 +179,6 @@ class MultiObjective(BaseReward):
         _check_goal(self.goal)
 
     def __call__(self, metrics_dict: Metrics, global_step: int) -> float:
-        """Returns the reward."""
         del global_step
         values = [metric.get_value(metrics_dict) for metric in self.used_metrics]
         if self.reward_for_nan is not None and any(map(math.isnan, values)):
@@ -217,7 +212,6 @@ class LastReportedMetricValues(CrossStepMetricAggregator):
     """The metrics of the last step."""
 
     def __call__(self, metrics_across_steps: Sequence[tuple[int, Metrics]]) -> Metrics:
-        """Returns the last metrics."""
         return metrics_across_steps[-1][1]
 
 
@@ -231,7 +225,6 @@ class AverageMetricValues(CrossStepMetricAggregator):
     last_n: int | None = None
 
     def __call__(self, metrics_across_steps: Sequence[tuple[int, Metrics]]) -> Metrics:
-        """Returns the means."""
         values: dict[str, list[float]] = collections.defaultdict(list)
         for _, metrics in metrics_across_steps:
             for name, value in metrics.items():
@@ -293,7 +286,6 @@ class EarlyStoppingByValue(_AtSteps):
     step_values: Sequence[tuple[int, float]] | None = None
 
     def __call__(self) -> Any:
-        """Returns PyGlove's policy."""
         import pyglove as pg
 
         return pg.early_stopping.early_stop_by_value(
@@ -311,7 +303,6 @@ class EarlyStoppingByRank(_AtSteps):
     step_ranks: Sequence[tuple[int, int | float, int]] | None = None
 
     def __call__(self) -> Any:
-        """Returns PyGlove's policy."""
         import pyglove as pg
 
         return pg.early_stopping.early_stop_by_rank(
@@ -364,9 +355,7 @@ def parameter_sweep(
             f"combinations={rows!r:.200}: give a tuple of names, and tuples of as many values, at least one"
         )
     reward = None if metric is None else pax_fiddle.Config(SingleObjective, metric=metric, goal=goal)
-    search = SearchHParams(
-        pax_fiddle.Config(Sweeping), reward, train_to_end=True, treats_early_stopped_trials_as_done=True, **about
-    )
+    search = _sweeping(reward, train_to_end=True, **about)
 
     def decorate(cls: type[BaseExperiment]) -> type[BaseExperiment]:
         body: dict[str, Any] = {

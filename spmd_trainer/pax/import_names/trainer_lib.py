@@ -26,7 +26,7 @@ from spmd_trainer.pax.absent_names import getter
 from spmd_trainer.sharding import reshard_input_based_on_rank_fn, shard_on_batch_dim_partition_spec
 from spmd_trainer.step import minibatches, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
-from spmd_trainer.step.step_fns import StepFnOutput, WeightedScalars
+from spmd_trainer.step.step_fns import StepFnOutput
 from spmd_trainer.tasks_lib import EarlyStoppingFn, RunningMode, SingleTask
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
 
@@ -229,46 +229,26 @@ def _pmap_gradients(
 ) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
     """Runs the forward and backward pass of one device's rows; the results are those of all devices' rows together."""
     output, written, grads = step_fns.gradients(layout, mdl_vars, prng_key, inputs)
-    weight = _loss_weight(layout.task, output)
+    weight = jnp.asarray(output.weighted_scalars[str(layout.task.learner.loss_name)][1], jnp.float32)
     # The loss is a mean over this device's rows: its part of the mean over all rows.
     share = minibatches.weighted_mean(weight, jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME))
     grads = jax.tree.map(lambda g: (g * share).astype(g.dtype), grads)
     written = jax.tree.map(
         lambda x: x if minibatches.is_integer(x) else jax.lax.pmean(x, PMAP_PARALLEL_AXIS_NAME), written
     )
-    return _over_devices(layout.task, output), written, jax.lax.psum(grads, PMAP_PARALLEL_AXIS_NAME)
+    return _over_devices(layout.task, output, inputs), written, jax.lax.psum(grads, PMAP_PARALLEL_AXIS_NAME)
 
 
 def _pmap_evaluate(
     layout: LogicalLayout, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> StepFnOutput:
-    return _over_devices(layout.task, step_fns.forward(layout, mdl_vars, prng_key, inputs, do_eval=True)[0])
+    return _over_devices(layout.task, step_fns.forward(layout, mdl_vars, prng_key, inputs, do_eval=True)[0], inputs)
 
 
-def _loss_weight(task: SingleTask, output: StepFnOutput) -> jax.Array:
-    return jnp.asarray(output.weighted_scalars[str(task.learner.loss_name)][1], jnp.float32)
-
-
-def _over_devices(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
+def _over_devices(task: SingleTask, output: StepFnOutput, inputs: NestedJTensor) -> StepFnOutput:
     """Returns the output with means over all devices, and all rows' per-example outputs."""
-
-    def mean(value: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        value, weight = jnp.asarray(value), jnp.asarray(weight)
-        total = jax.lax.psum(value * weight, PMAP_PARALLEL_AXIS_NAME)
-        weights = jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME)
-        return minibatches.weighted_mean(total, weights), weights
-
-    scalars: WeightedScalars = type(output.weighted_scalars)(
-        {name: mean(*pair) for name, pair in output.weighted_scalars.items()}  # type: ignore[call-arg]
-    )
-    assert output.loss is not None  # only decode has none
-    return StepFnOutput(
-        loss=mean(output.loss, _loss_weight(task, output))[0],
-        weighted_scalars=scalars,
-        per_example_out=jax.lax.all_gather(output.per_example_out, PMAP_PARALLEL_AXIS_NAME, tiled=True),
-        summary_tensors=jax.lax.pmean(output.summary_tensors, PMAP_PARALLEL_AXIS_NAME),
-        clu_metrics={
-            name: jax.lax.all_gather(metric, PMAP_PARALLEL_AXIS_NAME).reduce()
-            for name, metric in (output.clu_metrics or {}).items()
-        },
-    )
+    outputs, rows = minibatches.Outputs(str(task.learner.loss_name)), jax.tree.leaves(inputs)[0].shape[0]
+    sums, by_row = outputs.take(output, jnp.ones(()), rows)
+    by_row = jax.lax.all_gather(by_row, PMAP_PARALLEL_AXIS_NAME, tiled=True)
+    num_rows = rows * jax.lax.axis_size(PMAP_PARALLEL_AXIS_NAME)
+    return outputs.put_back(jax.lax.psum(sums, PMAP_PARALLEL_AXIS_NAME), by_row, 1, num_rows)

@@ -21,10 +21,10 @@ from fiddle import selectors
 from flax import linen as nn
 from praxis import base_layer, layers
 from praxis.layers import attentions, base_ops, transformer_models
-from praxis.pax_fiddle import Config
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels import attend, kernels
+from spmd_trainer.sharding.specs import entry_axes
 
 _MASK_GIVEN = "the layer got a mask instead of segment ids"
 LanguageModelType = transformer_models.LanguageModelType
@@ -135,7 +135,7 @@ class FusedDotProductAttention(layers.DotProductAttention):
         blnh = self.activation_split_dims_mapping.blnh
         if blnh is None or self.mesh_axis_names is None:
             return attend.Split()
-        batch, length, heads, _ = (mesh_axes(entry) for entry in blnh)
+        batch, length, heads, _ = (entry_axes(entry) for entry in blnh)
         return attend.Split(batch=batch, length=length, heads=heads)
 
     @nn.nowrap
@@ -182,8 +182,6 @@ class SegmentedTransformerLm(layers.TransformerLm):
 
     Fields and variables are the same. The attention layers must be fused, see `use_fused_attention_in`.
     """
-
-    harmless_vocabulary_padding = True
 
     @nn.nowrap
     def create_child(self, name: str, params: Any) -> None:
@@ -239,25 +237,6 @@ _FUSED = {
 }
 
 
-def use_fused_attention(
-    attention_p: Config[base_layer.BaseLayer], kernel: str | None = None
-) -> Config[FusedDotProductAttention]:
-    """Returns the config of a fused attention layer with the fields of a praxis one.
-
-    The layer uses a kernel only where its model hands over segment ids; `use_fused_attention_in` changes both.
-
-    Args:
-      attention_p: config of a `DotProductAttention`, `DotProductAttentionWithLPB` or `LocalSelfAttention`.
-      kernel: see `FusedDotProductAttention`.
-
-    Raises:
-      UserError: `attention_p` is another kind of attention.
-    """
-    fused_p = attention_p.clone()
-    _fuse(fused_p, kernel)
-    return fused_p
-
-
 def use_fused_attention_in(model_p: Any, kernel: str | None = None) -> None:
     """Makes every attention layer in a config fused, and every `TransformerLm` hand over segment ids. Changes it in place.
 
@@ -269,23 +248,12 @@ def use_fused_attention_in(model_p: Any, kernel: str | None = None) -> None:
       UserError: an attention layer is of a kind that has no fused form.
     """
     for attention_p in selectors.select(model_p, layers.DotProductAttention, check_nonempty=False):
-        _fuse(attention_p, kernel)
+        cls = fdl.get_callable(attention_p)
+        if cls not in (*_FUSED, *_FUSED.values()):
+            raise UserError(
+                f"USE_FUSED_ATTENTION is for plain attention, but this is a {cls.__name__}; set one of the two only"
+            )
+        fdl.update_callable(attention_p, _FUSED.get(cls, cls))
+        attention_p.kernel = kernel
     for lm_p in selectors.select(model_p, layers.TransformerLm, match_subclasses=False, check_nonempty=False):
         fdl.update_callable(lm_p, SegmentedTransformerLm)
-
-
-def _fuse(attention_p: Any, kernel: str | None) -> None:
-    cls = fdl.get_callable(attention_p)
-    if cls not in (*_FUSED, *_FUSED.values()):
-        raise UserError(
-            f"USE_FUSED_ATTENTION is for plain attention, but this is a {cls.__name__}; set one of the two only"
-        )
-    fdl.update_callable(attention_p, _FUSED.get(cls, cls))
-    attention_p.kernel = kernel
-
-
-def mesh_axes(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of an entry of a split mapping, which is None, -1, a name, or several names."""
-    if isinstance(entry, str):
-        return (entry,)
-    return () if entry is None or entry == -1 else tuple(entry)

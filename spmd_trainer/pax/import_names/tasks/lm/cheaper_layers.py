@@ -13,7 +13,6 @@ computes the loss of softmaxes without logits, see `FusedFullSoftmax`. USE_FUSED
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import fiddle as fdl
@@ -25,8 +24,7 @@ from praxis import base_layer, layers
 from praxis.layers import base_ops, linears
 
 from spmd_trainer.kernels import cross_entropy
-from spmd_trainer.step.vocabulary_padding import MaskedFeedForward
-from spmd_trainer.tasks.lm.attention import mesh_axes
+from spmd_trainer.sharding.specs import entry_axes
 
 
 class LayerNorm(layers.LayerNorm):
@@ -60,22 +58,19 @@ def use_layer_norm(model_p: Any) -> None:
 class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
     """praxis' `SharedEmbeddingSoftmax` with a cheaper lookup. Fields and variables are the same.
 
-    With lookup_style 'matmul', praxis multiplies the table with one-hot ids. This layer reads the table's rows, unless the
-    devices that split the rows don't divide them. The gradient stays praxis' product, in parts for long rows: adding to rows
-    would round for each token in bfloat16, and has no fixed order on GPUs.
+    With lookup_style 'matmul', praxis multiplies the table with one-hot ids. This layer reads the table's rows. The gradient
+    stays praxis' product, in parts for long rows: adding to rows would round for each token in bfloat16, and has no fixed order
+    on GPUs.
     """
-
-    harmless_vocabulary_padding = True
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
         """Returns the embeddings [..., input_dims] of integers `ids` [...]; zeros for ids that are not in the table."""
         if self.lookup_style != "matmul" or fdl.get_callable(self.einsum_tpl) is not base_ops.EinsumOp:
             return super().emb_lookup(ids)
         table = jnp.transpose(self.logits_ffn.linear.theta.w)
-        sizes, axes = jax.sharding.get_abstract_mesh().shape, self._row_axes()
-        if self.num_classes % math.prod(sizes.get(axis, 1) for axis in axes):
-            return super().emb_lookup(ids)
-        embeddings = _rows_of(ids, base_layer.maybe_shard(table, [axes or None, None], self.mesh_axis_names))
+        embeddings = _rows_of(
+            ids, base_layer.maybe_shard(table, [self._row_axes() or None, None], self.mesh_axis_names)
+        )
         if self.scale_sqrt_depth:
             embeddings *= self.input_dims**0.5
         return base_layer.maybe_shard(
@@ -86,7 +81,7 @@ class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
     def _row_axes(self) -> tuple[str, ...]:
         """Returns the mesh axes that split the vocabulary of the weights [input_dims, num_classes]."""
         splits = self.weight_split_dims_mapping.wt
-        return mesh_axes(splits[1]) if splits is not None and self.mesh_axis_names is not None else ()
+        return entry_axes(splits[1]) if splits is not None and self.mesh_axis_names is not None else ()
 
 
 # Tokens of a row whose one-hot ids exist at the same time, in the gradient of a lookup.
@@ -141,8 +136,6 @@ class FusedFullSoftmax(layers.FullSoftmax):
     projection that isn't praxis' plain one.
     """
 
-    harmless_vocabulary_padding = True
-
     def __call__(
         self,
         inputs: jax.Array,
@@ -169,7 +162,7 @@ class FusedFullSoftmax(layers.FullSoftmax):
             and class_probabilities is None
             and self.bi_tempered_loss_tpl is None
             and ffn_p is not None
-            and fdl.get_callable(ffn_p) in (linears.FeedForward, MaskedFeedForward)
+            and fdl.get_callable(ffn_p) is linears.FeedForward
             and fdl.get_callable(ffn_p.linear_tpl) is linears.Linear
             and fdl.get_callable(ffn_p.linear_tpl.einsum_tpl) is base_ops.EinsumOp
         )
@@ -195,7 +188,6 @@ class FusedFullSoftmax(layers.FullSoftmax):
             biases=ffn.bias.theta.b if ffn.has_bias else None,
             softcap=self.soft_cap_logits or None,
             label_smoothing=self.label_smoothing_prob if smooths else 0.0,
-            vocab_size=getattr(ffn, "num_logits", None),
             split=self._vocabulary_split(),
         )
         log_sum = found.log_sum[..., None]
@@ -206,15 +198,13 @@ class FusedFullSoftmax(layers.FullSoftmax):
         weights, outputs = self.weight_split_dims_mapping.wt, self.activation_split_dims_mapping.out
         if self.mesh_axis_names is None:
             return cross_entropy.VocabularySplit()
-        width, vocab = map(mesh_axes, weights if weights is not None else (None, None))
-        batch, length = map(mesh_axes, outputs[:2] if outputs is not None else (None, None))
+        width, vocab = map(entry_axes, weights if weights is not None else (None, None))
+        batch, length = map(entry_axes, outputs[:2] if outputs is not None else (None, None))
         return cross_entropy.VocabularySplit(batch, length, vocab, width)
 
 
 class FusedSharedEmbeddingSoftmax(FusedFullSoftmax, SharedEmbeddingSoftmax):
     """`SharedEmbeddingSoftmax` with the loss of `FusedFullSoftmax`."""
-
-    harmless_vocabulary_padding = True
 
 
 # The softmaxes of this file, whose weights are [input_dims, num_classes].
