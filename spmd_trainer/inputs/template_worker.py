@@ -1,14 +1,14 @@
-"""Renders chat templates in a process beside the trainer: a program, started by `template_process`.
+"""Renders chat templates in a process beside the trainer: a program, started by `chat_template`.
 
 A template is a program of somebody else's. Its loops, its strings and the integers that it makes may grow without end, inside
 C code too, which nothing in the same process can interrupt. Here the kernel ends what takes too long or too much memory.
 
-Reads requests from standard input and writes one answer to each to standard output. A message is its length, 8 bytes little
-endian, and its content: a pickled `Request`, or JSON. Imports nothing of the trainer, so that it starts quickly.
+A request is a pickled `Request`, and its answer JSON. Imports nothing of the trainer, so that it starts quickly.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -17,6 +17,7 @@ import resource
 import signal
 import sys
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 # Kinds of failures in an answer.
 SYNTAX, FORBIDDEN, FAILED, LENGTH, MEMORY, DEPTH = "syntax", "forbidden", "failed", "length", "memory", "depth"
 MARKS = "marks"
-LENGTH_BYTES = 8
 # Address space for the interpreter and for what a template computes, and for each character of its text.
 _BYTES, _BYTES_PER_CHARACTER = 2**30, 32
 # Longest reason in an answer.
@@ -223,15 +223,13 @@ def _serve_one(content: bytes) -> bytes:
 
 
 def main() -> None:
-    """Answers requests until standard input ends. The arguments are the trainer's `sys.path`."""
-    sys.path[:] = sys.argv[1:]
+    """Answers requests until the trainer closes the pipe. The arguments behind its descriptor are the trainer's `sys.path`."""
+    sys.path[:] = sys.argv[2:]
     _environment()  # imports jinja2, which counts for no template
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    while len(head := requests.read(LENGTH_BYTES)) == LENGTH_BYTES:
-        answer = _serve_one(requests.read(int.from_bytes(head, "little")))
-        answers.write(len(answer).to_bytes(LENGTH_BYTES, "little") + answer)
-        answers.flush()
+    with Connection(int(sys.argv[1])) as pipe, contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            pipe.send_bytes(_serve_one(pipe.recv_bytes()))
 
 
 if __name__ == "__main__":
