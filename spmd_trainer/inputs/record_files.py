@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import array
 import functools
-import mmap
-import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -22,8 +20,9 @@ from etils import epath
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, files
-from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
-from spmd_trainer.storage import is_remote, local_copies, reading
+from spmd_trainer.inputs.corpus.file_source import OpenFiles
+from spmd_trainer.inputs.shards import ShardIndex
+from spmd_trainer.storage import local_copies, reading
 
 _HEADER = struct.Struct("<QI")
 _LENGTH_BYTES = 8
@@ -36,9 +35,6 @@ _MAX_OPEN = 64
 _BLOCK = 2**20
 # Smaller files are faster to index again than to look up.
 _CACHED_BYTES = 2**20
-# Files up to this size together are mapped into memory: reading a record takes a fifth of the time. Mapped pages count as the
-# process's memory, so larger sets are read.
-_MAPPED_BYTES = 2**28
 # Record sizes per block of `checksum`.
 _SIZES_AT_ONCE = 2**20
 _FIX = "Write the file again, or leave it out of `files`"
@@ -70,7 +66,7 @@ class RecordFiles:
         # For each file: the first byte of each record, and the end of the last.
         self._bounds = [bounds_of(path) for path in self._files.paths]
         self.shards = ShardIndex([len(bounds) - 1 for bounds in self._bounds])
-        self._open: LRUCache[OpenFile | mmap.mmap] = LRUCache(_MAX_OPEN)
+        self._opened = OpenFiles(self.paths, self._files.sizes, most=_MAX_OPEN)
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -122,37 +118,11 @@ class RecordFiles:
         """
         found: list[bytes] = [b""] * len(records)
         for index, rows, numbers in self.shards.split(records):
-            begins = self._bounds[index][numbers]
-            sizes = (self._bounds[index][numbers + 1] - begins).tolist()
-            frames = self._read(index, list(zip(begins.tolist(), sizes, strict=True)))
-            for row, frame, size in zip(rows.tolist(), frames, sizes, strict=True):
-                found[row] = data_of(frame, size, functools.partial(self.describe, int(records[row])))
+            begins, ends = self._bounds[index][numbers].tolist(), self._bounds[index][numbers + 1].tolist()
+            for row, begin, end in zip(rows.tolist(), begins, ends, strict=True):
+                frame = self._opened.read(index, begin, end)
+                found[row] = data_of(frame, end - begin, functools.partial(self.describe, int(records[row])))
         return found
-
-    def _read(self, index: int, spans: list[tuple[int, int]]) -> list[bytes]:
-        """Reads spans (first byte, number of bytes) of a file."""
-        path = self.paths[index]
-        if is_remote(path):
-            try:
-                return [reading.read(path, begin, begin + size) for begin, size in spans]
-            except OSError as error:
-                raise UserError(f"{path} can no longer be read: {reading.problem(path, error)}") from error
-        try:
-            file = self._open.get(index, self._open_file)
-            if isinstance(file, OpenFile):
-                return [os.pread(file.number, size, begin) for begin, size in spans]
-            if file.size() < len(file):  # truncated: touching the missing bytes would kill the process
-                return [b""] * len(spans)
-        except OSError as error:
-            raise UserError(f"{path} can no longer be read: {error.strerror}") from error
-        return [file[begin : begin + size] for begin, size in spans]
-
-    def _open_file(self, index: int) -> OpenFile | mmap.mmap:
-        file = OpenFile(self.paths[index])
-        # An empty file can't be mapped.
-        if self._files.total_bytes > _MAPPED_BYTES or not os.fstat(file.number).st_size:
-            return file
-        return mmap.mmap(file.number, 0, prot=mmap.PROT_READ)
 
 
 def data_of(frame: bytes, size: int, where: Callable[[], str]) -> bytes:

@@ -36,10 +36,10 @@ _ASKED = "set `column` (--column, or COLUMN of an experiment) to the one with th
 class OpenFiles:
     """The files of a source, opened on first read. Raises if a file's size changes. Thread-safe."""
 
-    def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
-        """`sizes` are the files' bytes when the source was opened."""
+    def __init__(self, paths: Sequence[str], sizes: Sequence[int], most: int = _MAX_OPEN):
+        """`sizes` are the files' bytes when the source was opened; at most `most` stay open."""
         self._paths, self._sizes = tuple(paths), tuple(sizes)
-        self._open: LRUCache[OpenFile] = LRUCache(_MAX_OPEN)
+        self._open: LRUCache[OpenFile] = LRUCache(most)
 
     def read(self, index: int, start: int, stop: int) -> bytes:
         """Returns the bytes of a file from `start` to `stop`.
