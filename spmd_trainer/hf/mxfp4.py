@@ -78,6 +78,6 @@ def combined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shape = (experts, number * 2 * _BYTES_OF_BLOCK, outputs)
         del found[name]
         found[base] = Mxfp4Tensor(
-            base, blocks.path, np.dtype(ml_dtypes.bfloat16), shape, blocks.start, blocks=blocks, scales=scales
+            base, np.dtype(ml_dtypes.bfloat16), shape, blocks.path, blocks.start, blocks=blocks, scales=scales
         )
     return found

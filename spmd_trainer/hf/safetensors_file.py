@@ -45,27 +45,29 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """An array in a file.
-
-    Attributes:
-      name: its name.
-      path: the file.
-      dtype: its dtype.
-      shape: its shape.
-      start: offset of its bytes in the file.
-    """
+class Described:
+    """An array, by its name, dtype and shape."""
 
     name: str
-    path: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    start: int
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
-        return _nbytes(self.dtype, self.shape)
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor(Described):
+    """An array in a file.
+
+    Attributes:
+      path: the file.
+      start: offset of its bytes in the file.
+    """
+
+    path: str
+    start: int
 
     @property
     def row_bytes(self) -> int:
@@ -138,33 +140,10 @@ def _parse(name: str, path: str, entry: Mapping[str, Any], first: int) -> Tensor
         raise ValueError(f"{name} has the dtype {entry['dtype']!r:.100}")
     dtype, shape = DTYPES[entry["dtype"]], json_values.shape(entry["shape"], f"{name}.shape")
     start, end = (json_values.integer(offset, f"{name}.data_offsets") for offset in entry["data_offsets"])
-    if end - start != _nbytes(dtype, shape):
-        raise ValueError(f"{name} has offsets {start} to {end}, and needs {_nbytes(dtype, shape)} bytes")
-    return Tensor(name, path, dtype, shape, first + start)
-
-
-def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    return dtype.itemsize * math.prod(shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Described:
-    """An array to write.
-
-    Attributes:
-      name: its name.
-      dtype: its dtype.
-      shape: its shape.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return _nbytes(self.dtype, self.shape)
+    found = Tensor(name, dtype, shape, path, first + start)
+    if end - start != found.nbytes:
+        raise ValueError(f"{name} has offsets {start} to {end}, and needs {found.nbytes} bytes")
+    return found
 
 
 def in_file_order(tensors: Iterable[Described]) -> list[Described]:
