@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import files, template_worker
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.template_worker import Request
@@ -102,10 +103,7 @@ class ChatTemplate:
         for field, value in (("max_render_seconds", max_render_seconds), ("max_rendered_chars", max_rendered_chars)):
             if not 0 < value <= _MOST:
                 raise UserError(f"{field}={value!r}; give a number above 0, and at most {_MOST:,}")
-        try:
-            import jinja2  # noqa: F401  # used by the process that renders
-        except ImportError as error:
-            raise UserError(f"{name} needs jinja2: pip install 'spmd-trainer[hf]'") from error
+        imported("jinja2", f"{name} needs jinja2: pip install 'spmd-trainer[hf]'")  # used by the process that renders
         self.name = name
         self.text = text
         self.special_tokens = {kind: token for kind, token in (special_tokens or {}).items() if kind in text}

@@ -97,7 +97,7 @@ def identify(head: bytes) -> FileFormat | None:
     """
     has_control = _CONTROL.search(head) is not None
     for first, kind in _BY_FIRST_BYTES.items():
-        if head.startswith(first) and (has_control or not _is_printable(first)):
+        if head.startswith(first) and (has_control or not (first.isascii() and first.decode().isprintable())):
             return kind
     if _PDF_VERSION.match(head):
         return _PDF
@@ -125,10 +125,6 @@ def begins_as_json(head: bytes) -> bool:
       head: as in `identify`.
     """
     return _JSON_BEGINNING.match(head) is not None and (len(head) >= HEAD_BYTES or b"\n" in head.strip())
-
-
-def _is_printable(signature: bytes) -> bool:
-    return signature.isascii() and signature.decode("ascii").isprintable()
 
 
 def _zip(head: bytes) -> FileFormat:

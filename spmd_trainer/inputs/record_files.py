@@ -197,8 +197,8 @@ def _walk(file: BinaryIO, path: str, total: int, bounds: array.array[int]) -> No
             raise _broken(path, bounds, _CUT_OFF)
         size, crc = unpack(block, at)
         if crc != length_crc(size):
-            if not offset:
-                _refuse_other_format(path, block[: file_formats.HEAD_BYTES])
+            if not offset and (kind := file_formats.identify(block[: file_formats.HEAD_BYTES])) is not None:
+                raise UserError(f"{path} is {kind.name}, not TFRecord. {kind.instead}")
             raise _broken(path, bounds, "its length doesn't match its checksum")
         offset += size + _FRAME
         if offset > total:
@@ -212,12 +212,6 @@ def _broken(path: str, bounds: array.array[int], wrong: str) -> UserError:
     return UserError(
         f"{describe(path, whole, bounds[-1])} is broken: {wrong}. The {whole} records before it are whole. {_FIX}"
     )
-
-
-def _refuse_other_format(path: str, head: bytes) -> None:
-    kind = file_formats.identify(head)
-    if kind is not None:
-        raise UserError(f"{path} is {kind.name}, not TFRecord. {kind.instead}")
 
 
 def describe(path: str, number: int, offset: int) -> str:

@@ -16,6 +16,7 @@ import pickle
 import resource
 import signal
 import sys
+import types
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,29 +52,13 @@ class Request(NamedTuple):
     max_chars: int
 
 
-class _LengthError(Exception):
-    """The text is longer than allowed."""
+class _Failed(Exception):
+    """The rendering failed; the message is the kind of failure."""
 
 
-class _MarksError(Exception):
-    """A `{% generation %}` block can't be located in the text."""
-
-
-class _Recorder:
-    """Collects the `{% generation %}` blocks of a rendering.
-
-    Attributes:
-      length: characters written so far.
-      blocks: (start, content) of each block.
-    """
-
-    def __init__(self) -> None:
-        self.length = 0
-        self.blocks: list[tuple[int, str]] = []
-
-
-# The templates share one environment, whose `Generation` extension writes here.
-_recorder = _Recorder()
+# What the `Generation` extension of all templates' environment notes while one is rendered: the characters written so far, and
+# (start, content) of each `{% generation %}` block.
+_rendering = types.SimpleNamespace(length=0, blocks=[])
 
 
 def _answer(request: Request) -> dict[str, Any]:
@@ -95,10 +80,8 @@ def _answer(request: Request) -> dict[str, Any]:
         return _failure(MEMORY)
     except RecursionError:
         return _failure(DEPTH)
-    except _LengthError:
-        return _failure(LENGTH)
-    except _MarksError:
-        return _failure(MARKS)
+    except _Failed as error:
+        return _failure(str(error))
     except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
         return _failure(FAILED, str(error))
 
@@ -112,21 +95,21 @@ def _rendered(template: jinja2.Template, given: Mapping[str, Any], longest: int)
     variables = dict(given)
     if "strftime_now" in variables:
         variables["strftime_now"] = functools.partial(_formatted, variables["strftime_now"])
-    _recorder.length, _recorder.blocks = 0, []
+    _rendering.length, _rendering.blocks = 0, []
     parts = []
     for part in template.generate(variables):
         parts.append(part)
-        _recorder.length += len(part)
-        if _recorder.length > longest:
-            raise _LengthError
-    return "".join(parts), _recorder.blocks
+        _rendering.length += len(part)
+        if _rendering.length > longest:
+            raise _Failed(LENGTH)
+    return "".join(parts), _rendering.blocks
 
 
 def _located(text: str, blocks: list[tuple[int, str]]) -> list[tuple[int, int]]:
     end, spans = 0, []
     for start, content in blocks:
         if start < end or not text.startswith(content, start):
-            raise _MarksError
+            raise _Failed(MARKS)
         end = start + len(content)
         spans.append((start, end))
     return spans
@@ -163,7 +146,7 @@ def _environment() -> jinja2.Environment:
 
         def _content(self, caller: Any) -> str:
             content = str(caller())
-            _recorder.blocks.append((_recorder.length, content))
+            _rendering.blocks.append((_rendering.length, content))
             return content
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -171,7 +154,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _time_now
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
 
 
@@ -190,10 +173,6 @@ def _raise_exception(message: str) -> None:
     import jinja2
 
     raise jinja2.TemplateError(message)
-
-
-def _time_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
 
 
 def _formatted(now: datetime.datetime | None, form: str) -> str:

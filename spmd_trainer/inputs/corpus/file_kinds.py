@@ -1,6 +1,6 @@
 """Detects the kind of a corpus' files from their names and first bytes, and reads compressed ones.
 
-Files may be compressed by gzip or Zstandard; the latter needs the package zstandard: extra `data`.
+Files may be compressed by gzip or Zstandard; the latter needs pyarrow: extra `data`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from etils import epath
 
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import file_formats, files, record_files
 from spmd_trainer.storage import is_remote, reading
 
@@ -51,8 +52,6 @@ _SKIPPED_FIRST, _SKIPPED = range(0x50, 0x60), b"\x2a\x4d\x18"
 _HEAD_BYTES = 4
 # Compressed bytes per read; their content can be many times larger.
 _BLOCK = 2**16
-# Compressed bytes that Zstandard unpacks at a time: up to 32 MiB of content.
-_PIECE = 2**10
 # Exceptions of damaged files: gzip raises EOFError, zlib.error and BadGzipFile (an OSError).
 DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
 
@@ -80,16 +79,8 @@ def kind_of_all(paths: Sequence[str]) -> str:
     return next(iter(kinds))
 
 
-def is_compressed(path: str) -> bool:
+def is_compressed(head: bytes) -> bool:
     """True if a file begins as gzip or Zstandard."""
-    return _is_compressed(read_head(path))
-
-
-def _damaged(path: str, error: Exception) -> UserError:
-    return UserError(f"{path} is damaged: {error}. Write the file again, or leave it out")
-
-
-def _is_compressed(head: bytes) -> bool:
     return head.startswith(_GZIP) or _is_zstandard(head)
 
 
@@ -149,13 +140,13 @@ def _kind(path: str) -> str | None:
 
 def _read_content_head(path: str) -> bytes:
     head = read_head(path)
-    if not _is_compressed(head):
+    if not is_compressed(head):
         return head
     try:
         with open_bytes(path) as file:
             return decompressed(file, path).read(file_formats.HEAD_BYTES)
     except DAMAGE as error:
-        raise _damaged(path, error) from error
+        raise UserError(f"{path} is damaged: {error}. Write the file again, or leave it out") from error
 
 
 def _listed(kinds: Sequence[str]) -> str:
@@ -177,52 +168,34 @@ def decompressed(file: BinaryIO, path: str) -> BinaryIO:
     """Returns a reader of the uncompressed content. The file's first bytes decide.
 
     Raises:
-      UserError: the file is compressed by Zstandard, and zstandard isn't installed.
+      UserError: the file is compressed by Zstandard, and pyarrow isn't installed.
     """
     head = file.read(_HEAD_BYTES)
     file.seek(0)
     if head.startswith(_GZIP):
         return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
     if _is_zstandard(head):
-        try:
-            import zstandard
-        except ImportError as error:
-            raise UserError(f"{path}: .zst files need zstandard: pip install 'spmd-trainer[data]'") from error
-        return io.BufferedReader(_ZstandardFrames(zstandard, file), _BLOCK)
+        pyarrow = imported("pyarrow", f"{path}: .zst files need pyarrow: pip install 'spmd-trainer[data]'")
+        return io.BufferedReader(
+            _Unpacked(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")), _BLOCK
+        )
     return file
 
 
-class _ZstandardFrames(io.RawIOBase):
-    """Content of all frames of a Zstandard file. Raises inside an incomplete frame, which the library ignores."""
+class _Unpacked(io.RawIOBase):
+    """What a stream of pyarrow unpacks. Its errors that have no number are of damaged content."""
 
-    def __init__(self, zstandard: Any, file: BinaryIO):
-        self._zstandard = zstandard
-        self._file = file
-        self._frame: Any = None
-        self._compressed = b""
-        self._ready = memoryview(b"")
+    def __init__(self, stream: Any):
+        self._stream = stream
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            if not self._compressed and not (read := self._file.read(_BLOCK)):
-                if self._frame is not None:
-                    raise EOFError("the file ends inside a Zstandard frame")
-                return 0
-            elif not self._compressed:
-                self._compressed = read
-            if self._frame is None:
-                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
-            try:
-                self._ready = memoryview(self._frame.decompress(self._compressed[:_PIECE]))
-            except self._zstandard.ZstdError as error:
+        try:
+            count: int = self._stream.readinto(buffer)
+        except OSError as error:
+            if error.errno is None:
                 raise EOFError(str(error)) from error
-            self._compressed = self._frame.unused_data + self._compressed[_PIECE:]
-            if self._frame.eof:
-                self._frame = None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
+            raise
         return count

@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -48,10 +48,8 @@ class OpenFiles:
           UserError: the file (named) can't be read, or its size has changed.
         """
         path = self._paths[index]
-        try:
+        with files.readable(path):
             content = reading.read(path, start, stop) if is_remote(path) else self._read_local(index, start, stop)
-        except OSError as error:
-            raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
         if len(content) != stop - start:
             raise self._changed(index)
         return content
@@ -105,14 +103,28 @@ class FileSource(Source):
         """
         self.paths = tuple(paths)
         self.sizes = reading.for_each(self.paths, _size)
+        # For each chunk: its file, and its number in the file.
+        self.groups = [(index, 0) for index in range(len(self.paths))]
+
+    def count_groups(self, rows_of: Callable[[int], Sequence[int]]) -> ShardIndex:
+        """Makes the row groups, or batches, of all files the chunks. `rows_of` returns the rows of each of a file's.
+
+        Raises:
+          UserError: there are no rows.
+        """
+        counts = [rows_of(index) for index in range(len(self.paths))]
+        self.groups = [(index, number) for index, of_file in enumerate(counts) for number in range(len(of_file))]
+        if not any(map(any, counts)):
+            raise UserError(f"{self.size_text} hold no rows, the first is {self.paths[0]}; give at least one with rows")
+        return ShardIndex([rows for of_file in counts for rows in of_file])
 
     @property
     def num_chunks(self) -> int:
-        return len(self.paths)
+        return len(self.groups)
 
     def file_of(self, chunk: int) -> tuple[int, int]:
         """Returns the number of a chunk's file, and the chunk's number in the file."""
-        return chunk, 0
+        return self.groups[chunk]
 
     @property
     def random_access(self) -> bool:

@@ -25,6 +25,7 @@ import numpy as np
 from etils import epath
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, LeftOut, Record, Source
 from spmd_trainer.inputs.corpus.encoding import RAISE, Encoder
@@ -117,11 +118,9 @@ class Task:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the tokens."""
         return np.dtype(tokenizers.token_dtype(self.tokenizer.vocab_size))
 
     def part_name(self, number: int) -> str:
-        """Returns the name of a part's file."""
         return f"tokens-{number:05d}-of-{len(self.parts):05d}.arrow"
 
     def record_name(self, number: int) -> str:
@@ -291,12 +290,7 @@ class Writer:
 
 def arrow_library() -> Any:
     """Imports pyarrow. Raises UserError if it isn't installed."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        raise UserError("prepared corpora need pyarrow to be written: pip install 'spmd-trainer[data]'") from error
-    return pyarrow
+    return imported("pyarrow", "prepared corpora need pyarrow to be written: pip install 'spmd-trainer[data]'")
 
 
 def main(pipe: Connection) -> None:
