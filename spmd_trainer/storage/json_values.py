@@ -106,14 +106,16 @@ def parse_object(content: bytes | str, *, finite: bool = True, unique: bool = Fa
     return value
 
 
-def integer(value: object, name: str, *, least: int = 0, most: int = LARGEST_INTEGER) -> int:
+def integer(value: object, name: str, *, least: int = 0) -> int:
     """Returns a value that must be a whole number.
 
     Raises:
       ValueError: it is another value, e.g. true or 2.0, or out of range.
     """
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} is {shortened(repr(value), _SHOWN)}, not a whole number from {least} to {most}")
+    if type(value) is not int or not least <= value <= LARGEST_INTEGER:
+        raise ValueError(
+            f"{name} is {shortened(repr(value), _SHOWN)}, not a whole number from {least} to {LARGEST_INTEGER}"
+        )
     return value
 
 

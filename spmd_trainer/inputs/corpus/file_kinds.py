@@ -36,15 +36,6 @@ _COMPRESSED = (".gz", ".zst")
 # Shard number after the suffix: 'c4.tfrecord-00000-of-01024'.
 _SHARD = re.compile(r"-\d+-of-\d+(?=(\.gz|\.zst)?$)")
 _UNREAD = {".csv": "comma", ".tsv": "tab"}
-# First bytes of each kind, for names without a known suffix.
-_BEGINNINGS = {
-    b"PAR1": "parquet",
-    b"ARROW1": "arrow",
-    bytes.fromhex("83af70d10d884a3f"): "arrayrecord",
-    b"\xff\xff\xff\xff": "arrow",
-    b"{": "jsonl",
-}
-_TAR_SIGNATURE, _TAR_SIGNATURE_AT = b"ustar", 257
 _GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 # Skippable frames begin with a byte from 0x50 to 0x5f, then these.
 # https://github.com/facebook/zstd/blob/dev/doc/zstd_compression_format.md
@@ -124,12 +115,11 @@ def _kind(path: str) -> str | None:
     # First: a record of 123 bytes begins with the byte of '{'. No other file begins with a length and its checksum.
     if record_files.begins_with_record(head):
         return "tfrecord"
-    for beginning, kind in _BEGINNINGS.items():
-        if head.lstrip().startswith(beginning):
-            return kind
-    if head[_TAR_SIGNATURE_AT:].startswith(_TAR_SIGNATURE):
-        return "tar"
+    if head.lstrip().startswith(b"{"):
+        return "jsonl"
     if (found := file_formats.identify(head)) is not None:
+        if found.kind is not None:
+            return found.kind
         raise UserError(f"{path} is {found.name}, which no kind reads. {found.instead}")
     known = [one for suffixes in SUFFIXES.values() for one in suffixes]
     near = did_you_mean(suffix, known) if suffix else ""
