@@ -49,6 +49,7 @@ class RecordFiles:
     """Records of TFRecord files, numbered from 0 in the order of the files. Several threads may read at a time.
 
     Attributes:
+      files: the files, in the order of the records.
       shards: records of each file.
     """
 
@@ -62,19 +63,14 @@ class RecordFiles:
           UserError: there are no files or no records, or a file can't be read, is compressed or is broken (names the
             file, the record and its byte).
         """
-        self._files = files.find_files(source)
+        self.files = files.find_files(source)
         # For each file: the first byte of each record, and the end of the last.
-        self._bounds = [bounds_of(path) for path in self._files.paths]
+        self._bounds = [bounds_of(path) for path in self.files.paths]
         self.shards = ShardIndex([len(bounds) - 1 for bounds in self._bounds])
-        self._opened = OpenFiles(self.paths, self._files.sizes, most=_MAX_OPEN)
+        self._opened = OpenFiles(self.files.paths, self.files.sizes, most=_MAX_OPEN)
 
     def __len__(self) -> int:
         return len(self.shards)
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The files, in the order of the records."""
-        return self._files.paths
 
     @property
     def counts(self) -> list[int]:
@@ -84,22 +80,17 @@ class RecordFiles:
     @functools.cached_property
     def checksum(self) -> int:
         """Changes when a file is added, removed or reordered, or when record sizes change."""
-        crc = self._files.checksum
+        crc = self.files.checksum
         for bounds in self._bounds:
             for begin in range(0, len(bounds) - 1, _SIZES_AT_ONCE):
                 sizes = np.diff(bounds[begin : begin + _SIZES_AT_ONCE + 1]) - _FRAME
                 crc = zlib.crc32(sizes.tobytes(), crc)
         return crc
 
-    @property
-    def size_text(self) -> str:
-        """Number of files and bytes, for messages: '3 files of 15,000 bytes'."""
-        return self._files.size_text
-
     def describe(self, record: int) -> str:
         """Formats a record's place for messages: 'FILE, record 7 (at byte 1234)', counted from 0."""
         index, number = self.shards.locate(record)
-        return describe(self.paths[index], number, int(self._bounds[index][number]))
+        return describe(self.files.paths[index], number, int(self._bounds[index][number]))
 
     def read(self, record: int) -> bytes:
         """Returns the data of a record.

@@ -89,7 +89,7 @@ class TfRecordInput(examples_lib.ExamplesInput):
         return {**super()._fingerprint(), "files": self.records.checksum, "features": repr(dict(self.features))}
 
     def _sizes_behind_checksums(self) -> dict[str, str]:
-        return {**super()._sizes_behind_checksums(), "files": self.records.size_text}
+        return {**super()._sizes_behind_checksums(), "files": self.records.files.size_text}
 
     def _check(self, name: str, feature: Any) -> None:
         if not isinstance(feature, Feature):

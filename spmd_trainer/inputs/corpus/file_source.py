@@ -51,7 +51,7 @@ class OpenFiles:
         with files.readable(path):
             content = reading.read(path, start, stop) if is_remote(path) else self._read_local(index, start, stop)
         if len(content) != stop - start:
-            raise self._changed(index)
+            raise changed(self._paths[index], self._sizes[index])
         return content
 
     def _read_local(self, index: int, start: int, stop: int) -> bytes:
@@ -59,19 +59,11 @@ class OpenFiles:
         opened = self._open.get(index, lambda index: OpenFile(self._paths[index]))
         file = opened.number
         if os.fstat(file).st_size != self._sizes[index]:
-            raise self._changed(index)
-        content = os.pread(file, stop - start, start)
-        if len(content) == stop - start:
-            return content
-        parts = [content]
-        while content and start + sum(map(len, parts)) < stop:  # one call reads at most 2 GiB
-            begin = start + sum(map(len, parts))
-            content = os.pread(file, stop - begin, begin)
-            parts.append(content)
+            raise changed(self._paths[index], self._sizes[index])
+        parts, begin = [os.pread(file, stop - start, start)], start
+        while parts[-1] and (begin := begin + len(parts[-1])) < stop:  # one call reads at most 2 GiB
+            parts.append(os.pread(file, stop - begin, begin))
         return b"".join(parts)
-
-    def _changed(self, index: int) -> UserError:
-        return changed(self._paths[index], self._sizes[index])
 
 
 def changed(path: str, size: int) -> UserError:
