@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import fiddle as fdl
 import jax
@@ -24,7 +24,23 @@ from spmd_trainer.train_states import TrainState
 
 if TYPE_CHECKING:
     from spmd_trainer.base_experiment import BaseExperiment
-    from spmd_trainer.training.job import Job
+    from spmd_trainer.step.partitioner import Partitioner
+
+
+class Job(Protocol):
+    """The parts of a `training.job.Job` used here."""
+
+    @property
+    def task(self) -> SingleTask:
+        pass
+
+    @property
+    def partitioner(self) -> Partitioner:
+        pass
+
+    @property
+    def prng_key(self) -> jax.Array:
+        pass
 
 
 def experiment_from_folder(directory: str | os.PathLike[str], **attributes: Any) -> type[BaseExperiment]:
