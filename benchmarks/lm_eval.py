@@ -136,7 +136,8 @@ def main() -> int:
         print(f"the scores differ by {worst:.2g}: not comparable")
         return 1
     lengths = [len(row.tokens) - 1 for row in rows]
-    wasted = steps.padding(lengths, steps.batches(lengths, requests.shapes(lengths)))
+    planned = steps.batches(lengths, requests.shapes(lengths))
+    wasted = 1 - sum(lengths) / sum(batch.shape.rows * batch.shape.width for batch in planned)
     seconds = measure(calls, arguments.rounds)
     report = reporting.Report("lm_eval", arguments.json)
     for name, values in seconds.items():

@@ -91,7 +91,6 @@ class StepDeleter:
         self._pending: set[int] = set()
 
     def delete(self, step: int) -> None:
-        """Deletes one step."""
         self.delete_steps([step])
 
     def delete_steps(self, doomed: Sequence[int]) -> None:

@@ -30,7 +30,6 @@ _NOTHING_NEW, _STOP = -1, -2
 
 
 def step_dir(directory: epath.Path, step: int) -> epath.Path:
-    """Returns the directory of a step."""
     return directory / str(step)
 
 

@@ -6,12 +6,16 @@ declares the packages that their modules import, and they are installed without 
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import pathlib
 import shlex
 import sys
 from collections.abc import Iterable
+from typing import Any
+
+from spmd_trainer.errors import UserError
 
 # The installed version of the trainer.
 __version__ = importlib.metadata.version("spmd-trainer")
@@ -52,6 +56,14 @@ def pip_install() -> str:
     python = shlex.quote(sys.executable)
     # Environments made by uv have no pip.
     return f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
+
+
+def imported(module: str, message: str) -> Any:
+    """Returns an optional module. Raises UserError with this message, which says how to install it, if it isn't installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(message) from error
 
 
 def install_extra(extra: str) -> str:

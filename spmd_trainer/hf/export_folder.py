@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -84,30 +83,19 @@ def export(
     """
     path: epath.Path = storage.directory("export_dir", directory)
     source = None if imported_from is None else storage.directory("imported_from", imported_from)
-    plan = agreed(lambda: _plan(state, job, path, dtype, source, architecture, max_file_bytes))
+    config, files, specs = agreed(lambda: _plan(state, job, path, dtype, source, architecture, max_file_bytes))
     if source is None and eos_id is not None:
-        plan.config["eos_token_id"] = eos_id
+        config["eos_token_id"] = eos_id
     with writing.atomically(path, last=CONFIG) as target:
-        for name, tensors in plan.files.items():
-            writing.write_file(target, name, tensors, plan.specs, state)
+        for name, tensors in files.items():
+            writing.write_file(target, name, tensors, specs, state)
         if target is not None:
-            _write_rest(target, plan, source or tokenizer)
-    logging.info("wrote %s tensors in %s files to %s", sum(map(len, plan.files.values())), len(plan.files), path)
+            _write_rest(target, config, files, source or tokenizer)
+    logging.info("wrote %s tensors in %s files to %s", sum(map(len, files.values())), len(files), path)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The files to write.
-
-    Attributes:
-      config: the content of config.json.
-      files: the tensors of each file, by its name.
-      specs: the layout of each variable, by path.
-    """
-
-    config: dict[str, Any]
-    files: dict[str, list[writing.ToWrite]]
-    specs: Mapping[str, VariableSpec]
+# The tensors of each file, by its name.
+_Files: TypeAlias = dict[str, list[writing.ToWrite]]
 
 
 def _plan(
@@ -118,8 +106,8 @@ def _plan(
     source: epath.Path | None,
     architecture: str | None,
     max_file_bytes: int,
-) -> _Plan:
-    """Checks everything that can be checked before writing."""
+) -> tuple[dict[str, Any], _Files, Mapping[str, VariableSpec]]:
+    """Checks everything that can be checked before writing; returns config.json, the files, and the variables' layouts."""
     if dtype is not None and dtype not in DTYPES:
         raise HfError(f"dtype={dtype!r}; give one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES, otherwise='')}")
     spec = spec_of_task(job.task)
@@ -137,7 +125,7 @@ def _plan(
         raise HfMismatchError(
             f"the model has variables that {config['architectures'][0]} lacks: {', '.join(surplus[:5])}"
         )
-    return _Plan(config, _files(writing.tensors_of(variables, stored), max_file_bytes), specs)
+    return config, _files(writing.tensors_of(variables, stored), max_file_bytes), specs
 
 
 def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | None, dtype: str) -> dict[str, Any]:
@@ -189,7 +177,7 @@ def _made(spec: DecoderSpec, asked: str | None, usual: str) -> dict[str, Any]:
         return config_json.config_of(spec)
 
 
-def _files(tensors: list[writing.ToWrite], max_file_bytes: int) -> dict[str, list[writing.ToWrite]]:
+def _files(tensors: list[writing.ToWrite], max_file_bytes: int) -> _Files:
     """Distributes tensors over files, in the order of the model's layers."""
     groups: list[list[writing.ToWrite]] = [[]]
     size = 0
@@ -211,11 +199,13 @@ def _by_layer(name: str) -> tuple[int, int, str]:
     return (0 if is_embedding else 2 if number is None else 1, number or 0, name)
 
 
-def _write_rest(target: epath.Path, plan: _Plan, source: str | os.PathLike[str] | None) -> None:
+def _write_rest(
+    target: epath.Path, config: Mapping[str, Any], files: _Files, source: str | os.PathLike[str] | None
+) -> None:
     """Writes the index, the tokenizer and the configs; config.json, which makes the folder one, comes last."""
-    if SINGLE not in plan.files:
-        weight_map = {tensor.described.name: name for name, tensors in plan.files.items() for tensor in tensors}
-        described = [tensor.described for tensors in plan.files.values() for tensor in tensors]
+    if SINGLE not in files:
+        weight_map = {tensor.described.name: name for name, tensors in files.items() for tensor in tensors}
+        described = [tensor.described for tensors in files.values() for tensor in tensors]
         total = sum(one.nbytes for one in described)
         count = sum(one.nbytes // one.dtype.itemsize for one in described)
         metadata = {"total_parameters": count, "total_size": total}
@@ -223,7 +213,7 @@ def _write_rest(target: epath.Path, plan: _Plan, source: str | os.PathLike[str] 
     is_folder = source is not None and reading.is_dir(os.fspath(source))
     generation = read_json(epath.Path(source), GENERATION_CONFIG) if source is not None and is_folder else None
     if generation is None:
-        tokens = {key: plan.config[key] for key in config_json.TOKENS if plan.config.get(key) is not None}
+        tokens = {key: config[key] for key in config_json.TOKENS if config.get(key) is not None}
         generation = {"_from_model_config": True, **tokens}
     writing.write_json(target / GENERATION_CONFIG, generation)
     if source is not None and is_folder:
@@ -231,7 +221,7 @@ def _write_rest(target: epath.Path, plan: _Plan, source: str | os.PathLike[str] 
     elif source is not None:
         content = reading.read(os.fspath(source))
         (target / ("tokenizer.json" if content.lstrip().startswith(b"{") else "tokenizer.model")).write_bytes(content)
-    writing.write_json(target / CONFIG, plan.config)
+    writing.write_json(target / CONFIG, config)
 
 
 def _copy_tokenizer(source: str, target: epath.Path) -> None:

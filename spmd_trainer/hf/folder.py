@@ -6,20 +6,21 @@ import dataclasses
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
 from etils import epath
 
-from spmd_trainer.checkpointing import step_files
+from spmd_trainer.checkpointing import mismatch, step_files
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.hf import config_json, mxfp4, tensor_names
 from spmd_trainer.hf.errors import HfDamagedError, HfMismatchError, HfNotFoundError
 from spmd_trainer.hf.families import Family
 from spmd_trainer.hf.safetensors_file import Tensor, read_header
-from spmd_trainer.hf.tensor_names import Piece, Variable
+from spmd_trainer.hf.tensor_names import Variable
+from spmd_trainer.inputs.files import listed
 from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.storage import json_values, reading
 
@@ -31,7 +32,6 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 _TIED = "lm_head.weight"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-_MAX_LISTED = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,9 @@ def open_folder(directory: epath.PathLike) -> HfFolder:
         )
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(not_read)}
     folder = HfFolder(path, config, family, spec, variables, tensors)
-    _check_tensors(folder)
+    head = f"{folder.label} does not hold the {family.architecture} that its {CONFIG} describes:"
+    fix = f"Fix: copy the folder again, or correct {CONFIG}."
+    check_tensors(variables, tensors, _FLOATS, CONFIG, head=head, fix=fix)
     return folder
 
 
@@ -182,7 +184,7 @@ def _files(path: str) -> list[str]:
             raise HfDamagedError(f"{os.path.join(path, INDEX)} has no weight_map")
         wanted = sorted(set(map(str, weight_map.values())))
         if missing := [name for name in wanted if name not in names]:
-            raise HfDamagedError(f"{path} lacks {_listed(missing)}, which {INDEX} lists. Copy the folder again.")
+            raise HfDamagedError(f"{path} lacks {listed(missing)}, which {INDEX} lists. Copy the folder again.")
         return wanted
     found = [name for name in names if name.endswith(SUFFIX)]
     if len(found) > 1:
@@ -195,33 +197,28 @@ def _files(path: str) -> list[str]:
     return found
 
 
-def _check_tensors(folder: HfFolder) -> None:
-    wanted = {piece.name: piece for variable in folder.variables.values() for piece in variable.pieces}
-    lines = differences(wanted, folder.tensors, _FLOATS, CONFIG)
-    if not lines:
-        return
-    raise HfMismatchError(
-        "\n".join(
-            [
-                f"{folder.label} does not hold the {folder.family.architecture} that its {CONFIG} describes:",
-                *lines,
-                f"Fix: copy the folder again, or correct {CONFIG}.",
-            ]
-        )
-    )
-
-
-def differences(
-    wanted: Mapping[str, Piece], stored: Mapping[str, Tensor], dtypes: Sequence[str], described_by: str
-) -> list[str]:
-    """Returns the differences between stored tensors and a model's, one line each; only the first of many.
+def check_tensors(
+    variables: Mapping[str, Variable],
+    stored: Mapping[str, Tensor],
+    dtypes: Sequence[str],
+    described_by: str,
+    *,
+    head: str,
+    fix: str,
+) -> None:
+    """Compares stored tensors with those that hold a model's variables.
 
     Args:
-      wanted: the pieces of the model's variables, by the names of their tensors.
+      variables: the variables by path.
       stored: the stored tensors by name.
       dtypes: names of the allowed dtypes.
-      described_by: source of the model's shapes, for the lines.
+      described_by: source of the model's shapes, for the message.
+      head, fix: first and last line of the message.
+
+    Raises:
+      HfMismatchError: they differ; one line for each of the first differences.
     """
+    wanted = {piece.name: piece for variable in variables.values() for piece in variable.pieces}
     missing = [name for name in wanted if name not in stored]
     surplus = [name for name in stored if name not in wanted]
     lines = [f"  missing: {name} {wanted[name].shape}{did_you_mean(name, surplus, otherwise='')}" for name in missing]
@@ -232,15 +229,8 @@ def differences(
             lines.append(f"  misshapen: {name}, stored {found.shape}, by {described_by} {piece.shape}")
         if found is not None and found.dtype.name not in dtypes:
             lines.append(f"  dtype: {name} is {found.dtype.name}; {', '.join(dtypes)} are supported")
-    if len(lines) > _MAX_LISTED:
-        lines[_MAX_LISTED:] = [f"  ... and {len(lines) - _MAX_LISTED} more"]
-    return lines
-
-
-def _listed(names: Iterable[str]) -> str:
-    found = list(names)
-    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
-    return ", ".join(found[:_MAX_LISTED]) + more
+    if lines:
+        raise HfMismatchError("\n".join([head, *mismatch.first_lines(lines), fix]))
 
 
 def require_agreement(directory: epath.PathLike, spec: DecoderSpec) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spmd_trainer.hf.errors import HfDamagedError
-from spmd_trainer.hf.safetensors_file import OpenFiles, Tensor
+from spmd_trainer.hf.safetensors_file import Tensor
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES_OF_BLOCK, _EXPONENT_BIAS = 16, 127
@@ -36,9 +36,9 @@ class Mxfp4Tensor(Tensor):
     blocks: Tensor
     scales: Tensor
 
-    def read_rows(self, first: int, last: int, files: OpenFiles) -> npt.NDArray[ml_dtypes.bfloat16]:
+    def read_rows(self, first: int, last: int) -> npt.NDArray[ml_dtypes.bfloat16]:
         """See `Tensor.read_rows`."""
-        stored = (tensor.read_rows(first, last, files) for tensor in (self.blocks, self.scales))
+        stored = (tensor.read_rows(first, last) for tensor in (self.blocks, self.scales))
         return dequantised(*stored).transpose(0, 2, 1)
 
 
@@ -78,6 +78,6 @@ def combined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shape = (experts, number * 2 * _BYTES_OF_BLOCK, outputs)
         del found[name]
         found[base] = Mxfp4Tensor(
-            base, blocks.path, np.dtype(ml_dtypes.bfloat16), shape, blocks.start, blocks=blocks, scales=scales
+            base, np.dtype(ml_dtypes.bfloat16), shape, blocks.path, blocks.start, blocks=blocks, scales=scales
         )
     return found

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from spmd_trainer.checkpointing.shards import Bounds, ReadShard, logical_bounds, place
 from spmd_trainer.hf.errors import HfError
-from spmd_trainer.hf.safetensors_file import OpenFiles, Tensor
+from spmd_trainer.hf.safetensors_file import Tensor
 from spmd_trainer.hf.tensor_names import FUSED, Piece, Variable
 from spmd_trainer.sharding.variables import VariableSpec
 
@@ -113,67 +113,53 @@ def read_onto_mesh(
     Raises:
       HfDamagedError, CheckpointReadError: a tensor can't be read.
     """
-    num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
-    with OpenFiles() as files, concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
-        reader = _Reader(source, tensors, files, pool)
-        return place(wanted, mesh, reader.start, ahead_bytes=_AHEAD_BYTES, trim_bytes=_TRIM_BYTES)
+    with concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+
+        def start(path: str, spec: VariableSpec, sharding: NamedSharding) -> ReadShard:
+            """Allocates the shards of a variable, and starts to fill them."""
+            shape, held = sharding.shard_shape(spec.padded_shape), set(logical_bounds(spec, sharding).values())
+            shards = {bounds: _shard(shape, bounds, spec.dtype) for bounds in held}
+            blocks = [
+                pool.submit(_fill, tensors[piece.name], piece, first, last, targets)
+                for piece in source[path].pieces
+                if (targets := _targets(piece, shards))
+                for first, last in _blocks(tensors[piece.name], piece, targets)
+            ]
+
+            def read(bounds: Bounds) -> npt.NDArray[Any]:
+                for block in blocks:
+                    block.result()
+                return shards[bounds]
+
+            return read
+
+        return place(wanted, mesh, start, ahead_bytes=_AHEAD_BYTES, trim_bytes=_TRIM_BYTES)
 
 
-class _Reader:
-    """Starts to read variables."""
+def _blocks(tensor: Tensor, piece: Piece, targets: Sequence[_Target]) -> Iterator[tuple[int, int]]:
+    """Yields (first, last) in the first dimension's outermost letter, so that together they cover the targets."""
+    outer, *inner = _without_fused(piece.groups[0])
+    step = max(1, _BLOCK_BYTES // max(1, _product(piece, inner) * tensor.row_bytes))
+    first = min(target.bounds[outer][0] for target in targets)
+    last = max(target.bounds[outer][1] for target in targets)
+    for start in range(first, last, step):
+        yield start, min(start + step, last)
 
-    def __init__(
-        self,
-        source: Mapping[str, Variable],
-        tensors: Mapping[str, Tensor],
-        files: OpenFiles,
-        pool: concurrent.futures.ThreadPoolExecutor,
-    ) -> None:
-        """Keeps what reading needs."""
-        self._source, self._tensors, self._files, self._pool = source, tensors, files, pool
 
-    def start(self, path: str, spec: VariableSpec, sharding: NamedSharding) -> ReadShard:
-        """Allocates the shards of a variable, and starts to fill them."""
-        shape = sharding.shard_shape(spec.padded_shape)
-        shards = {bounds: _shard(shape, bounds, spec.dtype) for bounds in set(logical_bounds(spec, sharding).values())}
-        blocks = [
-            self._pool.submit(self._fill, piece, first, last, targets)
-            for piece in self._source[path].pieces
-            if (targets := _targets(piece, shards))
-            for first, last in self._blocks(piece, targets)
-        ]
-
-        def read(bounds: Bounds) -> npt.NDArray[Any]:
-            for block in blocks:
-                block.result()
-            return shards[bounds]
-
-        return read
-
-    def _blocks(self, piece: Piece, targets: Sequence[_Target]) -> Iterator[tuple[int, int]]:
-        """Yields (first, last) in the first dimension's outermost letter, so that together they cover the targets."""
-        outer, *inner = _without_fused(piece.groups[0])
-        unit = _product(piece, inner) * self._tensors[piece.name].row_bytes
-        step = max(1, _BLOCK_BYTES // max(1, unit))
-        first = min(target.bounds[outer][0] for target in targets)
-        last = max(target.bounds[outer][1] for target in targets)
-        for start in range(first, last, step):
-            yield start, min(start + step, last)
-
-    def _fill(self, piece: Piece, first: int, last: int, targets: Sequence[_Target]) -> None:
-        """Reads a block of a tensor, and copies it to where it belongs."""
-        outer, *inner = _without_fused(piece.groups[0])
-        unit = _product(piece, inner)
-        begin = piece.part * piece.sizes[outer] * unit if piece.groups[0][0] == FUSED else 0
-        rows = self._tensors[piece.name].read_rows(begin + first * unit, begin + last * unit, self._files)
-        letters = [outer, *inner, *(letter for group in piece.groups[1:] for letter in group)]
-        block = rows.reshape(last - first, *(piece.sizes[letter] for letter in letters[1:]))
-        if FUSED in letters:
-            block = block.take(piece.part, axis=letters.index(FUSED))
-            letters.remove(FUSED)
-        block = block.transpose([letters.index(letter) for letter in piece.order])
-        for target in targets:
-            target.copy(block, {outer: (first, last)}, piece.order)
+def _fill(tensor: Tensor, piece: Piece, first: int, last: int, targets: Sequence[_Target]) -> None:
+    """Reads a block of a tensor, and copies it to where it belongs."""
+    outer, *inner = _without_fused(piece.groups[0])
+    unit = _product(piece, inner)
+    begin = piece.part * piece.sizes[outer] * unit if piece.groups[0][0] == FUSED else 0
+    rows = tensor.read_rows(begin + first * unit, begin + last * unit)
+    letters = [outer, *inner, *(letter for group in piece.groups[1:] for letter in group)]
+    block = rows.reshape(last - first, *(piece.sizes[letter] for letter in letters[1:]))
+    if FUSED in letters:
+        block = block.take(piece.part, axis=letters.index(FUSED))
+        letters.remove(FUSED)
+    block = block.transpose([letters.index(letter) for letter in piece.order])
+    for target in targets:
+        target.copy(block, {outer: (first, last)}, piece.order)
 
 
 def _targets(piece: Piece, shards: Mapping[Bounds, npt.NDArray[Any]]) -> list[_Target]:

@@ -1,7 +1,7 @@
 """Reads and writes files in the safetensors format: a header of names, dtypes, shapes and offsets, then the arrays' bytes.
 
 The library `safetensors` maps local files into memory, so everything read counts as the process' memory. This module reads
-slices into the caller's memory, from a disk or an object store.
+slices, from a disk or an object store.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from spmd_trainer.checkpointing import step_files
 from spmd_trainer.hf.errors import HfDamagedError
-from spmd_trainer.storage import json_values, paths, reading
+from spmd_trainer.storage import json_values, reading
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -46,83 +45,47 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """An array in a file.
-
-    Attributes:
-      name: its name.
-      path: the file.
-      dtype: its dtype.
-      shape: its shape.
-      start: offset of its bytes in the file.
-    """
+class Described:
+    """An array, by its name, dtype and shape."""
 
     name: str
-    path: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    start: int
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
-        return _nbytes(self.dtype, self.shape)
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor(Described):
+    """An array in a file.
+
+    Attributes:
+      path: the file.
+      start: offset of its bytes in the file.
+    """
+
+    path: str
+    start: int
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one index of the first dimension."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
-    def read_rows(self, first: int, last: int, files: OpenFiles) -> npt.NDArray[Any]:
-        """Returns the rows from `first` to before `last`, as a new array of shape [last - first, ...].
+    def read_rows(self, first: int, last: int) -> npt.NDArray[Any]:
+        """Returns the rows from `first` to before `last`, as a read-only array of shape [last - first, ...].
 
         Raises:
           HfDamagedError: the file ends before.
           CheckpointReadError: storage does not answer, or refuses.
         """
         start, end = self.start + first * self.row_bytes, self.start + last * self.row_bytes
-        content = step_files.read(f"reading {self.path}", lambda: files.read(self.path, start, end))
+        content = step_files.read(f"reading {self.path}", lambda: reading.read(self.path, start, end))
         if len(content) != end - start:
             raise HfDamagedError(f"{self.path} is cut off: it ends inside of {self.name}. Copy it again.")
         return np.frombuffer(content, self.dtype).reshape(last - first, *self.shape[1:])
-
-
-class OpenFiles:
-    """Files open for reading from several threads. Closes them on exit."""
-
-    def __init__(self) -> None:
-        self._descriptors: dict[str, int] = {}
-
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-
-    def read(self, path: str, start: int, end: int) -> bytes | bytearray | memoryview:
-        """Returns the bytes of a file from `start` to before `end`, fewer where the file ends before.
-
-        Raises:
-          OSError: the file can't be read.
-        """
-        if paths.is_remote(path):
-            return reading.read(path, start, end)
-        if path not in self._descriptors:
-            # Two threads may open a file at once; the second one's descriptor is closed again.
-            descriptor = reading.opened(path, os.O_RDONLY)
-            if self._descriptors.setdefault(path, descriptor) != descriptor:
-                os.close(descriptor)
-        # Not initialised: filling it with zeros first would take as long as reading from the page cache.
-        buffer = memoryview(np.empty(end - start, np.uint8))  # type: ignore[arg-type]
-        done = 0
-        while done < len(buffer):
-            count = os.preadv(self._descriptors[path], [buffer[done:]], start + done)
-            if count == 0:
-                break
-            done += count
-        return buffer[:done]
 
 
 def read_header(path: str) -> dict[str, Tensor]:
@@ -177,33 +140,10 @@ def _parse(name: str, path: str, entry: Mapping[str, Any], first: int) -> Tensor
         raise ValueError(f"{name} has the dtype {entry['dtype']!r:.100}")
     dtype, shape = DTYPES[entry["dtype"]], json_values.shape(entry["shape"], f"{name}.shape")
     start, end = (json_values.integer(offset, f"{name}.data_offsets") for offset in entry["data_offsets"])
-    if end - start != _nbytes(dtype, shape):
-        raise ValueError(f"{name} has offsets {start} to {end}, and needs {_nbytes(dtype, shape)} bytes")
-    return Tensor(name, path, dtype, shape, first + start)
-
-
-def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    return dtype.itemsize * math.prod(shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Described:
-    """An array to write.
-
-    Attributes:
-      name: its name.
-      dtype: its dtype.
-      shape: its shape.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return _nbytes(self.dtype, self.shape)
+    found = Tensor(name, dtype, shape, path, first + start)
+    if end - start != found.nbytes:
+        raise ValueError(f"{name} has offsets {start} to {end}, and needs {found.nbytes} bytes")
+    return found
 
 
 def in_file_order(tensors: Iterable[Described]) -> list[Described]:

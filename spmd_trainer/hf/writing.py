@@ -73,12 +73,9 @@ def check_directory(name: str, path: epath.Path) -> None:
     """
     access.check_readable(name, path)
     access.check_writable(name, path)
-    if path.exists() and not all(_is_unfinished(entry.name) for entry in path.iterdir()):
+    names = [entry.name for entry in path.iterdir()] if path.exists() else []
+    if not all(name.startswith(".") and name.endswith(_UNFINISHED) for name in names):
         raise HfError(f"{name}={path} is not empty; give a new directory")
-
-
-def _is_unfinished(name: str) -> bool:
-    return name.startswith(".") and name.endswith(_UNFINISHED)
 
 
 @contextlib.contextmanager

@@ -7,15 +7,23 @@ transformers and give the same text.
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import json
+import os
 import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spmd_trainer.errors import UserError, did_you_mean
-from spmd_trainer.inputs import files, template_process, template_worker
+from spmd_trainer.errors.installation import imported
+from spmd_trainer.inputs import files, template_worker
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 from spmd_trainer.inputs.template_worker import Request
+from spmd_trainer.inputs.worker_process import EndedError, WorkerProcess
 from spmd_trainer.storage.paths import file_or_pattern
 
 # Keys of a model's reasoning in a message; newer templates read the first.
@@ -26,6 +34,23 @@ _USUAL: Mapping[str, Any] = {"add_generation_prompt": True, "tools": None, "docu
 # Defaults of a rendering's limits.
 MAX_RENDER_SECONDS, MAX_RENDERED_CHARS = 1.0, 2**24
 _MOST = 2**31  # of either
+
+
+def _make_renderer() -> WorkerProcess:
+    # Without site-packages' start-up code and environment variables of Python.
+    command = [sys.executable, "-I", "-S", template_worker.__file__]
+    return WorkerProcess(command, sys.path, stderr=subprocess.DEVNULL)
+
+
+def _forget() -> None:
+    """A forked process starts a process of its own."""
+    global _renderer
+    _renderer = _make_renderer()
+
+
+_renderer = _make_renderer()
+os.register_at_fork(after_in_child=_forget)
+atexit.register(lambda: _renderer.stop())
 
 
 class RenderLimitError(UserError):
@@ -78,10 +103,7 @@ class ChatTemplate:
         for field, value in (("max_render_seconds", max_render_seconds), ("max_rendered_chars", max_rendered_chars)):
             if not 0 < value <= _MOST:
                 raise UserError(f"{field}={value!r}; give a number above 0, and at most {_MOST:,}")
-        try:
-            import jinja2  # noqa: F401  # used by the process that renders
-        except ImportError as error:
-            raise UserError(f"{name} needs jinja2: pip install 'spmd-trainer[hf]'") from error
+        imported("jinja2", f"{name} needs jinja2: pip install 'spmd-trainer[hf]'")  # used by the process that renders
         self.name = name
         self.text = text
         self.special_tokens = {kind: token for kind, token in (special_tokens or {}).items() if kind in text}
@@ -140,17 +162,24 @@ class ChatTemplate:
         """Compiles the template, and renders it with variables; returns the answer of `template_worker`."""
         seconds, chars = self._limits
         try:
-            answer = template_process.ask(Request(self.text, variables, is_marked, seconds, chars))
+            content = pickle.dumps(tuple(Request(self.text, variables, is_marked, seconds, chars)))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{self.name} can't be given its variables, which must be values that another process can read: {error}"
             ) from error
+        try:
+            answer: dict[str, Any] = json.loads(_renderer.ask(content))
+        except EndedError as error:
+            problem = f"ended the process that rendered it, which {error}; correct it"
+            if error.status == -signal.SIGPROF:
+                problem = f"did not end within {seconds} s of processor time; correct it, or raise max_render_seconds"
+            raise RenderLimitError(f"{self.name} {problem}") from error
         if "failure" in answer:
             raise self._error(answer["failure"], answer["reason"])
         return answer
 
     def _error(self, failure: str, reason: str) -> UserError:
-        seconds, chars = self._limits
+        _, chars = self._limits
         longer = f"if the template is right, raise max_rendered_chars={chars:,}"
         match failure:
             case template_worker.SYNTAX:
@@ -162,18 +191,12 @@ class ChatTemplate:
                     f"{self.name} has {{% generation %}} inside a macro, a filter or a {{% set %}} block, where its position "
                     "in the text is unknown; move it to where the text is written"
                 )
-            case template_process.TIME:
-                return RenderLimitError(
-                    f"{self.name} did not end within {seconds} s of processor time; correct it, or raise max_render_seconds"
-                )
             case template_worker.LENGTH:
                 return RenderLimitError(f"{self.name} writes more than {chars:,} characters; {longer}")
             case template_worker.MEMORY:
                 return RenderLimitError(f"{self.name} needs more memory than a rendering may use; {longer}")
             case template_worker.DEPTH:
                 return RenderLimitError(f"{self.name} calls itself too often, or nests too deeply; correct it")
-            case template_process.ENDED:
-                return RenderLimitError(f"{self.name} ended the process that rendered it ({reason}); correct it")
         return UserError(f"{self.name} can't render this conversation: {reason}")
 
 

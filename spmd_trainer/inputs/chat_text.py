@@ -234,6 +234,7 @@ class ChatPromptInput(text.PromptRows):
     _templated: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.allow_binary = True  # conversations are in files of several kinds, and checked when they are read
         super().__post_init__()
         if self.start != "eos":
             raise self.error(f"start={self.start!r}; leave it out: the chat template writes the beginning of a text")
@@ -293,9 +294,6 @@ class ChatPromptInput(text.PromptRows):
                 "prefix_len or shorten it"
             )
         return tokens
-
-    def _refuse_unless_text(self) -> None:
-        """Leaves it to the reading of conversations, which are in files of several kinds."""
 
     def _fingerprint(self) -> dict[str, Any]:
         checksum = 0

@@ -16,10 +16,12 @@ class FileFormat:
     Attributes:
       name: with its article, e.g. 'a Parquet file'.
       instead: advice, a sentence without a full stop.
+      kind: which of the kinds of `corpus.file_kinds` it is, if any.
     """
 
     name: str
     instead: str
+    kind: str | None = None
 
 
 _TO_TEXT = "Write its text into text files"
@@ -38,7 +40,7 @@ _NPZ = FileFormat(
 _PYTORCH = FileFormat("a PyTorch file", "It holds tensors, not text")
 _ZIP = FileFormat("a ZIP archive", "Unpack it with `unzip`")
 _ARROW = FileFormat(
-    "an Arrow file", "CorpusInput reads a text column of it, e.g. source=Documents(path, column='text')"
+    "an Arrow file", "CorpusInput reads a text column of it, e.g. source=Documents(path, column='text')", "arrow"
 )
 _SAFETENSORS = FileFormat("a safetensors file", "It holds tensors, not text")
 
@@ -47,6 +49,7 @@ _BY_FIRST_BYTES: dict[bytes, FileFormat] = {
         "a Parquet file",
         "CorpusInput reads a text column of it, e.g. source=Documents(path, column='text'). For other columns, GrainStreamInput "
         "reads it through grain.experimental.ParquetIterDataset, where a map makes arrays of one shape of each row",
+        "parquet",
     ),
     b"ARROW1": _ARROW,
     b"FEA1": _ARROW,
@@ -56,6 +59,7 @@ _BY_FIRST_BYTES: dict[bytes, FileFormat] = {
         "CorpusInput reads it if each record is a text: source=Documents(path). For other records, GrainInput reads it through "
         "grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths)), where a map makes arrays of one shape of each "
         "record",
+        "arrayrecord",
     ),
     b"\x1f\x8b\x08": FileFormat("compressed by gzip", f"Unpack it with `gunzip`. {_JSON_LINES}"),
     b"\x28\xb5\x2f\xfd": FileFormat("compressed by Zstandard", f"Unpack it with `unzstd`. {_JSON_LINES}"),
@@ -80,7 +84,7 @@ _PDF_VERSION = re.compile(rb"%PDF-\d\.\d[ \t]*[\r\n]")
 _PDF = FileFormat("a PDF document", f"{_TO_TEXT}, e.g. with `pdftotext`")
 _BZIP2 = FileFormat("compressed by bzip2", "Unpack it with `bunzip2`")
 _TAR = FileFormat(
-    "a tar archive", "Unpack it with `tar -x`. CorpusInput reads shards in webdataset's layout as they are"
+    "a tar archive", "Unpack it with `tar -x`. CorpusInput reads shards in webdataset's layout as they are", "tar"
 )
 _WEBP = FileFormat("a WebP image", _IMAGES)
 _WAVE = FileFormat("a WAVE sound", "ArrayInput takes sounds as arrays")
@@ -97,7 +101,7 @@ def identify(head: bytes) -> FileFormat | None:
     """
     has_control = _CONTROL.search(head) is not None
     for first, kind in _BY_FIRST_BYTES.items():
-        if head.startswith(first) and (has_control or not _is_printable(first)):
+        if head.startswith(first) and (has_control or not (first.isascii() and first.decode().isprintable())):
             return kind
     if _PDF_VERSION.match(head):
         return _PDF
@@ -125,10 +129,6 @@ def begins_as_json(head: bytes) -> bool:
       head: as in `identify`.
     """
     return _JSON_BEGINNING.match(head) is not None and (len(head) >= HEAD_BYTES or b"\n" in head.strip())
-
-
-def _is_printable(signature: bytes) -> bool:
-    return signature.isascii() and signature.decode("ascii").isprintable()
 
 
 def _zip(head: bytes) -> FileFormat:

@@ -97,24 +97,16 @@ class GrainInput(indexed.IndexedInput):
         return self._batch(position, map(self._element, self._indices(position).tolist()))
 
     def _iterate(self, start: int) -> Iterator[NestedMap]:
-        grain = import_grain(self.error)
-        stop = sys.maxsize if self.num_batches is None else self.num_batches * self.batch_size
-        # Elements of this process' rows, numbered across all its batches.
-        share = grain.MapDataset.range(start * self.batch_size, stop).map(self._element_of_row)
-        options = grain.ReadOptions(num_threads=self.read_threads, prefetch_buffer_size=_READ_AHEAD)
-        rows = iter(share.to_iter_dataset(options))
-        position = start
-        while self.num_batches is None or position < self.num_batches:
+        def element(position: int, column: int) -> tuple[Any]:
+            return self._element(self.first_index(position) + column)
+
+        rows = rows_ahead(self, start, element, threads=self.read_threads, ahead=_READ_AHEAD)
+        for position in itertools.count(start):
             yield self._batch(position, rows)
-            position += 1
 
     def _indices(self, position: int) -> np.ndarray:
         first = self.first_index(position)
         return np.arange(first, first + self.batch_size)
-
-    def _element_of_row(self, row: int) -> tuple[Any]:
-        position, column = divmod(int(row), self.batch_size)
-        return self._element(self.first_index(position) + column)
 
     def _element(self, index: int) -> tuple[Any]:
         # In a tuple, because Grain silently drops elements that are None; here they are an error.
@@ -242,6 +234,27 @@ def _batch_specs(example: NestedMap, batch_size: int) -> NestedMap:
     if "eval_sample_weights" not in specs:
         specs.eval_sample_weights = jax.ShapeDtypeStruct((batch_size,), np.float32)
     return specs
+
+
+def rows_ahead(
+    source: indexed.IndexedInput, start: int, row: Callable[[int, int], Any], *, threads: int, ahead: int
+) -> Iterator[Any]:
+    """Makes the rows of this process from batch `start` on, `ahead` of them in Grain's threads.
+
+    Args:
+      source: the input.
+      start: the position of the first batch.
+      row: makes a row: (position of its batch, its number in the batch).
+      threads: how many threads; 0 makes them in the caller's.
+      ahead: number of rows.
+    """
+    grain = import_grain(source.error)
+
+    stop = sys.maxsize if source.num_batches is None else source.num_batches * source.batch_size
+    # Numbered across all batches of this process.
+    numbers = grain.MapDataset.range(start * source.batch_size, stop)
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
+    return iter(numbers.map(lambda number: row(*divmod(int(number), source.batch_size))).to_iter_dataset(options))
 
 
 def import_grain(error_of: Callable[[str], UserError]) -> Any:

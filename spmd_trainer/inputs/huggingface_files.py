@@ -61,9 +61,11 @@ def _read(path: str) -> Source:
             raise UserError(f"{folder} has no {TOKENIZER_FILE}; it holds {files.listed(reading.names(folder))}")
     content = _read_text(path)
     if "model" not in _parse(content, path):
+        sibling = os.path.join(os.path.dirname(path), TOKENIZER_FILE)
         raise UserError(
             f"{path} is not a Hugging Face {TOKENIZER_FILE}: it has no 'model'. A tokenizer's other files "
-            f"(tokenizer_config.json, vocab.json, ...) don't hold all of it{_suggest_sibling(path)}"
+            "(tokenizer_config.json, vocab.json, ...) don't hold all of it"
+            + (f"; did you mean {sibling}?" if sibling != path and reading.exists(sibling) else "")
         )
     if os.path.basename(path) != TOKENIZER_FILE:
         return Source(path, content, {}, {})
@@ -106,11 +108,6 @@ def _named_templates(stated: Any, where: str) -> dict[str, str]:
             "'template'"
         )
     return found
-
-
-def _suggest_sibling(path: str) -> str:
-    sibling = os.path.join(os.path.dirname(path), TOKENIZER_FILE)
-    return f"; did you mean {sibling}?" if sibling != path and reading.exists(sibling) else ""
 
 
 def _read_text(path: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import files, tokenizers
 from spmd_trainer.inputs.huggingface_files import STATING_FILES, content_of, read_source
 from spmd_trainer.storage import json_values
@@ -278,12 +279,8 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
         """Returns the texts of ids, without special tokens and ids outside the vocabulary."""
-        texts = []
-        for row, length in zip(ids, lengths, strict=True):
-            kept = np.asarray(row)[: int(length)]
-            kept = kept[(kept >= 0) & (kept < self.vocab_size) & (kept != self.eos_id)]
-            texts.append(self._tokenizer.decode(kept.tolist(), skip_special_tokens=True))
-        return texts
+        rows = tokenizers.ids_of_text(ids, lengths, self.vocab_size, self.eos_id)
+        return [self._tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in rows]
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns a checksum of the tokenizer's content and its end-of-text."""
@@ -351,10 +348,7 @@ class HuggingFaceTokenizer:
 # Cached: a job builds an input several times, and a large tokenizer takes a second to load.
 @functools.lru_cache(maxsize=4)
 def _load(content: str, encode_special_tokens: bool, name: str) -> huggingface.Tokenizer:
-    try:
-        import tokenizers as huggingface
-    except ImportError as error:
-        raise UserError(f"{name} needs Hugging Face's tokenizers: pip install 'spmd-trainer[hf]'") from error
+    huggingface = imported("tokenizers", f"{name} needs Hugging Face's tokenizers: pip install 'spmd-trainer[hf]'")
     try:
         tokenizer = huggingface.Tokenizer.from_str(content)
     except Exception as error:  # the library raises bare Exception

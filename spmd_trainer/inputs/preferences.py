@@ -67,7 +67,6 @@ class Pairs(MessageProcessor):
         return {**super().fingerprint(), "start_id": self.start_id}
 
     def _parse(self, document: Document) -> tuple[Pair, list[str]] | BadRecord:
-        """Returns a pair and its texts."""
         try:
             pair = preference_pairs.parse(row_of(document), document.where, self.other_roles)
             return pair, self._texts(pair)

@@ -178,28 +178,24 @@ class Prefetcher(Iterator[Prefetched]):
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            while self._wait_for_room():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+                    if self._closed:
+                        break
                 batch = self._put(self._source.get_next_padded())
-                self._hand_over(Prefetched(batch, _state_of(self._source)))
+                made = Prefetched(batch, _state_of(self._source))
+                with self._changed:
+                    self._made += 1
+                    if not self._closed:
+                        self._ready.append(made)
+                        self._changed.notify_all()
         except BaseException as raised:  # else the consumer would wait forever
             error = None if is_end(raised) else raised
         with self._changed:
             self._error = error
             self._ended = True
             self._changed.notify_all()
-
-    def _wait_for_room(self) -> bool:
-        """Waits until fewer than `depth` batches are ready. Returns False if the prefetcher is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
-            return not self._closed
-
-    def _hand_over(self, item: Prefetched) -> None:
-        with self._changed:
-            self._made += 1
-            if not self._closed:
-                self._ready.append(item)
-                self._changed.notify_all()
 
     def _explain(self, error: BaseException) -> Exception:
         name = f"input {self._source.name!r}"

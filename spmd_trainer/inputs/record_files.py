@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import array
 import functools
-import mmap
-import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -22,8 +20,9 @@ from etils import epath
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, files
-from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
-from spmd_trainer.storage import is_remote, local_copies, reading
+from spmd_trainer.inputs.corpus.file_source import OpenFiles
+from spmd_trainer.inputs.shards import ShardIndex
+from spmd_trainer.storage import local_copies, reading
 
 _HEADER = struct.Struct("<QI")
 _LENGTH_BYTES = 8
@@ -36,9 +35,6 @@ _MAX_OPEN = 64
 _BLOCK = 2**20
 # Smaller files are faster to index again than to look up.
 _CACHED_BYTES = 2**20
-# Files up to this size together are mapped into memory: reading a record takes a fifth of the time. Mapped pages count as the
-# process's memory, so larger sets are read.
-_MAPPED_BYTES = 2**28
 # Record sizes per block of `checksum`.
 _SIZES_AT_ONCE = 2**20
 _FIX = "Write the file again, or leave it out of `files`"
@@ -53,6 +49,7 @@ class RecordFiles:
     """Records of TFRecord files, numbered from 0 in the order of the files. Several threads may read at a time.
 
     Attributes:
+      files: the files, in the order of the records.
       shards: records of each file.
     """
 
@@ -66,19 +63,14 @@ class RecordFiles:
           UserError: there are no files or no records, or a file can't be read, is compressed or is broken (names the
             file, the record and its byte).
         """
-        self._files = files.find_files(source)
+        self.files = files.find_files(source)
         # For each file: the first byte of each record, and the end of the last.
-        self._bounds = [bounds_of(path) for path in self._files.paths]
+        self._bounds = [bounds_of(path) for path in self.files.paths]
         self.shards = ShardIndex([len(bounds) - 1 for bounds in self._bounds])
-        self._open: LRUCache[OpenFile | mmap.mmap] = LRUCache(_MAX_OPEN)
+        self._opened = OpenFiles(self.files.paths, self.files.sizes, most=_MAX_OPEN)
 
     def __len__(self) -> int:
         return len(self.shards)
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The files, in the order of the records."""
-        return self._files.paths
 
     @property
     def counts(self) -> list[int]:
@@ -88,22 +80,17 @@ class RecordFiles:
     @functools.cached_property
     def checksum(self) -> int:
         """Changes when a file is added, removed or reordered, or when record sizes change."""
-        crc = self._files.checksum
+        crc = self.files.checksum
         for bounds in self._bounds:
             for begin in range(0, len(bounds) - 1, _SIZES_AT_ONCE):
                 sizes = np.diff(bounds[begin : begin + _SIZES_AT_ONCE + 1]) - _FRAME
                 crc = zlib.crc32(sizes.tobytes(), crc)
         return crc
 
-    @property
-    def size_text(self) -> str:
-        """Number of files and bytes, for messages: '3 files of 15,000 bytes'."""
-        return self._files.size_text
-
     def describe(self, record: int) -> str:
         """Formats a record's place for messages: 'FILE, record 7 (at byte 1234)', counted from 0."""
         index, number = self.shards.locate(record)
-        return describe(self.paths[index], number, int(self._bounds[index][number]))
+        return describe(self.files.paths[index], number, int(self._bounds[index][number]))
 
     def read(self, record: int) -> bytes:
         """Returns the data of a record.
@@ -122,37 +109,11 @@ class RecordFiles:
         """
         found: list[bytes] = [b""] * len(records)
         for index, rows, numbers in self.shards.split(records):
-            begins = self._bounds[index][numbers]
-            sizes = (self._bounds[index][numbers + 1] - begins).tolist()
-            frames = self._read(index, list(zip(begins.tolist(), sizes, strict=True)))
-            for row, frame, size in zip(rows.tolist(), frames, sizes, strict=True):
-                found[row] = data_of(frame, size, functools.partial(self.describe, int(records[row])))
+            begins, ends = self._bounds[index][numbers].tolist(), self._bounds[index][numbers + 1].tolist()
+            for row, begin, end in zip(rows.tolist(), begins, ends, strict=True):
+                frame = self._opened.read(index, begin, end)
+                found[row] = data_of(frame, end - begin, functools.partial(self.describe, int(records[row])))
         return found
-
-    def _read(self, index: int, spans: list[tuple[int, int]]) -> list[bytes]:
-        """Reads spans (first byte, number of bytes) of a file."""
-        path = self.paths[index]
-        if is_remote(path):
-            try:
-                return [reading.read(path, begin, begin + size) for begin, size in spans]
-            except OSError as error:
-                raise UserError(f"{path} can no longer be read: {reading.problem(path, error)}") from error
-        try:
-            file = self._open.get(index, self._open_file)
-            if isinstance(file, OpenFile):
-                return [os.pread(file.number, size, begin) for begin, size in spans]
-            if file.size() < len(file):  # truncated: touching the missing bytes would kill the process
-                return [b""] * len(spans)
-        except OSError as error:
-            raise UserError(f"{path} can no longer be read: {error.strerror}") from error
-        return [file[begin : begin + size] for begin, size in spans]
-
-    def _open_file(self, index: int) -> OpenFile | mmap.mmap:
-        file = OpenFile(self.paths[index])
-        # An empty file can't be mapped.
-        if self._files.total_bytes > _MAPPED_BYTES or not os.fstat(file.number).st_size:
-            return file
-        return mmap.mmap(file.number, 0, prot=mmap.PROT_READ)
 
 
 def data_of(frame: bytes, size: int, where: Callable[[], str]) -> bytes:
@@ -227,8 +188,8 @@ def _walk(file: BinaryIO, path: str, total: int, bounds: array.array[int]) -> No
             raise _broken(path, bounds, _CUT_OFF)
         size, crc = unpack(block, at)
         if crc != length_crc(size):
-            if not offset:
-                _refuse_other_format(path, block[: file_formats.HEAD_BYTES])
+            if not offset and (kind := file_formats.identify(block[: file_formats.HEAD_BYTES])) is not None:
+                raise UserError(f"{path} is {kind.name}, not TFRecord. {kind.instead}")
             raise _broken(path, bounds, "its length doesn't match its checksum")
         offset += size + _FRAME
         if offset > total:
@@ -242,12 +203,6 @@ def _broken(path: str, bounds: array.array[int], wrong: str) -> UserError:
     return UserError(
         f"{describe(path, whole, bounds[-1])} is broken: {wrong}. The {whole} records before it are whole. {_FIX}"
     )
-
-
-def _refuse_other_format(path: str, head: bytes) -> None:
-    kind = file_formats.identify(head)
-    if kind is not None:
-        raise UserError(f"{path} is {kind.name}, not TFRecord. {kind.instead}")
 
 
 def describe(path: str, number: int, offset: int) -> str:

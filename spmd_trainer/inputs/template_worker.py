@@ -1,14 +1,14 @@
-"""Renders chat templates in a process beside the trainer: a program, started by `template_process`.
+"""Renders chat templates in a process beside the trainer: a program, started by `chat_template`.
 
 A template is a program of somebody else's. Its loops, its strings and the integers that it makes may grow without end, inside
 C code too, which nothing in the same process can interrupt. Here the kernel ends what takes too long or too much memory.
 
-Reads requests from standard input and writes one answer to each to standard output. A message is its length, 8 bytes little
-endian, and its content: a pickled `Request`, or JSON. Imports nothing of the trainer, so that it starts quickly.
+A request is a pickled `Request`, and its answer JSON. Imports nothing of the trainer, so that it starts quickly.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -16,7 +16,9 @@ import pickle
 import resource
 import signal
 import sys
+import types
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 # Kinds of failures in an answer.
 SYNTAX, FORBIDDEN, FAILED, LENGTH, MEMORY, DEPTH = "syntax", "forbidden", "failed", "length", "memory", "depth"
 MARKS = "marks"
-LENGTH_BYTES = 8
 # Address space for the interpreter and for what a template computes, and for each character of its text.
 _BYTES, _BYTES_PER_CHARACTER = 2**30, 32
 # Longest reason in an answer.
@@ -51,29 +52,13 @@ class Request(NamedTuple):
     max_chars: int
 
 
-class _LengthError(Exception):
-    """The text is longer than allowed."""
+class _Failed(Exception):
+    """The rendering failed; the message is the kind of failure."""
 
 
-class _MarksError(Exception):
-    """A `{% generation %}` block can't be located in the text."""
-
-
-class _Recorder:
-    """Collects the `{% generation %}` blocks of a rendering.
-
-    Attributes:
-      length: characters written so far.
-      blocks: (start, content) of each block.
-    """
-
-    def __init__(self) -> None:
-        self.length = 0
-        self.blocks: list[tuple[int, str]] = []
-
-
-# The templates share one environment, whose `Generation` extension writes here.
-_recorder = _Recorder()
+# What the `Generation` extension of all templates' environment notes while one is rendered: the characters written so far, and
+# (start, content) of each `{% generation %}` block.
+_rendering = types.SimpleNamespace(length=0, blocks=[])
 
 
 def _answer(request: Request) -> dict[str, Any]:
@@ -95,10 +80,8 @@ def _answer(request: Request) -> dict[str, Any]:
         return _failure(MEMORY)
     except RecursionError:
         return _failure(DEPTH)
-    except _LengthError:
-        return _failure(LENGTH)
-    except _MarksError:
-        return _failure(MARKS)
+    except _Failed as error:
+        return _failure(str(error))
     except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError) as error:
         return _failure(FAILED, str(error))
 
@@ -112,21 +95,21 @@ def _rendered(template: jinja2.Template, given: Mapping[str, Any], longest: int)
     variables = dict(given)
     if "strftime_now" in variables:
         variables["strftime_now"] = functools.partial(_formatted, variables["strftime_now"])
-    _recorder.length, _recorder.blocks = 0, []
+    _rendering.length, _rendering.blocks = 0, []
     parts = []
     for part in template.generate(variables):
         parts.append(part)
-        _recorder.length += len(part)
-        if _recorder.length > longest:
-            raise _LengthError
-    return "".join(parts), _recorder.blocks
+        _rendering.length += len(part)
+        if _rendering.length > longest:
+            raise _Failed(LENGTH)
+    return "".join(parts), _rendering.blocks
 
 
 def _located(text: str, blocks: list[tuple[int, str]]) -> list[tuple[int, int]]:
     end, spans = 0, []
     for start, content in blocks:
         if start < end or not text.startswith(content, start):
-            raise _MarksError
+            raise _Failed(MARKS)
         end = start + len(content)
         spans.append((start, end))
     return spans
@@ -163,7 +146,7 @@ def _environment() -> jinja2.Environment:
 
         def _content(self, caller: Any) -> str:
             content = str(caller())
-            _recorder.blocks.append((_recorder.length, content))
+            _rendering.blocks.append((_rendering.length, content))
             return content
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -171,7 +154,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _time_now
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
 
 
@@ -190,10 +173,6 @@ def _raise_exception(message: str) -> None:
     import jinja2
 
     raise jinja2.TemplateError(message)
-
-
-def _time_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
 
 
 def _formatted(now: datetime.datetime | None, form: str) -> str:
@@ -223,15 +202,13 @@ def _serve_one(content: bytes) -> bytes:
 
 
 def main() -> None:
-    """Answers requests until standard input ends. The arguments are the trainer's `sys.path`."""
-    sys.path[:] = sys.argv[1:]
+    """Answers requests until the trainer closes the pipe. The arguments behind its descriptor are the trainer's `sys.path`."""
+    sys.path[:] = sys.argv[2:]
     _environment()  # imports jinja2, which counts for no template
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    while len(head := requests.read(LENGTH_BYTES)) == LENGTH_BYTES:
-        answer = _serve_one(requests.read(int.from_bytes(head, "little")))
-        answers.write(len(answer).to_bytes(LENGTH_BYTES, "little") + answer)
-        answers.flush()
+    with Connection(int(sys.argv[1])) as pipe, contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            pipe.send_bytes(_serve_one(pipe.recv_bytes()))
 
 
 if __name__ == "__main__":

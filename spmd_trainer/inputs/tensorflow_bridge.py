@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import sys
 from typing import Any
 
@@ -51,3 +52,8 @@ def import_tensorflow() -> Any:
     with contextlib.suppress(RuntimeError):  # already initialised; its devices can't be changed
         tf.config.set_visible_devices([], "GPU")
     return tf
+
+
+def plain(error: Any) -> str:
+    """Returns TensorFlow's message without the names of operations."""
+    return re.sub(r"^\{\{.*?\}\} |Name: <unknown>, | \[Op:\w+\]$| name: *$", "", error.message).strip()

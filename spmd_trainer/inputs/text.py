@@ -357,6 +357,5 @@ class PackedTextInput(CorpusInput):
     def _bound(self, documents: Documents) -> Documents:
         found = files.find_files(documents.files)
         if not self.allow_binary:
-            for index, path in enumerate(found.paths):
-                text_base.refuse_unless_text(path, found.read(index, limit=text_base.HEAD_BYTES), self.tokenizer)
+            text_base.refuse_unless_text(found, self.tokenizer)
         return super()._bound(documents)

@@ -90,7 +90,7 @@ class TokenizedFiles(TokenizedInput):
             self.make_tokenizer()
             self.found: text_files.TextFiles = text_files.find_files(self.files)
             if not self.allow_binary:
-                self._refuse_unless_text()
+                refuse_unless_text(self.found, self.tokenizer)
         self.settle_reset_for_eval()
 
     @property
@@ -131,10 +131,6 @@ class TokenizedFiles(TokenizedInput):
         around = [np.array(ids, self.token_dtype) for ids in (first, [self.tokenizer.eos_id])]
         return np.concatenate([around[0], tokens.astype(self.token_dtype), around[1]])
 
-    def _refuse_unless_text(self) -> None:
-        for index, path in enumerate(self.found.paths):
-            refuse_unless_text(path, self.found.read(index, limit=HEAD_BYTES), self.tokenizer)
-
     def _fingerprint(self) -> dict[str, Any]:
         # Positions saved before `start` existed stay valid.
         start = {} if self.start_id == self.tokenizer.eos_id else {"start_id": self.start_id}
@@ -144,17 +140,19 @@ class TokenizedFiles(TokenizedInput):
         return {**super()._sizes_behind_checksums(), "files": self.found.size_text}
 
 
-def refuse_unless_text(path: str, head: bytes, tokenizer: tokenizers.Tokenizer) -> None:
-    """Refuses a file that isn't text, by its name, its first `HEAD_BYTES`, and what the tokenizer reads.
+def refuse_unless_text(found: text_files.TextFiles, tokenizer: tokenizers.Tokenizer) -> None:
+    """Refuses files that aren't text, by their names, their first `HEAD_BYTES`, and what the tokenizer reads.
 
     Raises:
-      UserError: it is of another format.
+      UserError: one (named) is of another format.
     """
     is_utf8 = isinstance(tokenizer, tokenizer_field.UTF8_TOKENIZERS)
-    corpus_texts.refuse_unless_text(head, path, is_utf8=is_utf8)
-    if file_kinds.kind_of_name(path) == "jsonl" or file_formats.begins_as_json(head):
-        raise UserError(
-            f"{path} is JSON, not text. {file_formats.JSON.instead}. allow_binary=True reads its bytes as they are"
-        )
-    if is_utf8:
-        tokenizers.decode_utf8(head, path, cut=len(head) == HEAD_BYTES)
+    for index, path in enumerate(found.paths):
+        head = found.read(index, limit=HEAD_BYTES)
+        corpus_texts.refuse_unless_text(head, path, is_utf8=is_utf8)
+        if file_kinds.kind_of_name(path) == "jsonl" or file_formats.begins_as_json(head):
+            raise UserError(
+                f"{path} is JSON, not text. {file_formats.JSON.instead}. allow_binary=True reads its bytes as they are"
+            )
+        if is_utf8:
+            tokenizers.decode_utf8(head, path, cut=len(head) == HEAD_BYTES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from praxis.py_utils import NestedMap
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import examples as examples_lib
 from spmd_trainer.inputs import record_files
-from spmd_trainer.inputs.tensorflow_bridge import check_tensorflow_installed, import_tensorflow
+from spmd_trainer.inputs.tensorflow_bridge import check_tensorflow_installed, import_tensorflow, plain
 
 ENCODINGS = ("numbers", "raw", "image")
 
@@ -90,7 +89,7 @@ class TfRecordInput(examples_lib.ExamplesInput):
         return {**super()._fingerprint(), "files": self.records.checksum, "features": repr(dict(self.features))}
 
     def _sizes_behind_checksums(self) -> dict[str, str]:
-        return {**super()._sizes_behind_checksums(), "files": self.records.size_text}
+        return {**super()._sizes_behind_checksums(), "files": self.records.files.size_text}
 
     def _check(self, name: str, feature: Any) -> None:
         if not isinstance(feature, Feature):
@@ -161,7 +160,7 @@ class ExampleParser:
                 tf.io.parse_example([record], wanted)
             except (tf.errors.OpError, UnicodeDecodeError) as error:
                 is_known = isinstance(error, tf.errors.OpError)
-                problem = _plain(error) if is_known else "it is not a tf.train.Example"
+                problem = plain(error) if is_known else "it is not a tf.train.Example"
                 return UserError(
                     f"{self._describe(row)} does not match `features`: {problem}. Make `features` fit, or write the file again"
                 )
@@ -175,13 +174,6 @@ def _compiled_parser(wanted: tuple[tuple[str, Any], ...]) -> Any:
     signature = [tf.TensorSpec([None], tf.string)]
     parser = tf.function(lambda records: tf.io.parse_example(records, dict(wanted)), input_signature=signature)
     return parser.get_concrete_function()
-
-
-def _plain(error: Any) -> str:
-    """TensorFlow's message without the names of operations."""
-    return re.sub(
-        r"^\{\{.*?\}\} |^Name: <unknown>, | \[Op:\w+\]$", "", error.message.replace("}} Name: <unknown>,", "}}")
-    )
 
 
 def _parsed_as(tf: Any, feature: Feature) -> Any:
@@ -207,7 +199,7 @@ def _decode_image(tf: Any, value: bytes, feature: Feature) -> np.ndarray:
     try:
         image = tf.io.decode_image(value, channels=feature.shape[2], expand_animations=False).numpy()
     except tf.errors.OpError as error:
-        raise UserError(f"is not an image: {_plain(error)}") from error
+        raise UserError(f"is not an image: {plain(error)}") from error
     if image.shape != feature.shape:
         raise UserError(f"is an image of shape {image.shape}, not {feature.shape}")
     return image

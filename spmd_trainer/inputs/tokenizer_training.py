@@ -25,6 +25,7 @@ from absl import logging
 from etils import epath
 
 from spmd_trainer.errors import UserError, require_one_of, terminal
+from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs.chat_template import template_of
 from spmd_trainer.inputs.corpus import encoding
 from spmd_trainer.inputs.corpus.documents import BadRecord
@@ -77,7 +78,9 @@ def train_tokenizer(config: TokenizerConfig) -> None:
     texts = Texts(config)
     try:
         if to_model:
-            _replace(path, _in_thread(lambda: train_sentencepiece(texts, config)))
+            content = _in_thread(lambda: train_sentencepiece(texts, config))
+            with files.replacing(path) as unfinished:
+                unfinished.write_bytes(content)
         else:
             _write_folder(path, _in_thread(lambda: train_huggingface(texts, config)), config.eos or _EOS, template)
     except OSError as error:
@@ -232,10 +235,8 @@ def train_huggingface(texts: Iterable[str], config: TokenizerConfig) -> huggingf
     Raises:
       UserError: the library is missing, or the text is too small for `vocab_size`.
     """
-    try:
-        import tokenizers as huggingface
-    except ImportError as error:
-        raise UserError("a tokenizer.json needs Hugging Face's tokenizers: pip install 'spmd-trainer[hf]'") from error
+    needed = "a tokenizer.json needs Hugging Face's tokenizers: pip install 'spmd-trainer[hf]'"
+    huggingface = imported("tokenizers", needed)
     special = [config.eos or _EOS, *config.special_tokens]
     if config.algorithm == "unigram":
         made = _unigram(huggingface, texts, config)
@@ -315,13 +316,3 @@ def _write_folder(folder: epath.Path, made: huggingface.Tokenizer, eos: str, tem
         contents | ({} if template is None else {TEMPLATE_FILE: template.removesuffix("\n")})
     ).items():
         files.write_atomically(folder / name, [content])
-
-
-def _replace(path: epath.Path, content: bytes) -> None:
-    """Writes a local file. Raises OSError if it can't; the old content stays."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

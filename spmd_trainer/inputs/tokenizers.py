@@ -178,12 +178,8 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
         """Decodes ids, without control pieces and ids outside the vocabulary."""
-        texts = []
-        for row, length in zip(ids, lengths, strict=True):
-            kept = np.asarray(row)[: int(length)]
-            kept = kept[(kept >= 0) & (kept < self.vocab_size) & (kept != self.eos_id)]
-            texts.append(self._processor.decode(kept.tolist()))
-        return texts
+        rows = ids_of_text(ids, lengths, self.vocab_size, self.eos_id)
+        return [self._processor.decode(row.tolist()) for row in rows]
 
     def piece_bytes(self) -> list[bytes]:
         """Returns the bytes of each piece; empty for control, unknown and unused pieces."""
@@ -242,9 +238,14 @@ def decode_bytes(ids: Any, lengths: Any, eos_id: int = BYTE_VALUES) -> list[str]
       lengths: number of tokens to decode in each row, integers [B].
       eos_id: end-of-text, dropped even if it is below 256.
     """
+    rows = ids_of_text(ids, lengths, BYTE_VALUES, eos_id)
+    return [row.astype(np.uint8).tobytes().decode("utf-8", errors="replace") for row in rows]
+
+
+def ids_of_text(ids: Any, lengths: Any, limit: int, eos_id: int) -> list[np.ndarray]:
+    """Returns the first lengths[b] of each row of ids [B, T], without end-of-text and those that are not below `limit`."""
     rows = [np.asarray(row)[: int(length)] for row, length in zip(ids, lengths, strict=True)]
-    kept = [row[(row >= 0) & (row < BYTE_VALUES) & (row != eos_id)] for row in rows]
-    return [row.astype(np.uint8).tobytes().decode("utf-8", errors="replace") for row in kept]
+    return [row[(row >= 0) & (row < limit) & (row != eos_id)] for row in rows]
 
 
 def unknown_token(token: int, limit: int) -> str:

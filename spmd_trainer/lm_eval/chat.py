@@ -43,8 +43,11 @@ def chat(job: Job) -> None:
     """
     config = job.config.of(ChatSettings)
     talk = Talk.of_job(job)
-    if config.prompt is not None or not _is_typed():
-        text = config.prompt if config.prompt is not None else _piped()
+    if config.prompt is not None or not multihost.broadcast(sys.stdin.isatty(), name="where prompts come from"):
+        text = config.prompt
+        if text is None:
+            piped = "" if jax.process_index() else sys.stdin.read()
+            text = multihost.broadcast(piped, name="the prompt", timeout=_PATIENCE)
         if not text:
             raise UserError('--mode=chat has no prompt: give --prompt="...", write one into its input, or type one')
         _show(talk.answer(text))
@@ -60,15 +63,6 @@ def chat(job: Job) -> None:
                 _show(talk.answer(line))
             except UserError as error:  # a prompt that is too long doesn't end the conversation
                 _show([str(error)])
-
-
-def _piped() -> str:
-    """Returns the text of process 0's pipe."""
-    return multihost.broadcast("" if jax.process_index() else sys.stdin.read(), name="the prompt", timeout=_PATIENCE)
-
-
-def _is_typed() -> bool:
-    return bool(multihost.broadcast(sys.stdin.isatty(), name="where prompts come from"))
 
 
 def _typed() -> str | None:
@@ -159,7 +153,6 @@ class Talk:
         return cls(requests, texts, settings, source, system=config.system or "")
 
     def reset(self) -> None:
-        """Forgets the conversation."""
         self._messages = list(self._first)
 
     def answer(self, text: str) -> Iterator[str]:

@@ -233,6 +233,8 @@ class HarnessRunner:
           UserError: a task can't be loaded or run, or the results can't be written.
           CheckpointError: another process could not load the tasks or write the results; has its message.
         """
+        from lm_eval.utils import make_table
+
         directory = job_log_dir / "lm_eval" / f"step_{step}"
         opened: list[Answers] = []
         decided_by_process_0(lambda: opened.append(Answers(directory)))
@@ -250,7 +252,9 @@ class HarnessRunner:
                 written = read_metrics(job_log_dir, f"lm_eval_{name}").get(step, {})
                 if not written.items() >= values.items():  # an earlier run may have written them
                     writers.write(f"lm_eval_{name}", step, values, {"identity": identity})
-            _log_results(results, step, directory)
+            tables = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
+            terminal.write(f"step {step}\n" + "\n".join(tables) + "\n")
+            logging.info("results of lm-eval: %s", directory)
             return metrics
 
         # Only process 0 has bootstrapped standard errors.
@@ -345,12 +349,3 @@ def _write_results(results: dict[str, Any], tracker: Any, directory: epath.Path,
         directory.mkdir(parents=True, exist_ok=True)
         for path in written:
             (directory / path.name).write_bytes(path.read_bytes())
-
-
-def _log_results(results: dict[str, Any], step: int, directory: epath.Path) -> None:
-    """Prints lm-eval's table, and logs where the files are."""
-    from lm_eval.utils import make_table
-
-    tables = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
-    terminal.write(f"step {step}\n" + "\n".join(tables) + "\n")
-    logging.info("results of lm-eval: %s", directory)

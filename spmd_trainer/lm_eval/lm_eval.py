@@ -86,7 +86,6 @@ class LmEval(Callback):
                 self._evaluate(run, run.first_step)
 
     def asks_for_pause(self, run: Run, step: int) -> bool:
-        """True if an evaluation is due."""
         return self._due(run, step)
 
     def on_pause(self, run: Run, step: int) -> None:

@@ -77,7 +77,7 @@ def tokenizer_of(experiment: ResolvedExperiment, given: str | None = None) -> tu
     """
     config = experiment.config
     datasets = [*config.train_datasets, *config.eval_datasets, *config.decode_datasets]
-    of_texts: Any = next((input_p for input_p in datasets if _reads_texts(input_p)), None)
+    of_texts: Any = next(filter(_reads_texts, datasets), None)
     if of_texts is None and given is None:
         raise UserError(
             f"no input of experiment {experiment.label} has a tokenizer, to write and read texts with; lm-eval takes "

@@ -59,10 +59,6 @@ def _read_template(flag: str, value: Any) -> bool | str:
     return {"true": True, "false": False, "": False}.get(str(value).lower(), value)
 
 
-def _read_arguments(flag: str, value: Any) -> Mapping[str, Any]:
-    return parse_arguments(flag, value) if isinstance(value, str) else value
-
-
 def _read_model_args(flag: str, value: Any) -> ModelArgs:
     """Returns the value of --model_args.
 
@@ -106,7 +102,7 @@ class LmEvalSettings(Settings):
         "",
         "Change how tasks generate text, e.g. max_gen_toks=64,temperature=0.7.",
         value="KEY=VALUE,...",
-        read=_read_arguments,
+        read=lambda flag, value: parse_arguments(flag, value) if isinstance(value, str) else value,
     )
     log_samples: bool = _judging(False, "Also write every example with its answers.")
     confirm_run_unsafe_code: bool = _judging(

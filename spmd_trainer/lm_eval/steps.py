@@ -98,12 +98,6 @@ def batches(lengths: Sequence[int], shapes: Sequence[Shape]) -> list[Batch]:
     return found
 
 
-def padding(lengths: Sequence[int], planned: Sequence[Batch]) -> float:
-    """Fraction of the batches' tokens that is padding."""
-    total = sum(batch.shape.rows * batch.shape.width for batch in planned)
-    return 1 - sum(lengths) / total if total else 0.0
-
-
 def _widths(found: npt.NDArray[np.int64], limit: int) -> list[int]:
     """Returns the widths in ascending order: the fewest with little padding, or the MAX_SHAPES with the least."""
     multiple = _MULTIPLE * max(1, -(-int(found.max()) // (_MULTIPLE * _CANDIDATES)))

@@ -96,7 +96,6 @@ class Member:
         )
 
     def say(self, client: service.Client) -> None:
-        """Tells process 0."""
         key = f"{_HELLO}/{self.nonce}"
         client.key_value_set(key, sealed(key, json.dumps(dataclasses.asdict(self))), allow_overwrite=True)
 

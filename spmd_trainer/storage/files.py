@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import threading
 from collections.abc import Iterable, Iterator
 
 from etils import epath
@@ -56,20 +58,28 @@ def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
         return
     reading.require_regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Two processes may write the same file.
-    unfinished = path.parent / f".{path.name}.{os.getpid()}{UNFINISHED_SUFFIX}"
     try:
-        with unfinished.open("w", encoding="utf-8") as file:
+        with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
             for line in lines:
                 file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
+    except OSError as error:
+        # The error of a write names no file, and that of an open the unfinished one.
+        error.filename = os.fspath(path)
+        raise
+
+
+@contextlib.contextmanager
+def replacing(path: epath.Path) -> Iterator[epath.Path]:
+    """Yields a name beside a local file. What is written there replaces the file, unless the block raises."""
+    # Two processes, or threads, may write the same file.
+    unfinished = path.parent / f".{path.name}.{os.getpid()}-{threading.get_ident()}{UNFINISHED_SUFFIX}"
+    try:
+        yield unfinished
         unfinished.replace(path)
-    except BaseException as error:
+    except BaseException:
         unfinished.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            # The error of a write names no file, and that of an open the unfinished one.
-            error.filename = os.fspath(path)
         raise
 
 

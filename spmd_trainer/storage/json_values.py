@@ -65,7 +65,9 @@ def parse(content: bytes | str, *, finite: bool = True, unique: bool = False) ->
     """
     if len(content) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES} bytes, the most that are read of such a file")
-    if len(content) > _FEW_BYTES and (count := _most_values(content)) > MOST_VALUES:
+    # As `json` decodes bytes.
+    text = content if isinstance(content, str) else content.decode(json.detect_encoding(content), "surrogatepass")
+    if len(text) > _FEW_BYTES and (count := _most_values(text)) > MOST_VALUES:
         raise ValueError(f"it has up to {count} values; {MOST_VALUES} is the most that are read of such a file")
     refused: list[_Refused] = []
 
@@ -82,12 +84,13 @@ def parse(content: bytes | str, *, finite: bool = True, unique: bool = False) ->
 
     try:
         value = json.loads(
-            content, parse_int=whole, parse_float=real, parse_constant=real, object_pairs_hook=_once if unique else None
+            text, parse_int=whole, parse_float=real, parse_constant=real, object_pairs_hook=_once if unique else None
         )
     except RecursionError:
-        raise ValueError(_too_deep(content)) from None
-    if _brackets(content) > MOST_DEPTH and _depth_exceeds(value):
-        raise ValueError(_too_deep(content))
+        raise ValueError(_too_deep(text)) from None
+    # No value is nested deeper than the text has brackets.
+    if text.count("[") + text.count("{") > MOST_DEPTH and _depth_exceeds(value):
+        raise ValueError(_too_deep(text))
     if refused:
         first = refused[0]
         reason = f"has more than {MOST_DIGITS} digits" if first.text.lstrip("-").isdigit() else "is not finite"
@@ -103,14 +106,16 @@ def parse_object(content: bytes | str, *, finite: bool = True, unique: bool = Fa
     return value
 
 
-def integer(value: object, name: str, *, least: int = 0, most: int = LARGEST_INTEGER) -> int:
+def integer(value: object, name: str, *, least: int = 0) -> int:
     """Returns a value that must be a whole number.
 
     Raises:
       ValueError: it is another value, e.g. true or 2.0, or out of range.
     """
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} is {shortened(repr(value), _SHOWN)}, not a whole number from {least} to {most}")
+    if type(value) is not int or not least <= value <= LARGEST_INTEGER:
+        raise ValueError(
+            f"{name} is {shortened(repr(value), _SHOWN)}, not a whole number from {least} to {LARGEST_INTEGER}"
+        )
     return value
 
 
@@ -139,18 +144,10 @@ def _once(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _most_values(content: bytes | str) -> int:
+def _most_values(text: str) -> int:
     """Returns how many values a text has at most: those that commas and brackets outside of strings begin."""
-    text = content if isinstance(content, str) else content.decode("utf-8", "replace")
     count = sum(map(text.count, ",[{"))
     return count if count <= MOST_VALUES else sum(map(_STRINGS.sub("", text).count, ",[{"))
-
-
-def _brackets(content: bytes | str) -> int:
-    """Returns how many lists and objects a text begins, and brackets in its strings; no value is nested deeper."""
-    if isinstance(content, bytes):
-        return content.count(b"[") + content.count(b"{")
-    return content.count("[") + content.count("{")
 
 
 def _depth_exceeds(value: Any) -> bool:
@@ -167,9 +164,8 @@ def _depth_exceeds(value: Any) -> bool:
     return True
 
 
-def _too_deep(content: bytes | str) -> str:
+def _too_deep(text: str) -> str:
     """Says where a text is nested too deep: in which field of its object."""
-    text = content if isinstance(content, str) else content.decode("utf-8", "replace")
     depth, field = 0, ""
     for token in _TOKENS.finditer(text):
         if token[0] in "[{":

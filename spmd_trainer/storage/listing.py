@@ -51,7 +51,7 @@ def entries(fs: Any, scheme: str, path: str, *, recursive: bool) -> list[Entry]:
         return [_of_hub(info) for info in (fs.find(path, detail=True).values() if recursive else fs.ls(path))]
     bucket, _, key = path.partition("/")
     prefix = f"{key}/" if key else ""
-    return [entry for page in _pages(fs, scheme, bucket, prefix, recursive=recursive) for entry in page]
+    return [entry for page, _ in _pages(fs, scheme, bucket, prefix, recursive=recursive) for entry in page]
 
 
 def look_up(fs: Any, scheme: str, path: str) -> Entry | None:
@@ -63,48 +63,34 @@ def look_up(fs: Any, scheme: str, path: str) -> Entry | None:
     if scheme == "hf":
         return _of_hub(fs.info(path))
     bucket, _, key = path.partition("/")
-    # A page may be empty and yet have a next one.
-    page, token = _first_page(fs, scheme, bucket, key, recursive=False)
+    page, token = _first_filled(_pages(fs, scheme, bucket, key, recursive=False))
     found = sorted((entry for entry in page if entry.name == path), key=lambda entry: entry.is_directory)
     if found or token is None:
         return found[0] if found else None
     # An object would have come first. The slash sorts behind other characters, so the directory may be on any page.
-    page, _ = _first_page(fs, scheme, bucket, f"{key}/", recursive=True, limit=1)
+    page, _ = _first_filled(_pages(fs, scheme, bucket, f"{key}/", recursive=True, limit=1))
     return Entry(path, is_directory=True) if page else None
 
 
-def _first_page(
+def _first_filled(pages: Iterator[tuple[list[Entry], str | None]]) -> tuple[list[Entry], str | None]:
+    """Returns the first page that is not empty, or the last one."""
+    for page in pages:
+        if page[0]:
+            break
+    return page
+
+
+def _pages(
     fs: Any, scheme: str, bucket: str, prefix: str, *, recursive: bool, limit: int | None = None
-) -> tuple[list[Entry], str | None]:
-    """Returns the first non-empty page, or the last page."""
-    page, token = _page(fs, scheme, bucket, prefix, recursive=recursive, limit=limit)
-    while not page and token is not None:
-        page, token = _page(fs, scheme, bucket, prefix, recursive=recursive, limit=limit, token=token)
-    return page, token
-
-
-def _pages(fs: Any, scheme: str, bucket: str, prefix: str, *, recursive: bool) -> Iterator[list[Entry]]:
+) -> Iterator[tuple[list[Entry], str | None]]:
+    """Yields each page, and the token of the next one. A page may be empty and yet have a next one."""
+    ask = _gcs_page if scheme == "gs" else _s3_page
     token: str | None = None
     while True:
-        page, token = _page(fs, scheme, bucket, prefix, recursive=recursive, token=token)
-        yield page
+        page, token = ask(fs, bucket, prefix, "" if recursive else "/", limit or PAGE, token)
+        yield page, token
         if token is None:
             return
-
-
-def _page(
-    fs: Any,
-    scheme: str,
-    bucket: str,
-    prefix: str,
-    *,
-    recursive: bool,
-    limit: int | None = None,
-    token: str | None = None,
-) -> tuple[list[Entry], str | None]:
-    """Returns a page, and the token of the next one."""
-    ask = _gcs_page if scheme == "gs" else _s3_page
-    return ask(fs, bucket, prefix, "" if recursive else "/", limit or PAGE, token)
 
 
 def _gcs_page(

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from absl import logging
@@ -17,6 +16,7 @@ from etils import epath
 
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.storage import is_remote, reading
+from spmd_trainer.storage.files import replacing
 
 VARIABLE = "SPMD_TRAINER_CACHE"
 _COPY_BYTES = 2**24
@@ -44,7 +44,11 @@ def local_copy(path: str) -> str:
     if not target.exists():
         logging.info("copying %s to %s", path, target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _replacing(target) as temporary, open(temporary, "wb") as file, epath.Path(path).open("rb") as remote:
+        with (
+            replacing(epath.Path(target)) as temporary,
+            open(temporary, "wb") as file,
+            epath.Path(path).open("rb") as remote,
+        ):
             while block := remote.read(_COPY_BYTES):
                 file.write(block)
     return str(target)
@@ -68,7 +72,7 @@ def cached_index(path: str, kind: str, make: Callable[[], np.ndarray], *, versio
     index = make()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _replacing(target) as temporary, open(temporary, "wb") as file:
+        with replacing(epath.Path(target)) as temporary, open(temporary, "wb") as file:
             np.save(file, index)
         return _mapped(target)
     except OSError as error:
@@ -87,20 +91,6 @@ def _mapped(path: pathlib.Path) -> np.ndarray:
     """Loads a stored array. Small ones are read, because a mapping keeps its file open."""
     found: np.ndarray = np.load(path, mmap_mode="r")
     return found if found.nbytes > _HELD_BYTES else np.array(found)
-
-
-@contextlib.contextmanager
-def _replacing(target: pathlib.Path) -> Iterator[str]:
-    """Yields a temporary path, which replaces the target unless the block raises."""
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".partial-")
-    os.close(handle)
-    try:
-        yield temporary
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _key(path: str, version: str | None = None) -> str:

@@ -125,7 +125,7 @@ class _Lock:
                     self._taken_by = _read(_path(self._folder, newer[-1])) or self._owner
                     return
                 self._owner = dataclasses.replace(self._owner, heartbeat=self._owner.heartbeat + 1)
-                _write(_path(self._folder, self._number), self._owner)
+                write_atomically(_path(self._folder, self._number), [_text(self._owner)])
             except Exception as error:  # object stores have errors of their own
                 logging.warning("can't write the lock of %s: %s", self._what, error)
 
@@ -245,10 +245,6 @@ def _read(path: epath.Path) -> Owner | None:
 
 def _text(owner: Owner) -> str:
     return json.dumps(dataclasses.asdict(owner))
-
-
-def _write(path: epath.Path, owner: Owner) -> None:
-    write_atomically(path, [_text(owner)])
 
 
 def _create(path: epath.Path, owner: Owner) -> bool:

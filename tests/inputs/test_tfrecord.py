@@ -161,7 +161,7 @@ def test_a_file_that_changes_under_a_run_is_refused(files, tmp_path):
     source = make(paths)
     source.get_next()
     pathlib.Path(paths[1]).write_bytes(b"")
-    with raises_naming(ValueError, paths[1], "record 0", "no longer where"):
+    with raises_naming(ValueError, paths[1], "has changed", "start the run again"):
         source.get_next()
 
 

@@ -17,7 +17,6 @@ import spmd_trainer as st
 from spmd_trainer import hf
 from spmd_trainer.errors import UserError
 from spmd_trainer.hf import export_folder
-from spmd_trainer.hf.safetensors_file import OpenFiles
 
 # One folder of each family, each with other sizes.
 FAMILIES = [
@@ -48,9 +47,8 @@ def llama():
 
 def values(folder):
     """All tensors of a folder by name."""
-    with OpenFiles() as files:
-        tensors = hf.open_folder(folder).tensors
-        return {name: tensor.read_rows(0, tensor.shape[0], files) for name, tensor in tensors.items()}
+    tensors = hf.open_folder(folder).tensors
+    return {name: tensor.read_rows(0, tensor.shape[0]) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.full) for n in FAMILIES])

@@ -20,7 +20,7 @@ from spmd_trainer import hf
 from spmd_trainer.checkpointing import DamagedCheckpointError
 from spmd_trainer.hf import folder as hf_folder
 from spmd_trainer.hf import placing
-from spmd_trainer.hf.safetensors_file import Described, OpenFiles, in_file_order, read_header, write
+from spmd_trainer.hf.safetensors_file import Described, in_file_order, read_header, write
 from spmd_trainer.sharding.variables import make_variable_spec
 from spmd_trainer.storage import json_values
 
@@ -33,8 +33,7 @@ def llama(tmp_path):
 
 def contents(path):
     """The arrays of a file by name."""
-    with OpenFiles() as files:
-        return {name: tensor.read_rows(0, tensor.shape[0], files) for name, tensor in read_header(str(path)).items()}
+    return {name: tensor.read_rows(0, tensor.shape[0]) for name, tensor in read_header(str(path)).items()}
 
 
 def rewrite(path, arrays):
@@ -250,8 +249,7 @@ def whole(folder, variable):
     tensors = hf.open_folder(folder).tensors
     for piece in variable.pieces:
         letters = [letter for group in piece.groups for letter in group]
-        with OpenFiles() as files:
-            array = tensors[piece.name].read_rows(0, piece.shape[0], files)
+        array = tensors[piece.name].read_rows(0, piece.shape[0])
         array = array.astype(np.float32).reshape([piece.sizes[letter] for letter in letters])
         if "c" in letters:
             array = np.take(array, piece.part, axis=letters.index("c"))

@@ -18,7 +18,7 @@ from hf_models import DATA, expected, make_job, mesh_of, read
 from spmd_trainer.checkpointing import CheckpointError, DamagedCheckpointError, frozen_base, records
 from spmd_trainer.decoder import lora
 from spmd_trainer.hf import peft
-from spmd_trainer.hf.safetensors_file import OpenFiles, read_header
+from spmd_trainer.hf.safetensors_file import read_header
 from spmd_trainer.training import checkpoint_sources
 
 PEFT = DATA.parent / "peft"
@@ -56,9 +56,8 @@ def read_adapters(folder, job, model):
 
 def tensors_in(folder):
     """All tensors of adapters by name."""
-    with OpenFiles() as files:
-        tensors = read_header(str(folder / "adapter_model.safetensors"))
-        return {name: tensor.read_rows(0, tensor.shape[0], files) for name, tensor in tensors.items()}
+    tensors = read_header(str(folder / "adapter_model.safetensors"))
+    return {name: tensor.read_rows(0, tensor.shape[0]) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("sizes", [pytest.param(MESHES[0], marks=pytest.mark.full), MESHES[1]], ids=str)

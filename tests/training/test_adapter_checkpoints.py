@@ -31,7 +31,7 @@ from spmd_trainer.decoder.lora import is_adapter
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.finetune import LoraFromFolder
 from spmd_trainer.experiments.lm.hf import FromFolder
-from spmd_trainer.hf.safetensors_file import OpenFiles, read_header
+from spmd_trainer.hf.safetensors_file import read_header
 from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.training import adapter_checkpoints, checkpoint_sources, checkpoints, start_checks, start_up, train
 from spmd_trainer.training.job import Job
@@ -412,9 +412,8 @@ def test_the_folder_of_restore_checkpoint_dir_is_the_base_from_then_on(tmp_path)
 
 def values(folder):
     """All tensors of a folder by name."""
-    with OpenFiles() as files:
-        tensors = read_header(str(folder / "model.safetensors"))
-        return {name: tensor.read_rows(0, tensor.shape[0], files) for name, tensor in tensors.items()}
+    tensors = read_header(str(folder / "model.safetensors"))
+    return {name: tensor.read_rows(0, tensor.shape[0]) for name, tensor in tensors.items()}
 
 
 @pytest.mark.full

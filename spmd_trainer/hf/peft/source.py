@@ -133,7 +133,10 @@ def _open(directory: str, variables: TrainState, task: SingleTask | None) -> Pef
         adapters = tensor_names.variables_of(specs, base, dims, settings.rank, slot=slot, prefix=prefix)
         named = {f"{prefix}{name}": tensor for name, tensor in found.items()}
         tensors.update(named)
-        _check(folder, adapters, named)
+        modules = sorted({tensor_names.module_of(name).rpartition(".")[2] for name in named if ".lora_" in name})
+        head = f"PEFT folder {folder} does not hold the adapters that task.lora describes:"
+        fix = f"Fix: choose task.lora.targets for the modules that it adapts: {', '.join(modules)}."
+        hf_folder.check_tensors(adapters, named, _FLOATS, "task.lora and the model", head=head, fix=fix)
         for path, variable in adapters.items():
             pieces.setdefault(path, []).append(variable)
     merged = {
@@ -163,21 +166,3 @@ def _tensors(folder: str) -> dict[str, Tensor]:
         hint = f"; it has {PICKLED}, which is pickled: save it again with safetensors" if PICKLED in names else ""
         raise HfNotFoundError(f"{folder} has no {WEIGHTS}{hint}")
     return read_header(os.path.join(folder, WEIGHTS))
-
-
-def _check(folder: str, adapters: Mapping[str, Variable], tensors: Mapping[str, Tensor]) -> None:
-    """Compares the stored tensors with those of the model's adapters."""
-    wanted = {piece.name: piece for variable in adapters.values() for piece in variable.pieces}
-    lines = hf_folder.differences(wanted, tensors, _FLOATS, "task.lora and the model")
-    if not lines:
-        return
-    modules = sorted({tensor_names.module_of(name).rpartition(".")[2] for name in tensors if ".lora_" in name})
-    raise HfMismatchError(
-        "\n".join(
-            [
-                f"PEFT folder {folder} does not hold the adapters that task.lora describes:",
-                *lines,
-                f"Fix: choose task.lora.targets for the modules that it adapts: {', '.join(modules)}.",
-            ]
-        )
-    )

@@ -10,10 +10,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.errors.installation import imported
+from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Column, Record
 from spmd_trainer.inputs.corpus.file_source import NumberedFiles, columns_of, damage, documents_of
-from spmd_trainer.inputs.shards import LRUCache, ShardIndex
-from spmd_trainer.storage import is_remote, json_values, reading
+from spmd_trainer.inputs.shards import LRUCache
+from spmd_trainer.storage import is_remote, json_values
 from spmd_trainer.storage.local_copies import local_copy
 
 STATE_FILE = "state.json"
@@ -30,17 +32,16 @@ def files_of_folder(folder: str) -> list[str]:
       UserError: its state.json can't be read, or an indices mapping reorders the rows.
     """
     path = os.path.join(folder, STATE_FILE)
+    with input_files.readable(path):
+        content = json_values.content_of(path)
     try:
-        state = json_values.parse_object(json_values.content_of(path))
-        if state.get("_indices_data_files"):
-            raise UserError(f"{folder} has an indices mapping: call flatten_indices() before save_to_disk()")
-        return [os.path.join(folder, file["filename"]) for file in state["_data_files"]]
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
+        state = json_values.parse_object(content)
+        names = [os.path.join(folder, file["filename"]) for file in state["_data_files"]]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{path} is not the state.json of a saved dataset: {error}") from error
+    if state.get("_indices_data_files"):
+        raise UserError(f"{folder} has an indices mapping: call flatten_indices() before save_to_disk()")
+    return names
 
 
 class _Batches(NamedTuple):
@@ -67,24 +68,7 @@ class ArrowDocuments(NumberedFiles):
         super().__init__(paths)
         self._column = column
         self._open: LRUCache[_Batches] = LRUCache(_MAX_OPEN)
-        self._chunks: list[tuple[int, int]] = []
-        counts: list[int] = []
-        for index in range(len(self.paths)):
-            sizes = self._batch_sizes(index)
-            self._chunks += [(index, number) for number in range(len(sizes))]
-            counts += sizes
-        if not sum(counts):
-            raise UserError(
-                f"{self.size_text} hold no rows, the first is {self.paths[0]}; give at least one with text in it"
-            )
-        self.shards = ShardIndex(counts)
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self._chunks)
-
-    def file_of(self, chunk: int) -> tuple[int, int]:
-        return self._chunks[chunk]
+        self.shards = self.count_groups(self._batch_sizes)
 
     def read(self, numbers: np.ndarray) -> list[Record]:
         return [self._record(*self.shards.locate(number)) for number in np.asarray(numbers).tolist()]
@@ -94,7 +78,7 @@ class ArrowDocuments(NumberedFiles):
             yield self._record(chunk, row)
 
     def _record(self, chunk: int, row: int) -> Record:
-        index, number = self._chunks[chunk]
+        index, number = self.groups[chunk]
         where = f"{self.paths[index]} record batch {number + 1}, row {row + 1}"
         try:
             batch = self._batches(index).get(number).slice(row, 1)
@@ -118,10 +102,7 @@ class ArrowDocuments(NumberedFiles):
         return self._open.get(index, lambda index: self._read(self.paths[index]))
 
     def _read(self, path: str) -> _Batches:
-        try:
-            import pyarrow
-        except ImportError as error:
-            raise UserError(f"{path}: Arrow files need pyarrow: pip install 'spmd-trainer[data]'") from error
+        pyarrow = imported("pyarrow", f"{path}: Arrow files need pyarrow: pip install 'spmd-trainer[data]'")
         try:
             mapped = pyarrow.memory_map(local_copy(path))
             is_file = mapped.read(len(_FILE_FORMAT)) == _FILE_FORMAT

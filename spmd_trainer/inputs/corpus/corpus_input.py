@@ -139,7 +139,6 @@ class CorpusInput(text_base.TokenizedInput):
 
     @property
     def _opened(self) -> list[Source]:
-        """The sources as they were opened."""
         return [one.source.text if isinstance(one.source, PreparedSource) else one.source for one in self.sources]
 
     @property
@@ -336,15 +335,15 @@ class CorpusInput(text_base.TokenizedInput):
                 share = self._share(given, at.row)
                 self._ahead = windows.make_ahead(self._maker, share, self.name, self._reading)
             window = self._ahead.result()
-            if not isinstance(window, windows.Ended):
+            if isinstance(window, windows.Window):
                 share = self._share((given + window.num_rows - at.row) % self.global_batch_size)
                 self._ahead = windows.make_ahead(self._maker, share, self.name, self._reading)
         except BaseException:
             self._stop()  # the next call tries again
             raise
-        if isinstance(window, windows.Ended):
+        if not isinstance(window, windows.Window):
             self._stop()
-            self._ended_at = window.end
+            self._ended_at = window
             return None
         if window.begin != at.cursor:  # an interrupted call took this window and lost it
             self._stop()

@@ -102,9 +102,10 @@ def describe(
     settings: Mapping[str, Any], tokenizer: tokenizers.Tokenizer, sources: Sequence[OpenSource]
 ) -> dict[str, Any]:
     """Returns everything besides the position that decides the batches, as JSON values."""
+    name = getattr(tokenizer, "name", getattr(tokenizer, "model", type(tokenizer).__name__))
     return {
         "settings": dict(settings),
-        "tokenizer": {**tokenizer.fingerprint(), "name": _name_of(tokenizer)},
+        "tokenizer": {**tokenizer.fingerprint(), "name": str(name)},
         "order": [one.name for one in sources],
         "sources": {one.name: {"settings": one.settings(), "files": one.source.fingerprint()} for one in sources},
     }
@@ -158,7 +159,3 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def _name_of(tokenizer: tokenizers.Tokenizer) -> str:
-    return str(getattr(tokenizer, "name", getattr(tokenizer, "model", type(tokenizer).__name__)))

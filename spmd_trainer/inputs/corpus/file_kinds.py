@@ -1,6 +1,6 @@
 """Detects the kind of a corpus' files from their names and first bytes, and reads compressed ones.
 
-Files may be compressed by gzip or Zstandard; the latter needs the package zstandard: extra `data`.
+Files may be compressed by gzip or Zstandard; the latter needs pyarrow: extra `data`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from etils import epath
 
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import file_formats, files, record_files
 from spmd_trainer.storage import is_remote, reading
 
@@ -35,15 +36,6 @@ _COMPRESSED = (".gz", ".zst")
 # Shard number after the suffix: 'c4.tfrecord-00000-of-01024'.
 _SHARD = re.compile(r"-\d+-of-\d+(?=(\.gz|\.zst)?$)")
 _UNREAD = {".csv": "comma", ".tsv": "tab"}
-# First bytes of each kind, for names without a known suffix.
-_BEGINNINGS = {
-    b"PAR1": "parquet",
-    b"ARROW1": "arrow",
-    bytes.fromhex("83af70d10d884a3f"): "arrayrecord",
-    b"\xff\xff\xff\xff": "arrow",
-    b"{": "jsonl",
-}
-_TAR_SIGNATURE, _TAR_SIGNATURE_AT = b"ustar", 257
 _GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 # Skippable frames begin with a byte from 0x50 to 0x5f, then these.
 # https://github.com/facebook/zstd/blob/dev/doc/zstd_compression_format.md
@@ -51,8 +43,6 @@ _SKIPPED_FIRST, _SKIPPED = range(0x50, 0x60), b"\x2a\x4d\x18"
 _HEAD_BYTES = 4
 # Compressed bytes per read; their content can be many times larger.
 _BLOCK = 2**16
-# Compressed bytes that Zstandard unpacks at a time: up to 32 MiB of content.
-_PIECE = 2**10
 # Exceptions of damaged files: gzip raises EOFError, zlib.error and BadGzipFile (an OSError).
 DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
 
@@ -80,16 +70,8 @@ def kind_of_all(paths: Sequence[str]) -> str:
     return next(iter(kinds))
 
 
-def is_compressed(path: str) -> bool:
+def is_compressed(head: bytes) -> bool:
     """True if a file begins as gzip or Zstandard."""
-    return _is_compressed(read_head(path))
-
-
-def _damaged(path: str, error: Exception) -> UserError:
-    return UserError(f"{path} is damaged: {error}. Write the file again, or leave it out")
-
-
-def _is_compressed(head: bytes) -> bool:
     return head.startswith(_GZIP) or _is_zstandard(head)
 
 
@@ -133,12 +115,11 @@ def _kind(path: str) -> str | None:
     # First: a record of 123 bytes begins with the byte of '{'. No other file begins with a length and its checksum.
     if record_files.begins_with_record(head):
         return "tfrecord"
-    for beginning, kind in _BEGINNINGS.items():
-        if head.lstrip().startswith(beginning):
-            return kind
-    if head[_TAR_SIGNATURE_AT:].startswith(_TAR_SIGNATURE):
-        return "tar"
+    if head.lstrip().startswith(b"{"):
+        return "jsonl"
     if (found := file_formats.identify(head)) is not None:
+        if found.kind is not None:
+            return found.kind
         raise UserError(f"{path} is {found.name}, which no kind reads. {found.instead}")
     known = [one for suffixes in SUFFIXES.values() for one in suffixes]
     near = did_you_mean(suffix, known) if suffix else ""
@@ -149,13 +130,13 @@ def _kind(path: str) -> str | None:
 
 def _read_content_head(path: str) -> bytes:
     head = read_head(path)
-    if not _is_compressed(head):
+    if not is_compressed(head):
         return head
     try:
         with open_bytes(path) as file:
             return decompressed(file, path).read(file_formats.HEAD_BYTES)
     except DAMAGE as error:
-        raise _damaged(path, error) from error
+        raise UserError(f"{path} is damaged: {error}. Write the file again, or leave it out") from error
 
 
 def _listed(kinds: Sequence[str]) -> str:
@@ -177,52 +158,34 @@ def decompressed(file: BinaryIO, path: str) -> BinaryIO:
     """Returns a reader of the uncompressed content. The file's first bytes decide.
 
     Raises:
-      UserError: the file is compressed by Zstandard, and zstandard isn't installed.
+      UserError: the file is compressed by Zstandard, and pyarrow isn't installed.
     """
     head = file.read(_HEAD_BYTES)
     file.seek(0)
     if head.startswith(_GZIP):
         return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
     if _is_zstandard(head):
-        try:
-            import zstandard
-        except ImportError as error:
-            raise UserError(f"{path}: .zst files need zstandard: pip install 'spmd-trainer[data]'") from error
-        return io.BufferedReader(_ZstandardFrames(zstandard, file), _BLOCK)
+        pyarrow = imported("pyarrow", f"{path}: .zst files need pyarrow: pip install 'spmd-trainer[data]'")
+        return io.BufferedReader(
+            _Unpacked(pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")), _BLOCK
+        )
     return file
 
 
-class _ZstandardFrames(io.RawIOBase):
-    """Content of all frames of a Zstandard file. Raises inside an incomplete frame, which the library ignores."""
+class _Unpacked(io.RawIOBase):
+    """What a stream of pyarrow unpacks. Its errors that have no number are of damaged content."""
 
-    def __init__(self, zstandard: Any, file: BinaryIO):
-        self._zstandard = zstandard
-        self._file = file
-        self._frame: Any = None
-        self._compressed = b""
-        self._ready = memoryview(b"")
+    def __init__(self, stream: Any):
+        self._stream = stream
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            if not self._compressed and not (read := self._file.read(_BLOCK)):
-                if self._frame is not None:
-                    raise EOFError("the file ends inside a Zstandard frame")
-                return 0
-            elif not self._compressed:
-                self._compressed = read
-            if self._frame is None:
-                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
-            try:
-                self._ready = memoryview(self._frame.decompress(self._compressed[:_PIECE]))
-            except self._zstandard.ZstdError as error:
+        try:
+            count: int = self._stream.readinto(buffer)
+        except OSError as error:
+            if error.errno is None:
                 raise EOFError(str(error)) from error
-            self._compressed = self._frame.unused_data + self._compressed[_PIECE:]
-            if self._frame.eof:
-                self._frame = None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
+            raise
         return count

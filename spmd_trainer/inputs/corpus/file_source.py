@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,10 +36,10 @@ _ASKED = "set `column` (--column, or COLUMN of an experiment) to the one with th
 class OpenFiles:
     """The files of a source, opened on first read. Raises if a file's size changes. Thread-safe."""
 
-    def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
-        """`sizes` are the files' bytes when the source was opened."""
+    def __init__(self, paths: Sequence[str], sizes: Sequence[int], most: int = _MAX_OPEN):
+        """`sizes` are the files' bytes when the source was opened; at most `most` stay open."""
         self._paths, self._sizes = tuple(paths), tuple(sizes)
-        self._open: LRUCache[OpenFile] = LRUCache(_MAX_OPEN)
+        self._open: LRUCache[OpenFile] = LRUCache(most)
 
     def read(self, index: int, start: int, stop: int) -> bytes:
         """Returns the bytes of a file from `start` to `stop`.
@@ -48,12 +48,10 @@ class OpenFiles:
           UserError: the file (named) can't be read, or its size has changed.
         """
         path = self._paths[index]
-        try:
+        with files.readable(path):
             content = reading.read(path, start, stop) if is_remote(path) else self._read_local(index, start, stop)
-        except OSError as error:
-            raise UserError(f"{path} can't be read: {reading.problem(path, error)}") from error
         if len(content) != stop - start:
-            raise self._changed(index)
+            raise changed(self._paths[index], self._sizes[index])
         return content
 
     def _read_local(self, index: int, start: int, stop: int) -> bytes:
@@ -61,19 +59,11 @@ class OpenFiles:
         opened = self._open.get(index, lambda index: OpenFile(self._paths[index]))
         file = opened.number
         if os.fstat(file).st_size != self._sizes[index]:
-            raise self._changed(index)
-        content = os.pread(file, stop - start, start)
-        if len(content) == stop - start:
-            return content
-        parts = [content]
-        while content and start + sum(map(len, parts)) < stop:  # one call reads at most 2 GiB
-            begin = start + sum(map(len, parts))
-            content = os.pread(file, stop - begin, begin)
-            parts.append(content)
+            raise changed(self._paths[index], self._sizes[index])
+        parts, begin = [os.pread(file, stop - start, start)], start
+        while parts[-1] and (begin := begin + len(parts[-1])) < stop:  # one call reads at most 2 GiB
+            parts.append(os.pread(file, stop - begin, begin))
         return b"".join(parts)
-
-    def _changed(self, index: int) -> UserError:
-        return changed(self._paths[index], self._sizes[index])
 
 
 def changed(path: str, size: int) -> UserError:
@@ -105,14 +95,28 @@ class FileSource(Source):
         """
         self.paths = tuple(paths)
         self.sizes = reading.for_each(self.paths, _size)
+        # For each chunk: its file, and its number in the file.
+        self.groups = [(index, 0) for index in range(len(self.paths))]
+
+    def count_groups(self, rows_of: Callable[[int], Sequence[int]]) -> ShardIndex:
+        """Makes the row groups, or batches, of all files the chunks. `rows_of` returns the rows of each of a file's.
+
+        Raises:
+          UserError: there are no rows.
+        """
+        counts = [rows_of(index) for index in range(len(self.paths))]
+        self.groups = [(index, number) for index, of_file in enumerate(counts) for number in range(len(of_file))]
+        if not any(map(any, counts)):
+            raise UserError(f"{self.size_text} hold no rows, the first is {self.paths[0]}; give at least one with rows")
+        return ShardIndex([rows for of_file in counts for rows in of_file])
 
     @property
     def num_chunks(self) -> int:
-        return len(self.paths)
+        return len(self.groups)
 
     def file_of(self, chunk: int) -> tuple[int, int]:
         """Returns the number of a chunk's file, and the chunk's number in the file."""
-        return chunk, 0
+        return self.groups[chunk]
 
     @property
     def random_access(self) -> bool:

@@ -142,7 +142,6 @@ class OpenSource:
 
     @property
     def first_share(self) -> float:
-        """The share at the beginning."""
         return self.share.shares[0] if isinstance(self.share, ChangingShare) else self.share
 
     @property

@@ -54,7 +54,7 @@ def open_documents(documents: Documents) -> Source:
             f"kind='tokens' needs `files` to be a folder with a {DESCRIPTION_FILE}, which --mode=tokenise writes when it "
             f"has finished; `files` has {input_files.listed(entries)}"
         )
-    paths = _paths(entries)
+    paths = paths_of(entries)
     if documents.kind in (None, "arrow"):
         _refuse_prepared_parts(paths)
     kind = documents.kind or file_kinds.kind_of_all(paths)
@@ -76,39 +76,28 @@ def open_files(documents: Documents, kind: str, paths: Sequence[str]) -> FileSou
     Raises:
       UserError: one (named) can't be read.
     """
-    source = _source(kind, paths, documents)
-    source.max_record_bytes = documents.max_record_bytes
-    return source
-
-
-def paths_of(files: object) -> list[str]:
-    """Returns the files of a `files` field, in order.
-
-    Raises:
-      UserError: an entry matches no file, a directory and another entry give the same file, or all files are empty.
-    """
-    return _paths(input_files.entries_of(files))
-
-
-def _source(kind: str, paths: Sequence[str], documents: Documents) -> FileSource:
     column: Column = documents.column if documents.processor is None else documents.processor.entries
+    source: FileSource
     if kind == "jsonl":
-        return _open_json_lines(paths, column, documents.max_record_bytes)
-    if kind == "arrayrecord":
-        return ArrayRecordDocuments(paths)
-    if kind == "text":
+        source = _open_json_lines(paths, column, documents.max_record_bytes)
+    elif kind == "arrayrecord":
+        source = ArrayRecordDocuments(paths)
+    elif kind == "text":
         # A name such as a.txt says less than a kind that the user has set.
         any_bytes = documents.allow_binary
-        return TextDocuments(paths, documents.separator, json_too=documents.kind is not None, any_bytes=any_bytes)
-    if kind in ("parquet", "arrow"):
-        return (ParquetDocuments if kind == "parquet" else ArrowDocuments)(paths, column)
-    return (TarDocuments if kind == "tar" else TfRecordDocuments)(paths, documents.column)
+        source = TextDocuments(paths, documents.separator, json_too=documents.kind is not None, any_bytes=any_bytes)
+    elif kind in ("parquet", "arrow"):
+        source = (ParquetDocuments if kind == "parquet" else ArrowDocuments)(paths, column)
+    else:
+        source = (TarDocuments if kind == "tar" else TfRecordDocuments)(paths, documents.column)
+    source.max_record_bytes = documents.max_record_bytes
+    return source
 
 
 def _open_json_lines(paths: Sequence[str], column: Column, max_record_bytes: int) -> FileSource:
     if any(map(is_remote, paths)):
         return StreamedJsonLines(paths, column)
-    compressed = [path for path in paths if file_kinds.is_compressed(path)]
+    compressed = [path for path in paths if file_kinds.is_compressed(file_kinds.read_head(path))]
     if compressed and len(compressed) < len(paths):
         plain = next(path for path in paths if path not in compressed)
         raise UserError(
@@ -136,7 +125,12 @@ def _prepared_folder(entries: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
-def _paths(entries: Sequence[str]) -> list[str]:
+def paths_of(entries: Sequence[str]) -> list[str]:
+    """Returns the files of `files.entries_of`, in order.
+
+    Raises:
+      UserError: an entry matches no file, a directory and another entry give the same file, or all files are empty.
+    """
     expanded: list[str] = []
     in_directories: set[str] = set()
     for entry in entries:

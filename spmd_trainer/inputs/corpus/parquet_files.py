@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs.corpus.documents import Column, Record
 from spmd_trainer.inputs.corpus.file_kinds import open_bytes
 from spmd_trainer.inputs.corpus.file_source import FileSource, columns_of, damage, documents_of, no_column
-from spmd_trainer.inputs.shards import ShardIndex
 
 
 class ParquetFiles(FileSource):
@@ -28,23 +28,7 @@ class ParquetFiles(FileSource):
         """
         super().__init__(paths)
         self._columns = tuple(columns)
-        # For each row group: its file, and its number in the file.
-        self.groups: list[tuple[int, int]] = []
-        counts: list[int] = []
-        for index in range(len(self.paths)):
-            for group, rows in enumerate(self._group_sizes(index)):
-                self.groups.append((index, group))
-                counts.append(rows)
-        if not counts:
-            raise UserError(f"{self.size_text} hold no rows, the first is {self.paths[0]}; give at least one with rows")
-        self.shards = ShardIndex(counts)
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.groups)
-
-    def file_of(self, chunk: int) -> tuple[int, int]:
-        return self.groups[chunk]
+        self.shards = self.count_groups(self._group_sizes)
 
     def chunk_sizes(self) -> np.ndarray:
         return self.shards.counts
@@ -58,21 +42,20 @@ class ParquetFiles(FileSource):
         """
         path = self.paths[index]
         self.refuse_changed(index)
-        try:
-            import pyarrow.parquet
-        except ImportError as error:
-            raise UserError(f"{path}: Parquet files need pyarrow: pip install 'spmd-trainer[data]'") from error
+        parquet = imported("pyarrow.parquet", f"{path}: Parquet files need pyarrow: pip install 'spmd-trainer[data]'")
         # Few writers add page checksums; without one, a changed byte within a value goes unnoticed.
         settings = {"pre_buffer": False, "page_checksum_verification": True}
-        with open_bytes(path) as handle, pyarrow.parquet.ParquetFile(handle, **settings) as file:
+        with open_bytes(path) as handle, parquet.ParquetFile(handle, **settings) as file:
             yield file
 
     def _group_sizes(self, index: int) -> list[int]:
         path = self.paths[index]
         try:
             with self.opened(index) as file:
+                leaves = leaves_of(file)
                 for column in self._columns:
-                    check_column(file, column, path)
+                    if column not in file.schema_arrow.names and column not in leaves:
+                        raise no_column(path, column, leaves)
                 rows = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
                 total = file.metadata.num_rows
         except damage() as error:
@@ -89,17 +72,6 @@ class ParquetFiles(FileSource):
 def leaves_of(file: Any) -> list[str]:
     """Leaf columns of a pyarrow.parquet.ParquetFile: 'a.b' for entry b of the struct a."""
     return [file.schema.column(i).path for i in range(len(file.schema))]
-
-
-def check_column(file: Any, column: str, path: str) -> None:
-    """Checks that a file has a column, or an entry of a struct.
-
-    Raises:
-      UserError: it does not; lists the file's columns.
-    """
-    leaves = leaves_of(file)
-    if column not in file.schema_arrow.names and column not in leaves:
-        raise no_column(path, column, leaves)
 
 
 def first_line(error: Exception) -> str:

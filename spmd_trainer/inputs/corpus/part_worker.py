@@ -1,9 +1,7 @@
 """Tokenises parts of a corpus, in a process that does nothing else: JSON, tokenizers and packing hold one interpreter's lock.
 
-    python -m spmd_trainer.inputs.corpus.part_worker
-
-Its stdin begins with a pickled `Task`; each line after it is the number of a part. Its stdout has a line for each: the part's
-record, or {"error": what is wrong with the corpus}. It ends with its stdin.
+The process first reads a pickled `Task`. Each request is the number of a part, and its answer the part's record, or
+{"error": what is wrong with the corpus}.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ import os
 import pickle
 import queue
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 from etils import epath
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, LeftOut, Record, Source
 from spmd_trainer.inputs.corpus.encoding import RAISE, Encoder
@@ -36,6 +34,7 @@ from spmd_trainer.inputs.corpus.open_source import open_documents, open_files
 from spmd_trainer.inputs.corpus.order import size_of
 from spmd_trainer.inputs.corpus.token_store import Batch
 from spmd_trainer.inputs.corpus.tokens import CountedTokens, StoredTokens, Tokens, fetch
+from spmd_trainer.inputs.worker_process import EndedError, WorkerProcess, pipe_of_trainer
 from spmd_trainer.storage import files, is_remote
 from spmd_trainer.storage.paths import directory
 
@@ -119,11 +118,9 @@ class Task:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the tokens."""
         return np.dtype(tokenizers.token_dtype(self.tokenizer.vocab_size))
 
     def part_name(self, number: int) -> str:
-        """Returns the name of a part's file."""
         return f"tokens-{number:05d}-of-{len(self.parts):05d}.arrow"
 
     def record_name(self, number: int) -> str:
@@ -135,25 +132,15 @@ class Worker:
     """A worker process, as seen from its parent."""
 
     def __init__(self, task: Task, *, nice: bool):
-        """Starts it. `nice`: it leaves the processors to others.
+        """Prepares it. `nice`: it leaves the processors to others.
 
         Raises:
           TypeError, AttributeError, pickle.PicklingError: the tokenizer can't be sent to another process.
         """
         content = pickle.dumps(task)
         self._scratch = tempfile.TemporaryDirectory(prefix="spmd-trainer-")
-        self._process = start_module(
-            __name__,
-            ["nice"] if nice else [],
-            {"TOKENIZERS_PARALLELISM": "false", "TMPDIR": self._scratch.name},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
-        with contextlib.suppress(BrokenPipeError):  # `make` says that it has ended
-            self._input.write(len(content).to_bytes(8, "little") + content)
+        environment = {"TOKENIZERS_PARALLELISM": "false", "TMPDIR": self._scratch.name}
+        self._process = WorkerProcess.of_module(__name__, content, ["nice"] if nice else [], environment)
 
     def make(self, number: int) -> dict[str, Any]:
         """Makes a part and returns its record.
@@ -162,36 +149,17 @@ class Worker:
           UserError: as `make_part`, or the process ended.
         """
         try:
-            self._input.write(f"{number}\n".encode())
-            self._input.flush()
-            answer = self._output.readline()
-        except BrokenPipeError:
-            answer = b""
-        if not answer:
-            raise UserError(f"a process that tokenises ended with status {self._process.wait()}")
-        found: dict[str, Any] = json.loads(answer)
+            found: dict[str, Any] = json.loads(self._process.ask(str(number).encode()))
+        except EndedError as error:
+            raise UserError(f"a process that tokenises {error}") from error
         if "error" in found:
             raise UserError(found["error"])
         return found
 
     def stop(self) -> None:
         """Ends the process at once."""
-        self._process.kill()
-        self._process.wait()
+        self._process.stop()
         self._scratch.cleanup()
-
-
-def start_module(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], **pipes: Any
-) -> subprocess.Popen[bytes]:
-    """Starts a process beside the trainer that runs a module; `pipes` are arguments of `subprocess.Popen`.
-
-    It imports what this process can import, because it may get objects of the user's classes, and leaves the devices alone. It
-    is in a session of its own: Ctrl-C in a terminal is the trainer's to handle.
-    """
-    own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-P", "-m", module, *arguments]
-    return subprocess.Popen(command, env={**os.environ, **own, **environment}, start_new_session=True, **pipes)
 
 
 def remove_unfinished(folder: epath.Path) -> None:
@@ -322,17 +290,12 @@ class Writer:
 
 def arrow_library() -> Any:
     """Imports pyarrow. Raises UserError if it isn't installed."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        raise UserError("prepared corpora need pyarrow to be written: pip install 'spmd-trainer[data]'") from error
-    return pyarrow
+    return imported("pyarrow", "prepared corpora need pyarrow to be written: pip install 'spmd-trainer[data]'")
 
 
-def main(source: BinaryIO, output: BinaryIO) -> None:
+def main(pipe: Connection) -> None:
     """Makes the parts that its parent asks for, and ends with its parent, also in the midst of a part."""
-    content = source.read(int.from_bytes(source.read(8), "little"))
+    content = pipe.recv_bytes()
     try:
         task: Task | str = pickle.loads(content)
     except (AttributeError, ImportError) as error:
@@ -340,8 +303,9 @@ def main(source: BinaryIO, output: BinaryIO) -> None:
     numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def read() -> None:
-        for line in source:
-            numbers.put(int(line))
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                numbers.put(int(pipe.recv_bytes()))
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
@@ -353,13 +317,12 @@ def main(source: BinaryIO, output: BinaryIO) -> None:
             answer = make_part(task, number)
         except (UserError, OSError) as error:
             answer = {"error": str(error)}
-        output.write(f"{json.dumps(answer)}\n".encode())
-        output.flush()
+        pipe.send_bytes(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["nice"]:
+    if sys.argv[2:] == ["nice"]:
         os.nice(_NICE)
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a library that prints must not answer
-    main(sys.stdin.buffer, answers)
+    os.dup2(2, 1)  # what a library prints belongs to the log
+    with pipe_of_trainer() as opened:
+        main(opened)

@@ -200,7 +200,6 @@ class Preparing:
         return found
 
     def tokens(self) -> int:
-        """Returns the tokens of the finished parts."""
         return sum(record["tokens"] for record in self._done.values())
 
 
@@ -265,7 +264,6 @@ def _serve(
 
 
 def _output_folder(preparation: Preparation) -> epath.Path:
-    """Creates the output folder."""
     folder = directory("--output", preparation.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -293,7 +291,6 @@ class Progress:
     """Logs finished parts, the rate, and the remaining time."""
 
     def __init__(self, preparing: Preparing):
-        """Begins to count."""
         self._preparing = preparing
         self._total = len(preparing.task.parts)
         self._before, self._tokens = self._total - len(preparing.missing), preparing.tokens()

@@ -15,6 +15,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, te
 from google.protobuf.message import DecodeError
 
 from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import record_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
 from spmd_trainer.inputs.corpus.file_source import IndexedFiles, NumberedFiles
@@ -79,17 +80,9 @@ class ArrayRecordDocuments(NumberedFiles):
         return _open(self.paths[index])
 
 
-def array_record_library(needed_by: str) -> Any:
-    """Imports the package array_record. Raises UserError if it isn't installed."""
-    try:
-        from array_record.python import array_record_module
-    except ImportError as error:
-        raise UserError(f"{needed_by} need array_record: pip install 'spmd-trainer[data]'") from error
-    return array_record_module
-
-
 def _open(path: str) -> Any:
-    library = array_record_library(f"{path}: ArrayRecord files")
+    needed = f"{path}: ArrayRecord files need array_record: pip install 'spmd-trainer[data]'"
+    library = imported("array_record.python.array_record_module", needed)
     try:
         reader = library.ArrayRecordReader(local_copy(path), _OPTIONS)
         if not reader.ok():  # else it silently yields no records

@@ -136,7 +136,6 @@ class RowPlan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all rows."""
         return int(self.sizes.sum())
 
 
@@ -205,7 +204,7 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
     own = np.flatnonzero(place[plan.rows] >= 0)
     sizes = plan.sizes[own]
     pieces = [
-        _Piece(documents[number], start, start + size + 1)
+        (documents[number], start, start + size + 1)
         for number, start, size in zip(
             plan.documents[own].tolist(), plan.starts[own].tolist(), sizes.tolist(), strict=True
         )
@@ -215,7 +214,7 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
     ends = np.cumsum(sizes + 1)
     is_label, is_id = np.ones(len(tokens), bool), np.ones(len(tokens), bool)
     is_label[ends - sizes - 1], is_id[ends - 1] = False, False
-    all_count = all(is_text(one.document.tokens) for one in pieces)
+    all_count = all(is_text(document.tokens) for document, _, _ in pieces)
     return lay_out(
         tokens[is_id],
         tokens[is_label],
@@ -227,16 +226,11 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
     )
 
 
-class _Piece(NamedTuple):
-    """Tokens `start` to `stop` of a document with its frame."""
+def _values(pieces: Sequence[tuple[FramedDocument, int, int]], *, counted: bool = False) -> np.ndarray:
+    """Returns the tokens of all pieces, one after the other; or which of them count, bool: those of a frame do.
 
-    document: FramedDocument
-    start: int
-    stop: int
-
-
-def _values(pieces: Sequence[_Piece], *, counted: bool = False) -> np.ndarray:
-    """Returns the tokens of all pieces, one after the other; or which of them count, bool: those of a frame do."""
+    A piece is the tokens `start` to `stop` of a document with its frame: (document, start, stop).
+    """
     ranges = []
     for (tokens, frame), start, stop in pieces:
         lead = len(frame.before)

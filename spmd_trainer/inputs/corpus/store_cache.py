@@ -13,7 +13,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from absl import logging
 
@@ -62,14 +62,6 @@ def hold(folder: str) -> BinaryIO | None:
                 file.close()
 
 
-class _Store(NamedTuple):
-    """A store: when it was used last, in seconds since 1970; its folder; its bytes."""
-
-    used: float
-    path: str
-    size: int
-
-
 def make_room(root: str, limit: int, needed: int = 0) -> None:
     """Removes stores that nobody uses, the longest unused first, until all have at most `limit - needed` bytes together.
 
@@ -85,13 +77,13 @@ def make_room(root: str, limit: int, needed: int = 0) -> None:
             if entry.name.startswith(_REMOVED) and entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
     stores = sorted(_stores(root))
-    total, room = sum(store.size for store in stores), max(0, limit - needed)
-    for store in stores:
+    total, room = sum(size for _, _, size in stores), max(0, limit - needed)
+    for _, path, size in stores:
         if total <= room:
             return
-        if _remove(store.path):
-            total -= store.size
-            logging.info("removed %s (%s): --data_cache_limit=%s", store.path, *map(bytes_text, (store.size, limit)))
+        if _remove(path):
+            total -= size
+            logging.info("removed %s (%s): --data_cache_limit=%s", path, *map(bytes_text, (size, limit)))
     if total > room:
         logging.warning(
             "the token stores in %s that are in use have %s, and %s are needed beside them: more than --data_cache_limit=%s",
@@ -99,7 +91,8 @@ def make_room(root: str, limit: int, needed: int = 0) -> None:
         )
 
 
-def _stores(root: str) -> Iterator[_Store]:
+def _stores(root: str) -> Iterator[tuple[float, str, int]]:
+    """Yields of each store when it was used last, in seconds since 1970; its folder; its bytes."""
     with os.scandir(root) as entries:
         folders = [one.path for one in entries if _STORE.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
     for folder in folders:
@@ -117,7 +110,7 @@ def _stores(root: str) -> Iterator[_Store]:
             for name in files:
                 with contextlib.suppress(FileNotFoundError):  # a worker has finished its part
                     size += os.lstat(os.path.join(at, name)).st_size
-        yield _Store(used, folder, size)
+        yield used, folder, size
 
 
 def _remove(folder: str) -> bool:

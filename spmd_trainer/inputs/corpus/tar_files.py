@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tarfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record, too_long
@@ -102,15 +102,10 @@ def samples(
         yield current
 
 
-class _TooLong(NamedTuple):
-    """A member that is not read. `size`: its bytes."""
-
-    size: int
-
-
-def _content(longest: int, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | _TooLong:
+def _content(longest: int, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | int:
+    """Returns the content of a member; its size if that is above `longest`."""
     if member.size > longest:
-        return _TooLong(member.size)
+        return int(member.size)
     return cast(tarfile.ExFileObject, archive.extractfile(member)).read()
 
 
@@ -179,10 +174,10 @@ class TarDocuments(FileSource):
                 f"{path} is damaged after sample {number}: {error or type(error).__name__}. Write the file again, or leave it out"
             ) from error
 
-    def _record(self, where: str, members: dict[str, bytes | _TooLong | None]) -> Record:
+    def _record(self, where: str, members: dict[str, bytes | int | None]) -> Record:
         content = members.get(self._column)
         if content is None:
             return BadRecord(where, f"has no member {self._column!r}{did_you_mean(self._column, list(members))}")
-        if isinstance(content, _TooLong):
-            return too_long(where, self.max_record_bytes, content.size)
+        if isinstance(content, int):
+            return too_long(where, self.max_record_bytes, content)
         return Document(content, where)

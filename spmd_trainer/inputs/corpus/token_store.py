@@ -173,7 +173,6 @@ class TokenStore(NumberedFiles):
 
     @property
     def largest(self) -> int:
-        """The largest token."""
         return int(self.description.statistics["largest"])
 
     def check_made_by(self, tokenizer: Mapping[str, Any], processor: Processor | None) -> None:

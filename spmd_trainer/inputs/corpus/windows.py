@@ -99,18 +99,8 @@ class Window(NamedTuple):
         return len(self.places)
 
 
-class Ended(NamedTuple):
-    """The end of the input.
-
-    Attributes:
-      end: final position, after any bad records behind the last document.
-    """
-
-    end: Cursor
-
-
-# The next window, or the end.
-Ahead: TypeAlias = "concurrent.futures.Future[Window | Ended]"
+# The next window, or where the input ends, after any bad records behind the last document.
+Ahead: TypeAlias = "concurrent.futures.Future[Window | Cursor]"
 
 
 class Cancelled(Exception):
@@ -185,8 +175,8 @@ class WindowMaker:
         """Makes `next_window`, called in another thread, raise `Cancelled` soon."""
         self._cancelled.set()
 
-    def next_window(self, share: Share) -> Window | Ended:
-        """Returns the next window with the rows of `share`, or `Ended` after the last.
+    def next_window(self, share: Share) -> Window | Cursor:
+        """Returns the next window with the rows of `share`, or the end after the last.
 
         Raises:
           UserError: a source can't be read or has a bad record, or all sources are empty.
@@ -199,7 +189,7 @@ class WindowMaker:
                 those = f"; left out: {count_text(left_out, 'record')}, see the log" if left_out else ""
                 what = "document with text" if self._are_texts else "record that can be used"
                 raise self._error(f"the sources have no {what}{those}; give at least one")
-            return Ended(self._begin._replace(sources=tuple(self._cursors)))
+            return self._begin._replace(sources=tuple(self._cursors))
         settings = self._settings
         plan, end = self._split(pending, ended) if settings.packing == SPLIT else self._pack(pending)
         in_order = np.arange(plan.num_rows)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow
+from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow, plain
 
 CROP, STRETCH, EXACT = "crop", "stretch", "exact"
 RESIZES = (CROP, STRETCH, EXACT)
@@ -103,7 +102,7 @@ class Decoder:
                 rows, columns, _ = found.shape.as_list()
                 found = _scaling(height, width)(found, tf.constant(self._box(rows, columns, bits)))
         except (tf.errors.OpError, UnicodeDecodeError) as error:  # TensorFlow can't always decode its own message
-            why = "" if isinstance(error, UnicodeDecodeError) else f": {_plain(error)}"
+            why = "" if isinstance(error, UnicodeDecodeError) else f": {plain(error)}"
             raise UserError(f"is not a whole image{why}") from error
         image: np.ndarray = found.numpy()
         if image.shape != self.shape:
@@ -155,8 +154,3 @@ def _scaling(height: int, width: int) -> Any:
 
     signature = [tf.TensorSpec([None, None, None], tf.uint8), tf.TensorSpec([4], tf.int32)]
     return tf.function(scale, input_signature=signature).get_concrete_function()
-
-
-def _plain(error: Any) -> str:
-    """TensorFlow's message without the names of operations."""
-    return re.sub(r"^\{\{.*?\}\} | \[Op:\w+\]| name: *$", "", error.message).strip()

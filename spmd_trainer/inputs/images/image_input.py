@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import numbers
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,10 +22,10 @@ from absl import logging
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.errors import UserError, did_you_mean, require_one_of
-from spmd_trainer.inputs import examples
+from spmd_trainer.inputs import examples, files
 from spmd_trainer.inputs.corpus import file_kinds, mixture, open_source
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
-from spmd_trainer.inputs.grain_input import import_grain
+from spmd_trainer.inputs.grain_input import rows_ahead
 from spmd_trainer.inputs.images.decode import CROP, RESIZES, Augment, Decoder, DecodingError, RandomResizedCrop
 from spmd_trainer.inputs.images.decode_worker import DecodeWorkers
 from spmd_trainer.inputs.images.image_files import ParquetImages, TarImages
@@ -60,7 +59,7 @@ def open_images(images: Documents) -> ImageSource:
         raise UserError(f"separator={images.separator!r} is for text files; images have none")
     if images.kind is not None:
         require_one_of("kind", images.kind, _KINDS)
-    paths = open_source.paths_of(images.files)
+    paths = open_source.paths_of(files.entries_of(images.files))
     kind = images.kind or file_kinds.kind_of_all(paths)
     source: ImageSource
     if kind == "parquet":
@@ -188,19 +187,14 @@ class ImageInput(examples.ExamplesInput):
 
     def _iterate(self, start: int) -> Iterator[NestedMap]:
         self._revive()
-        grain = import_grain(self.error)
-        stop = sys.maxsize if self.num_batches is None else self.num_batches * self.batch_size
-        # This process' rows, numbered across all its batches.
-        rows = grain.MapDataset.range(start * self.batch_size, stop).map(self._row_of)
         ahead = max(_LEAST_AHEAD, _BATCHES_AHEAD * self.batch_size)
         # Twice as many as processes: one image is read while another is decoded.
         threads = max(self.threads, 2 * self.workers)
-        decoded = iter(rows.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)))
+        decoded = rows_ahead(self, start, self._row_of, threads=threads, ahead=ahead)
         for position in itertools.count(start):
             yield self._batch(position, decoded)
 
-    def _row_of(self, row: int) -> _Row:
-        position, column = divmod(int(row), self.batch_size)
+    def _row_of(self, position: int, column: int) -> _Row:
         return self._row(int(self._numbers(position)[column]), self.first_index(position) + column)
 
     @functools.cached_property

@@ -18,6 +18,7 @@ from spmd_trainer.inputs import Images, RandomResizedCrop
 from spmd_trainer.inputs.images import decode_worker
 from spmd_trainer.inputs.images.decode import Decoder, DecodingError
 from spmd_trainer.inputs.images.image_input import ImageInput
+from spmd_trainer.inputs.worker_process import EndedError
 
 PIL = pytest.importorskip("PIL.Image")
 pytest.importorskip("grain")
@@ -171,16 +172,16 @@ def test_after_a_death_later_images_end_no_more_processes(monkeypatch):
 
     def ask(self, request):
         asked.append(int.from_bytes(request[:8], "little"))
-        raise DecodingError("the process ended")
+        raise EndedError(-9)
 
-    monkeypatch.setattr(decode_worker._Worker, "ask", ask)
+    monkeypatch.setattr(decode_worker.WorkerProcess, "ask", ask)
     workers = decode_worker.DecodeWorkers(1, Decoder((2, 2, 3), "crop"))
     for index in (5, 6, 7, 4):
-        with raises_naming(DecodingError, "the process ended"):
+        with raises_naming(DecodingError, "SIGKILL"):
             workers.decode(b"", index)
     assert asked == [5, 4]
     workers.revive()
-    with raises_naming(DecodingError, "the process ended"):
+    with raises_naming(DecodingError, "SIGKILL"):
         workers.decode(b"", 6)
     assert asked == [5, 4, 6]
 
