@@ -34,7 +34,7 @@ DEPTH ?= 2
 chat: setup
 	$(RUN) python tools/chat.py "$(CHAT_DIR)" --depth="$(DEPTH)"
 
-# The suite of every change: ten minutes on 2 cores. `make test-all` runs every case of every matrix, three quarters of an hour.
+# The suite of every change: ten minutes on 2 cores. `make test-all` runs every case of every matrix.
 PYTEST := $(RUN) pytest -n 2 --dist loadgroup
 test: setup
 	$(PYTEST) -m "not full and not slow and not installed and not docs"
