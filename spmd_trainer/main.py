@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from absl import app, flags
 
@@ -33,9 +34,7 @@ def main(argv: Sequence[str]) -> None:
             run_flags.refuse_other_modes(flags.FLAGS)
             rooms.check(MODES[mode].module, f"--mode={mode}")
         if mode == "port":
-            from spmd_trainer.pax import port
-
-            raise SystemExit(0 if port.print_reports(PortConfig(flags.FLAGS.module).module) else 1)
+            _port(PortConfig(flags.FLAGS.module))
         if mode and MODES[mode].alone:
             MODES[mode].program()(run_flags.config_without_experiment(flags.FLAGS, argv[1:]))
             return
@@ -60,11 +59,23 @@ def main(argv: Sequence[str]) -> None:
         flag_parsing.leave(f"{error}: {hidden} hides an installed package of that name; rename it, or run elsewhere")
     finally:
         run_log.close()  # before the interpreter shuts down, while an object store can still be written to
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except OSError:  # the terminal is gone
-                terminal.discard(stream)
+        _flush_or_discard()
+
+
+def _flush_or_discard() -> None:
+    """Drops output that can't be written because the terminal is gone."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            terminal.discard(stream)
+
+
+def _port(config: PortConfig) -> NoReturn:
+    """Prints what a file written for paxml needs; exits with status 0 if renaming its imports is enough, otherwise 1."""
+    from spmd_trainer.pax import port
+
+    raise SystemExit(0 if port.print_reports(config.module) else 1)
 
 
 def run() -> None:

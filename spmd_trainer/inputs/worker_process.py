@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,16 +24,21 @@ class EndedError(Exception):
     """A process ended instead of answering. The message says how: 'ended with status 1'.
 
     Attributes:
-      status: its exit status, negative for a signal; None if it could not be started.
+      status: its exit status, negative for a signal; None if it could not be started, or closed its pipe and went on.
     """
 
-    def __init__(self, status: int | None):
+    def __init__(self, how: str, status: int | None = None):
         self.status = status
-        how = "could not be started" if status is None else f"ended with status {status}"
-        if status is not None and status < 0:
-            hint = ", perhaps for want of memory" if status == -signal.SIGKILL else ""
-            how = f"was ended by {signal.Signals(-status).name}{hint}"
         super().__init__(how)
+
+    @classmethod
+    def of_status(cls, status: int) -> EndedError:
+        """Returns the error of a process that has ended by itself."""
+        if status >= 0:
+            return cls(f"ended with status {status}", status)
+        name = next((one.name for one in signal.Signals if one == -status), f"signal {-status}")
+        hint = ", perhaps for want of memory" if status == -signal.SIGKILL else ""
+        return cls(f"was ended by {name}{hint}", status)
 
 
 class WorkerProcess:
@@ -78,9 +83,9 @@ class WorkerProcess:
                 self._pipe.send_bytes(request)
                 return self._pipe.recv_bytes()
             except (EOFError, OSError) as error:
-                raise EndedError(self._end(_GRACE_SECONDS)) from error  # its own status says why
+                raise self._ended(error) from error
             except BaseException:  # Ctrl-C between a request and its answer
-                self._end(0)
+                self._end()
                 raise
 
     def stop(self) -> None:
@@ -103,21 +108,27 @@ class WorkerProcess:
             ours.send_bytes(self._first)
         return ours
 
-    def _end(self, seconds: float) -> int | None:
-        """Ends the process after so many seconds; returns its status, None if there is no process."""
+    def _ended(self, error: Exception) -> EndedError:
+        """Returns how the process ended that has closed its pipe. `error`: of the pipe, or of the process' start."""
+        status, has_started = None, self._process is not None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self._process.wait(_GRACE_SECONDS)  # it is ending by itself, with a status that says why
+        self._end()
+        if status is not None:
+            return EndedError.of_status(status)
+        return EndedError("closed its pipe and went on" if has_started else f"could not be started ({error})")
+
+    def _end(self) -> None:
+        """Ends the process, if there is one."""
         process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
         if pipe is not None:
             pipe.close()
-        if process is None:
-            return None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-        process.kill()
-        return process.wait()
+        if process is not None:
+            process.kill()
+            process.wait()
 
 
-@contextlib.contextmanager
-def pipe_of_trainer() -> Iterator[Connection]:
-    """Yields the pipe of a process that `WorkerProcess.of_module` started, and ends when the trainer has closed it."""
-    with Connection(int(sys.argv[1])) as pipe, contextlib.suppress(EOFError, ConnectionError):
-        yield pipe
+def pipe_of_trainer() -> Connection:
+    """Returns the pipe of a process that `WorkerProcess.of_module` started; its reads end with EOFError when the trainer does."""
+    return Connection(int(sys.argv[1]))

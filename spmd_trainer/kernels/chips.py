@@ -95,6 +95,29 @@ CHIPS = (
     Chip("NVIDIA GB200", 2500e12, 186, "gb200", _GB200),
 )
 BY_TOPOLOGY = {chip.topology: chip for chip in CHIPS if chip.topology}
+# Compute capabilities by the beginning of the device's name: https://developer.nvidia.com/cuda-gpus. The first entry applies.
+_CAPABILITIES = {
+    "Tesla V100": (7, 0),
+    "Tesla T4": (7, 5),
+    "NVIDIA A100": (8, 0),
+    "NVIDIA A30": (8, 0),
+    "NVIDIA A10": (8, 6),
+    "NVIDIA A40": (8, 6),
+    "NVIDIA RTX A": (8, 6),
+    "NVIDIA GeForce RTX 30": (8, 6),
+    "NVIDIA L4": (8, 9),
+    "NVIDIA RTX 6000 Ada": (8, 9),
+    "NVIDIA GeForce RTX 40": (8, 9),
+    "NVIDIA H100": (9, 0),
+    "NVIDIA H20": (9, 0),
+    "NVIDIA GH200": (9, 0),
+    "NVIDIA B200": (10, 0),
+    "NVIDIA GB200": (10, 0),
+    "NVIDIA B300": (10, 3),
+    "NVIDIA GB300": (10, 3),
+    "NVIDIA RTX PRO": (12, 0),
+    "NVIDIA GeForce RTX 50": (12, 0),
+}
 # An inference chip with another peak, whose name begins like v4's.
 _UNKNOWN = ("TPU v4 lite",)
 
@@ -107,16 +130,8 @@ def chip(device_kind: str) -> Chip | None:
 
 
 def compute_capability(device_kind: str) -> tuple[int, int] | None:
-    """Returns an NVIDIA GPU's compute capability, e.g. (9, 0), by its `device_kind`; None for other chips and unknown GPUs."""
-    known = chip(device_kind)
-    if known is not None and known.gpu is not None:
-        return known.gpu.compute_capability
-    # A mesh's abstract device doesn't have it, but a GPU of this process does.
-    here = (
-        getattr(device, "compute_capability", "") for device in jax.local_devices() if device.device_kind == device_kind
-    )
-    major, _, minor = next(here, "").partition(".")
-    return (int(major), int(minor)) if minor else None
+    """Returns an NVIDIA GPU's compute capability, e.g. (9, 0), by its `device_kind`; None for other chips."""
+    return next((version for kind, version in _CAPABILITIES.items() if device_kind.startswith(kind)), None)
 
 
 def peak_flops(device_kind: str, count: int) -> float | None:

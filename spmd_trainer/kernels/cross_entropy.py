@@ -104,7 +104,12 @@ def cross_entropy(
     (rows, length), (vocab_size, width) = hidden.shape[:2], matrix.shape
     if length != even(length, kept.length):
         kept = dataclasses.replace(kept, length=())
-    kept = dataclasses.replace(kept, width=tuple(axis for axis in kept.width if axis in kept.tokens))
+    # An axis splits tokens or the vocabulary: the parts of a token's labels are on devices that have this token.
+    kept = dataclasses.replace(
+        kept,
+        vocab=tuple(axis for axis in kept.vocab if axis not in kept.tokens),
+        width=tuple(axis for axis in kept.width if axis in kept.tokens),
+    )
     padded = (even(vocab_size, kept.vocab), even(width, kept.width))
     form = _Form(kept, tuple(sizes), vocab_size, padded, softcap, label_smoothing)
     matrix, labels = form.after(hidden, matrix, labels)
@@ -115,11 +120,12 @@ def cross_entropy(
     return TokenLosses(xent[:rows], log_sum[:rows], lax.stop_gradient(argmax)[:rows])
 
 
-def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns `x` with zeros at the end of each dimension up to `shape`."""
+def _padded(x: jax.Array, shape: tuple[int, ...], fill: float = 0) -> jax.Array:
+    """Returns `x` with `fill` at the end of each dimension up to `shape`."""
     if x.shape == shape:
         return x
-    return jnp.pad(x, [(0, size - held) for size, held in zip(shape, x.shape, strict=True)])
+    widths = [(0, size - held) for size, held in zip(shape, x.shape, strict=True)]
+    return jnp.pad(x, widths, constant_values=fill)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +287,13 @@ def _backward(
         of_hidden = jnp.einsum("nv,vd->nd", grads, part, preferred_element_type=jnp.float32)
         return (of_part, of_biases), of_hidden.astype(of_hidden_dtype)
 
-    given = tuple(map(functools.partial(_blocks, part.shape[0]), (hidden, labels, *rest)))
+    log_sum, *grads = rest
+    # A block's filling has no gradient, whatever the biases are: exp(logits - inf) is 0.
+    given = (
+        *(_blocks(part.shape[0], x) for x in (hidden, labels)),
+        _blocks(part.shape[0], log_sum, math.inf),
+        *(_blocks(part.shape[0], x) for x in grads),
+    )
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (part, biases))
     (of_part, of_biases), of_hidden = lax.scan(block, zeros, given)
     of_hidden = of_hidden.reshape(-1, hidden.shape[-1])[: labels.size].reshape(hidden.shape)
@@ -294,11 +306,11 @@ def _backward(
     return form.after(of_part, of_hidden.astype(hidden.dtype))[0], of_part, of_biases
 
 
-def _blocks(vocab_size: int, x: jax.Array) -> jax.Array:
-    """Returns a device's array by tokens, [B, T, ...], as blocks [blocks, n, ...]; the last one is filled up with zeros."""
+def _blocks(vocab_size: int, x: jax.Array, fill: float = 0) -> jax.Array:
+    """Returns a device's array by tokens, [B, T, ...], as blocks [blocks, n, ...]; the last one is filled up with `fill`."""
     x = x.reshape(-1, *x.shape[2:])
     most = max(1, BLOCK_LOGITS // vocab_size)
     unit = _TILE if _TILE <= most < x.shape[0] else 1
     count = -(-x.shape[0] // (most // unit * unit))
     size = -(-x.shape[0] // (count * unit)) * unit
-    return _padded(x, (count * size, *x.shape[1:])).reshape(count, size, *x.shape[1:])
+    return _padded(x, (count * size, *x.shape[1:]), fill).reshape(count, size, *x.shape[1:])

@@ -98,8 +98,8 @@ class ShardMapPartitioner(Partitioner):
             mesh, devices=devices, num_minibatches=num_minibatches, elastic=elastic, elastic_batch=elastic_batch
         )
         require_one_of("ShardMapPartitioner: sharding", sharding, ("dp", "fsdp"))
-        if gather is not None:
-            require_one_of("ShardMapPartitioner: gather", gather, ("layer", "step"))
+        if gather not in ("layer", "step", None):
+            raise ValueError(f"ShardMapPartitioner: gather is {gather!r}; it must be 'layer', 'step' or None")
         if sharding == "dp" and (axis_name is not None or gather is not None):
             raise ValueError("ShardMapPartitioner: axis_name and gather are settings of sharding='fsdp'; 'dp' has none")
         self.sharding = sharding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import threading
+import uuid
 from collections.abc import Iterable, Iterator
 
 from etils import epath
@@ -73,8 +73,8 @@ def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
 @contextlib.contextmanager
 def replacing(path: epath.Path) -> Iterator[epath.Path]:
     """Yields a name beside a local file. What is written there replaces the file, unless the block raises."""
-    # Two processes, or threads, may write the same file.
-    unfinished = path.parent / f".{path.name}.{os.getpid()}-{threading.get_ident()}{UNFINISHED_SUFFIX}"
+    # Several may write the same file: threads, and processes of containers that share a disk and have equal numbers.
+    unfinished = path.parent / f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{UNFINISHED_SUFFIX}"
     try:
         yield unfinished
         unfinished.replace(path)

@@ -46,7 +46,7 @@ def local_copy(path: str) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
             replacing(epath.Path(target)) as temporary,
-            open(temporary, "wb") as file,
+            open(temporary, "wb", opener=_private) as file,
             epath.Path(path).open("rb") as remote,
         ):
             while block := remote.read(_COPY_BYTES):
@@ -72,7 +72,7 @@ def cached_index(path: str, kind: str, make: Callable[[], np.ndarray], *, versio
     index = make()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(epath.Path(target)) as temporary, open(temporary, "wb") as file:
+        with replacing(epath.Path(target)) as temporary, open(temporary, "wb", opener=_private) as file:
             np.save(file, index)
         return _mapped(target)
     except OSError as error:
@@ -91,6 +91,11 @@ def _mapped(path: pathlib.Path) -> np.ndarray:
     """Loads a stored array. Small ones are read, because a mapping keeps its file open."""
     found: np.ndarray = np.load(path, mmap_mode="r")
     return found if found.nbytes > _HELD_BYTES else np.array(found)
+
+
+def _private(path: str, flags: int) -> int:
+    """Opens a file that only this user may read: the cache may be a shared folder, and the data somebody's own."""
+    return os.open(path, flags, 0o600)
 
 
 def _key(path: str, version: str | None = None) -> str:

@@ -274,9 +274,13 @@ def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
 
     body = {name: reader(name, inspect.getattr_static(cls, name)) for name in names}
     rows = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
-    # A trial of `automl.parameter_sweep` has a row of values.
-    body |= {name: property(lambda self, at=at: getattr(self, _ROW)[at]) for at, name in enumerate(rows)}
+    body |= {name: property(functools.partial(_of_row, at)) for at, name in enumerate(rows)}
     return with_attributes(cls, body)
+
+
+def _of_row(at: int, experiment: BaseExperiment) -> object:
+    """Returns a value of the row that a trial of `automl.parameter_sweep` has."""
+    return getattr(experiment, _ROW)[at]
 
 
 def _shown(candidate: Any) -> Any:

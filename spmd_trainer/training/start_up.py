@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging
@@ -55,9 +55,21 @@ from spmd_trainer.training.periodic import Schedule
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import TrainConfig
 
+
 # What a training run begins with: the state; the input's position as it was saved, None for the beginning; and what the run's
 # checkpoints note of where its variables came from, see `adapter_checkpoints.begin`.
-FirstState: TypeAlias = tuple[TrainState, dict[str, Any] | None, dict[str, Any]]
+class FirstState(NamedTuple):
+    """What a training run begins with.
+
+    Attributes:
+      state: the state.
+      input_state: the input's position as it was saved; None: from the beginning.
+      origin: what the run's checkpoints note of where its variables came from.
+    """
+
+    state: TrainState
+    input_state: dict[str, Any] | None
+    origin: dict[str, Any]
 
 
 def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
@@ -84,7 +96,7 @@ def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
             _require_same_mup(job, restored)
             restored = FrozenBase(job).joined(restored, metadata.variables, checkpoints.directory)
             phase.done = f"restored step {restored.step} from {checkpoints.directory}"
-        return restored.state, restored.input_state, adapter_checkpoints.origin_of(restored)
+        return FirstState(restored.state, restored.input_state, adapter_checkpoints.origin_of(restored))
     if config.restore_checkpoint_dir is not None:
         return _restore_from(config.restore_checkpoint_dir, config.restore_checkpoint_step, job)
     return _fresh(job, train_p.init_from_checkpoint_rules or {})
@@ -119,7 +131,7 @@ def _fresh(job: Job, rules: Mapping[Any, Any], *, restored_from: str | None = No
     if report is not None:
         logging.log(logging.WARNING if report.warnings else logging.INFO, "init_from_checkpoint_rules: %s", report)
         state = state if report.opt_states_loaded else _with_averages(job, state)
-    return state, None, origin
+    return FirstState(state, None, origin)
 
 
 def _restore_from(directory: epath.Path, step: int | None, job: Job) -> FirstState:
@@ -130,11 +142,11 @@ def _restore_from(directory: epath.Path, step: int | None, job: Job) -> FirstSta
         with Phase(f"reading the Hugging Face folder {directory}") as phase:
             state = _with_averages(job, rooms.need("hf").load(directory, job))
             phase.done = f"read the variables of {directory}; the optimizer states are fresh"
-        return state, None, {FOLDER_KEY: {"path": str(directory)}}
+        return FirstState(state, None, {FOLDER_KEY: {"path": str(directory)}})
     with_input = bool(job.task.train.enable_input_checkpointing)
     restored = restore_from(job, job.partitioner.metadata, step=step, with_input=with_input)
     logging.info("this run's own checkpoints go to %s", job.config.job_log_dir / "checkpoints")
-    return restored.state, restored.input_state, adapter_checkpoints.origin_of(restored)
+    return FirstState(restored.state, restored.input_state, adapter_checkpoints.origin_of(restored))
 
 
 def _sizes(job: Job) -> str:

@@ -64,7 +64,7 @@ def exact(cap, smoothing, hidden, matrix, biases, labels, weights):
     return xent, log_sum, np.argmax(logits, -1), grads @ matrix, np.einsum("btv,btd->vd", grads, hidden), *of_biases
 
 
-def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.0):
+def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.0, split=SPLIT):
     """Compares with the exact numbers: as near as the whole form in float32, or within `CLOSE`."""
     batch, length, width, vocab = sizes
     rng = np.random.default_rng(seed)
@@ -81,7 +81,7 @@ def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.
             biases=biases,
             softcap=cap,
             label_smoothing=smoothing,
-            split=SPLIT,
+            split=split,
         )
 
     devices = np.array(jax.devices()[: np.prod(mesh_shape)]).reshape(mesh_shape)
@@ -108,10 +108,32 @@ def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.
         ((5, 8, 8, 101), (1, 2, 2, 2), None, 100, {"has_biases": True}),
         ((2, 9, 8, 7), (1, 2, 1, 3), 3.0, 7, {"has_biases": True, "smoothing": 0.1}),
         ((1, 5, 4, 7), (1, 1, 1, 8), None, 2**20, {"smoothing": 0.2}),
+        # Axes that split tokens and the vocabulary.
+        (
+            (5, 8, 8, 101),
+            (1, 2, 2, 2),
+            None,
+            400,
+            {"split": VocabularySplit(("data", "mdl"), ("seq",), ("mdl", "seq"))},
+        ),
     ],
 )
 def test_the_numbers_are_those_of_all_logits(sizes, mesh_shape, cap, block, more):
     check(sizes, mesh_shape, cap, block, 0, **more)
+
+
+def test_a_bias_whose_exponential_overflows_reaches_no_gradient_by_the_filling_of_a_block(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "BLOCK_LOGITS", 4 * 11)  # 7 tokens in two blocks of 4
+
+    def loss(hidden, biases):
+        labels = jnp.arange(7)[None]
+        return jnp.sum(cross_entropy.cross_entropy(hidden, jnp.ones((11, 3)), labels, biases=biases).xent)
+
+    grads = jax.grad(loss, (0, 1))(jnp.zeros((1, 7, 3)), jnp.full(11, 100.0))
+    # Each label has a probability of 1 / 11 in each of 7 tokens, less 1 where it is one's label.
+    expected = np.where(np.arange(11) < 7, 7 / 11 - 1, 7 / 11)
+    np.testing.assert_allclose(grads[0], 0, atol=1e-6)
+    np.testing.assert_allclose(grads[1], expected, atol=1e-5)
 
 
 @pytest.mark.full

@@ -348,7 +348,7 @@ def test_no_device_holds_a_whole_split_parameter_or_its_moments():
     ("kwargs", "message"),
     [
         ({"sharding": "ddp"}, "'dp' or 'fsdp'"),
-        ({"gather": "never", "sharding": "fsdp"}, "'layer' or 'step'"),
+        ({"gather": "never", "sharding": "fsdp"}, "'layer', 'step' or None"),
         ({"sharding": "dp", "axis_name": "data"}, "settings of sharding='fsdp'"),
         ({"num_minibatches": 0}, "at least 1"),
     ],

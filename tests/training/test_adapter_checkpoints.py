@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import pathlib
@@ -68,12 +67,9 @@ def job_of(directory, exp=None, *, mode="train", overrides=(), rules=None, **set
     return Job.build(config)
 
 
-FirstState = collections.namedtuple("FirstState", "state input_state origin")
-
-
 def first_state(job):
     with Checkpointer(job.config.job_log_dir / "checkpoints") as own:
-        return FirstState(*start_up.first_state(job, own))
+        return start_up.first_state(job, own)
 
 
 def restored(directory, exp=None, **settings):

@@ -42,7 +42,9 @@ class ParquetFiles(FileSource):
         """
         path = self.paths[index]
         self.refuse_changed(index)
-        parquet = imported("pyarrow.parquet", f"{path}: Parquet files need pyarrow: pip install 'spmd-trainer[data]'")
+        imported("pyarrow", f"{path}: Parquet files need pyarrow: pip install 'spmd-trainer[data]'")
+        from pyarrow import parquet
+
         # Few writers add page checksums; without one, a changed byte within a value goes unnoticed.
         settings = {"pre_buffer": False, "page_checksum_verification": True}
         with open_bytes(path) as handle, parquet.ParquetFile(handle, **settings) as file:

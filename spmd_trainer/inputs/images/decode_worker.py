@@ -6,6 +6,7 @@ source again, start again at each `reset`, and live on if the trainer is killed.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import weakref
@@ -100,5 +101,5 @@ def main(pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
-    with pipe_of_trainer() as opened:
+    with pipe_of_trainer() as opened, contextlib.suppress(EOFError, ConnectionError):
         main(opened)

@@ -66,11 +66,7 @@ class MlflowTracker(Tracker):
 
         uri, artifacts = _where(facts)
         self._client = MlflowClient(tracking_uri=uri)
-        self._run_id = self._resumed(facts.resume_id)
-        if not self._run_id:
-            experiment = self._experiment(facts.project, artifacts).experiment_id
-            tags = dict.fromkeys(facts.tags, "true")
-            self._run_id = str(self._client.create_run(experiment, run_name=facts.name, tags=tags).info.run_id)
+        self._run_id = self._resumed(facts.resume_id) or self._created(facts, artifacts)
         self.where = f"run {self._run_id} of experiment {facts.project} at {uri}"
         self._client.log_text(self._run_id, facts.config_text, "config.txt")
         self._send_settings({"experiment": facts.experiment, **flat(facts.settings)})
@@ -122,6 +118,11 @@ class MlflowTracker(Tracker):
             return None
         self._client.update_run(run_id, status="RUNNING")
         return run_id
+
+    def _created(self, facts: RunFacts, artifacts: str | None) -> str:
+        experiment = self._experiment(facts.project, artifacts).experiment_id
+        tags = dict.fromkeys(facts.tags, "true")
+        return str(self._client.create_run(experiment, run_name=facts.name, tags=tags).info.run_id)
 
     def _experiment(self, name: str, artifacts: str | None) -> Experiment:
         from mlflow.exceptions import MlflowException

@@ -165,6 +165,7 @@ class FusedFullSoftmax(layers.FullSoftmax):
             and fdl.get_callable(ffn_p) is linears.FeedForward
             and fdl.get_callable(ffn_p.linear_tpl) is linears.Linear
             and fdl.get_callable(ffn_p.linear_tpl.einsum_tpl) is base_ops.EinsumOp
+            and (not ffn_p.has_bias or fdl.get_callable(ffn_p.bias_tpl) is linears.Bias)
         )
 
     @nn.nowrap
@@ -177,7 +178,7 @@ class FusedFullSoftmax(layers.FullSoftmax):
         """Returns cross entropy and most likely label of each token. praxis takes logits from here too, for its z-loss; they
         are [..., 1], the logarithm of the sum of the exponentiated logits, because that is all that it needs.
         """
-        if not self._in_blocks(inputs, class_probabilities):
+        if class_ids is None or not self._in_blocks(inputs, class_probabilities):
             return super()._compute_xent(inputs, class_ids, class_probabilities)
         smooths = not self.do_eval or self.label_smoothing_apply_for_eval
         ffn = self.logits_ffn
