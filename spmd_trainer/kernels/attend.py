@@ -178,12 +178,9 @@ class _Parts:
         sinks = rows.sinks
         if sinks is not None:
             sinks = jnp.pad(sinks, ((0, 0), (0, query.shape[2] - sinks.shape[1])))
-        if not (missing := -query.shape[0] % self.count("batch")):
-            return Rows(query, key, value, rows.segment_ids, sinks)
-        padded: Rows = jax.tree.map(
-            lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)),
-            Rows(query, key, value, rows.segment_ids, sinks),
-        )
+        padded = Rows(query, key, value, rows.segment_ids, sinks)
+        if missing := -query.shape[0] % self.count("batch"):
+            padded = jax.tree.map(lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), padded)
         return padded
 
 

@@ -18,9 +18,25 @@ from spmd_trainer.planner import hlo_kernels, hlo_text
 from spmd_trainer.planner.hlo_text import Instruction
 
 # Instructions that move nothing by themselves.
-_FREE = re.compile(
-    r"add-dependency|after-all|bitcast|call|conditional|constant|domain|get-tuple-element|iota|opt-barrier|"
-    r"optimization-barrier|parameter|partition-id|replica-id|tuple|while"
+_FREE = frozenset(
+    {
+        "add-dependency",
+        "after-all",
+        "bitcast",
+        "call",
+        "conditional",
+        "constant",
+        "domain",
+        "get-tuple-element",
+        "iota",
+        "opt-barrier",
+        "optimization-barrier",
+        "parameter",
+        "partition-id",
+        "replica-id",
+        "tuple",
+        "while",
+    }
 )
 # `links.py` estimates their time.
 _COMMUNICATION = re.compile(
@@ -146,7 +162,7 @@ class _Program:
 
     def num_bytes(self, instruction: Instruction, computation: str) -> int:
         opcode = instruction.opcode
-        if _FREE.fullmatch(opcode) or _COMMUNICATION.match(opcode) or opcode.endswith("-done"):
+        if opcode in _FREE or _COMMUNICATION.match(opcode) or opcode.endswith("-done"):
             return 0
         if opcode == "custom-call" and hlo_kernels.moves_nothing(instruction):
             return 0

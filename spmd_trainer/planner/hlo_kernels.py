@@ -13,8 +13,18 @@ from spmd_trainer.planner.hlo_text import Instruction
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 # Custom calls that reserve memory, or mark the start or end of another operation.
-_NOTHING = re.compile(
-    "AllocateBuffer|AsyncCollective(Done|Start)|ConcatBitcast|MoveTo(Device|Host)|Sharding|SPMD(FullToShard|ShardToFull)Shape"
+_NOTHING = frozenset(
+    {
+        "AllocateBuffer",
+        "AsyncCollectiveDone",
+        "AsyncCollectiveStart",
+        "ConcatBitcast",
+        "MoveToDevice",
+        "MoveToHost",
+        "Sharding",
+        "SPMDFullToShardShape",
+        "SPMDShardToFullShape",
+    }
 )
 _GEMM, _CONTRACTING = re.compile(r"__cublas\$"), re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _ATTENTION = re.compile(r"__cudnn\$fmha")
@@ -31,7 +41,7 @@ def target(instruction: Instruction) -> str:
 
 def moves_nothing(instruction: Instruction) -> bool:
     """Returns True for custom calls that neither compute nor move data."""
-    return bool(_NOTHING.fullmatch(target(instruction)))
+    return target(instruction) in _NOTHING
 
 
 @dataclasses.dataclass(frozen=True)

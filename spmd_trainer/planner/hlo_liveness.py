@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,9 +25,27 @@ _CALLED = re.compile(
 _IN_PLACE = frozenset({"bitcast", "optimization-barrier", "while", "add-dependency"})
 _HOLDS_NOTHING = frozenset({"constant", "partition-id", "replica-id", "after-all", "create-token"})
 # Operations that can't overwrite an operand of the same shape: they read and write elements in different orders.
-_NEEDS_OWN = re.compile(
-    r"all-gather|all-to-all|cholesky|collective-permute|concatenate|convolution|copy|copy-start|custom-call|dot|fft|gather|pad|"
-    r"reduce-window|reverse|slice|transpose|triangular-solve"
+_NEEDS_OWN = frozenset(
+    {
+        "all-gather",
+        "all-to-all",
+        "cholesky",
+        "collective-permute",
+        "concatenate",
+        "convolution",
+        "copy",
+        "copy-start",
+        "custom-call",
+        "dot",
+        "fft",
+        "gather",
+        "pad",
+        "reduce-window",
+        "reverse",
+        "slice",
+        "transpose",
+        "triangular-solve",
+    }
 )
 # XLA gives a merged operation one name that lists all of them: 'scope/(a/mul:b/add)'.
 _MERGED = re.compile(r"\(([^():]*):.*")
@@ -163,8 +181,11 @@ class _Buffer:
         return self.array.array, hlo_text.is_in_main_memory(self.leaf)
 
 
-# A result: its shape, and the index of each of its arrays' buffers.
-_Value: TypeAlias = tuple[str, list[int]]
+class _Value(NamedTuple):
+    """A result: its shape, and the index of each of its arrays' buffers."""
+
+    shape: str
+    numbers: list[int]
 
 
 class _Schedules:
@@ -229,14 +250,14 @@ def _buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_en
         operands = [held[name] for name in instruction.operands if name in held]
         numbers = list(_results(place, instruction, operands, buffers, is_entry=is_entry))
         # get-tuple-element reads one element of the tuple only.
-        of_operands = [n for _, of_operand in operands for n in of_operand]
+        of_operands = [n for operand in operands for n in operand.numbers]
         for number in numbers if instruction.opcode == "get-tuple-element" else of_operands:
             buffers[number].last = max(buffers[number].last, place)
-        held[instruction.name] = (instruction.shape, numbers)
+        held[instruction.name] = _Value(instruction.shape, numbers)
         for number in numbers:  # a compiler's copy counts for the operation that uses it
             if instruction.made_by and not buffers[number].array.made_by:
                 buffers[number].array = dataclasses.replace(buffers[number].array, made_by=instruction.made_by)
-    outputs = [number for i in instructions if i.is_root for number in held[i.name][1]]
+    outputs = [number for i in instructions if i.is_root for number in held[i.name].numbers]
     for position, number in enumerate(outputs):
         buffer = buffers[number]
         buffer.last = len(instructions)
@@ -251,9 +272,9 @@ def _results(
 ) -> Iterator[int]:
     """Yields the index of each result array's buffer, and adds the instruction's new buffers to `buffers`."""
     opcode = instruction.opcode
-    flat = [number for _, numbers in operands for number in numbers]
+    flat = [number for operand in operands for number in operand.numbers]
     if opcode in _IN_PLACE and operands:
-        yield from operands[0][1]
+        yield from operands[0].numbers
     elif opcode == "tuple":
         yield from flat
     elif opcode == "get-tuple-element":
@@ -269,7 +290,7 @@ def _results(
         for position, leaf in enumerate(hlo_text.arrays(instruction.shape)):
             same = [number for number in flat if buffers[number].leaf == leaf]
             if position in aliased:
-                yield operands[aliased[position]][1][0]
+                yield operands[aliased[position]].numbers[0]
             elif opcode.endswith("-done") and same:  # the result of its start, not the start's operand
                 yield max(same, key=lambda number: buffers[number].born)
             elif opcode.endswith("-start") and same and instruction.shape.startswith("("):  # it repeats its operand
@@ -297,13 +318,13 @@ def _without_reused(
     """Lets each result reuse the buffer of an operand with the same type and shape whose last reader it is."""
     lies_in = list(range(len(buffers)))
     for place, instruction in enumerate(instructions):
-        if _NEEDS_OWN.fullmatch(instruction.opcode) or (
+        if instruction.opcode in _NEEDS_OWN or (
             instruction.opcode == "fusion" and "kind=kLoop" not in instruction.rest
         ):
             continue
-        flat = [number for name in instruction.operands if name in held for number in held[name][1]]
+        flat = [number for name in instruction.operands if name in held for number in held[name].numbers]
         free = dict.fromkeys(lies_in[number] for number in flat if buffers[lies_in[number]].last == place)
-        for number in held[instruction.name][1]:
+        for number in held[instruction.name].numbers:
             buffer = buffers[number]
             fitting = [n for n in free if n != number and buffers[n].key == buffer.key]
             # A buffer without bytes is already part of another one.

@@ -76,6 +76,11 @@ class Muon(MatrixOptimizer):
     iteration_dtype: str | None = None
 
     def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+          UserError: a field has a value that doesn't exist, or two contradict each other.
+        """
         super().__post_init__()
         require_one_of("Muon.scale", self.scale, SCALES)
         if self.iteration_dtype is not None:

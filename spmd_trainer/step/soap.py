@@ -72,6 +72,11 @@ class Soap(MatrixOptimizer):
     max_precond_dim: int = 10_000
 
     def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+          UserError: a field has a value that doesn't exist, or two contradict each other.
+        """
         super().__post_init__()
         for name in ("beta1", "beta2", "shampoo_beta"):
             value = getattr(self, name)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from spmd_trainer.errors import UserError
+from spmd_trainer.errors.installation import imported
 from spmd_trainer.sweeps import space as space_lib
 from spmd_trainer.sweeps.space import Range, Space, Values
 
@@ -106,10 +107,8 @@ def _optuna() -> Any:
     Raises:
       UserError: it is not installed.
     """
-    try:
-        import optuna
-    except ImportError as error:
-        raise UserError("--sweep_method=optuna needs the package optuna: pip install 'spmd-trainer[optuna]'") from error
+    needed = "--sweep_method=optuna needs the package optuna: pip install 'spmd-trainer[optuna]'"
+    optuna = imported("optuna", needed)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

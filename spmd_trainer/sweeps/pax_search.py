@@ -19,6 +19,7 @@ from praxis import pax_fiddle
 
 from spmd_trainer.base_experiment import BaseExperiment
 from spmd_trainer.errors import UserError
+from spmd_trainer.errors.installation import imported
 from spmd_trainer.pax.task_fields import metrics_prefix
 from spmd_trainer.sweeps import space
 from spmd_trainer.sweeps.space import Values, is_literal
@@ -289,8 +290,4 @@ def _shown(candidate: Any) -> Any:
 
 
 def _pyglove() -> Any:
-    try:
-        import pyglove
-    except ImportError as error:
-        raise UserError("search() needs the package pyglove: pip install 'spmd-trainer[pyglove]'") from error
-    return pyglove
+    return imported("pyglove", "search() needs the package pyglove: pip install 'spmd-trainer[pyglove]'")
