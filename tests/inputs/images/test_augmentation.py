@@ -172,7 +172,7 @@ def test_after_a_death_later_images_end_no_more_processes(monkeypatch):
 
     def ask(self, request):
         asked.append(int.from_bytes(request[:8], "little"))
-        raise EndedError(-9)
+        raise EndedError.of_status(-signal.SIGKILL)
 
     monkeypatch.setattr(decode_worker.WorkerProcess, "ask", ask)
     workers = decode_worker.DecodeWorkers(1, Decoder((2, 2, 3), "crop"))
