@@ -11,10 +11,12 @@ in the loops.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +34,18 @@ _TILE = 128
 
 # Logits of the padding.
 _LEAST = float(jnp.finfo(jnp.float32).min)
+
+_is_whole: contextvars.ContextVar[bool] = contextvars.ContextVar("losses have logits", default=False)
+
+
+@contextlib.contextmanager
+def of_logits(is_whole: bool = True) -> Iterator[None]:
+    """In this context, `cross_entropy` computes logits of all tokens in one product, where a program must show that product."""
+    token = _is_whole.set(is_whole)
+    try:
+        yield
+    finally:
+        _is_whole.reset(token)
 
 
 class TokenLosses(NamedTuple):
@@ -94,6 +108,9 @@ def cross_entropy(
         arXiv:1512.00567; there the label has a part too).
       split: how the arrays are split over the ambient mesh. Ignored under a `jax.shard_map`.
     """
+    if _is_whole.get():
+        form = _Form(VocabularySplit(), (), matrix.shape[0], matrix.shape, softcap, label_smoothing)
+        return jax.vmap(functools.partial(_of_row, form, matrix, biases))(hidden, labels)
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {} if mesh.manual_axes else {axis: size for axis, size in mesh.shape.items() if size > 1}
 
@@ -213,6 +230,15 @@ class _Form:
             return of_label
         of_all = jnp.sum(jnp.where(own < self.vocab_size, logits, 0.0), axis=-1)
         return (1.0 - self.label_smoothing - self.of_other) * of_label + self.of_other * of_all
+
+
+def _of_row(
+    form: _Form, matrix: jax.Array, biases: jax.Array | None, hidden: jax.Array, labels: jax.Array
+) -> TokenLosses:
+    logits, own = form.logits(hidden, matrix, biases)
+    log_sum = jax.nn.logsumexp(logits, axis=-1)
+    argmax = lax.stop_gradient(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+    return TokenLosses(log_sum - form.expected(logits, own, labels), log_sum, argmax)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -61,7 +61,7 @@ def tensors_in(folder):
 
 
 @pytest.mark.parametrize("sizes", [pytest.param(MESHES[0], marks=pytest.mark.full), MESHES[1]], ids=str)
-@pytest.mark.parametrize("name", [n if n == "dora" else pytest.param(n, marks=pytest.mark.full) for n in CASES])
+@pytest.mark.parametrize("name", [n if n == "dora_head" else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_logits_are_those_of_peft(name, sizes):
     job = adapted_job(name, sizes)
     with np.load(PEFT / name / "expected.npz") as file:

@@ -64,7 +64,7 @@ def exact(cap, smoothing, hidden, matrix, biases, labels, weights):
     return xent, log_sum, np.argmax(logits, -1), grads @ matrix, np.einsum("btv,btd->vd", grads, hidden), *of_biases
 
 
-def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.0, split=SPLIT):
+def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.0, split=SPLIT, whole_logits=False):
     """Compares with the exact numbers: as near as the whole form in float32, or within `CLOSE`."""
     batch, length, width, vocab = sizes
     rng = np.random.default_rng(seed)
@@ -85,7 +85,11 @@ def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.
         )
 
     devices = np.array(jax.devices()[: np.prod(mesh_shape)]).reshape(mesh_shape)
-    with pytest.MonkeyPatch.context() as patch, jax.set_mesh(jax.sharding.Mesh(devices, AXES)):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        jax.set_mesh(jax.sharding.Mesh(devices, AXES)),
+        cross_entropy.of_logits(whole_logits),
+    ):
         patch.setattr(cross_entropy, "BLOCK_LOGITS", block)
         found = outputs_and_gradients(blocks, cap, smoothing, *arrays)
     # The gradient of a token is a mean of the matrix' rows less one of them, however small the difference is.
@@ -108,6 +112,7 @@ def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.
         ((5, 8, 8, 101), (1, 2, 2, 2), None, 100, {"has_biases": True}),
         ((2, 9, 8, 7), (1, 2, 1, 3), 3.0, 7, {"has_biases": True, "smoothing": 0.1}),
         ((1, 5, 4, 7), (1, 1, 1, 8), None, 2**20, {"smoothing": 0.2}),
+        ((5, 8, 8, 101), (1, 2, 2, 2), 3.0, 400, {"has_biases": True, "smoothing": 0.1, "whole_logits": True}),
         # Axes that split tokens and the vocabulary.
         (
             (5, 8, 8, 101),
