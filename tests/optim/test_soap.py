@@ -21,6 +21,7 @@ from tests.models.model_helpers import Config, batch, task
 from tests.optim import test_muon
 from tests.optim.test_muon import (
     CONSTANT,
+    KEY,
     MESHES,
     Wide,
     attends,
@@ -30,6 +31,7 @@ from tests.optim.test_muon import (
     moved,
     on_mesh,
     on_one_device,
+    shapes_of,
     updates,
 )
 
@@ -276,8 +278,27 @@ def test_an_nnx_module_on_any_mesh_has_the_numbers_of_one_device(sizes):
     assert largest_difference(of_nnx, None, sizes, in_the_middle_of_a_run) < 1e-5
 
 
+@functools.cache
+def of_roundings(name):
+    """The most that a run on one device changes, as above, if the variables of its first state are rounded anew."""
+    built, batches, reference, initial = on_one_device(of_experiment, name, in_the_middle_of_a_run)
+    one = verify.single_device_partitioner(built, shapes_of(batches[0]))
+    rng, found = np.random.default_rng(0), []
+
+    def rounded(v, x):
+        ulps = rng.choice([-1, 1], x.shape).astype(x.dtype)
+        return x * (1 + ulps * np.finfo(x.dtype).eps) if v.path.startswith("mdl_vars/params/") else x
+
+    for _ in range(4):
+        run = verify.run_steps(one, batches, KEY, jax.tree.map(rounded, one.layout.variables, initial))
+        found += [verify.compare(*states, verify.Tolerance()).worst[1] for states in zip(reference, run, strict=True)]
+    return max(found)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("name", ["lm.cloud.LmCloudSpmdAdamTiny", "lm.mistral.TinyMixtral"])
 def test_praxis_and_decoder_on_any_mesh_have_the_numbers_of_one_device(name, sizes):
-    assert largest_difference(of_experiment, name, sizes, in_the_middle_of_a_run) < 1e-5
+    """A mesh sums in another order. What it may change is what a rounding of each variable changes on one device."""
+    found = largest_difference(of_experiment, name, sizes, in_the_middle_of_a_run)
+    assert found < 1e-5 or found < of_roundings(name) < 1e-4
