@@ -62,7 +62,7 @@ nightly: setup
 test-planted: setup
 	$(RUN) python tests/planted/run.py
 
-# Plans for NVIDIA topologies, and Muon's exchanges there, with the compiler alone: a tenth of the extra cuda12, half a minute.
+# Plans for NVIDIA topologies, and Muon's exchanges there, with the extra plan-gpu alone, half a minute.
 GPU_COMPILER := .gpu-compiler
 GPU_COMPILER_TESTS := tests/planner/test_plan.py tests/planner/test_nvidia.py tests/step/test_whole_matrices.py \
     tests/kernels/test_grouped_dot.py
@@ -71,7 +71,7 @@ test-gpu-compiler: setup $(GPU_COMPILER)/.synced
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) pytest $(GPU_COMPILER_TESTS)
 
 $(GPU_COMPILER)/.synced: uv.lock | $(if $(filter $(UV_DIR)/bin/uv,$(UV)),$(UV_DIR)/bin/uv)
-	$(UV) export --quiet --frozen --no-hashes --extra cuda12 --no-emit-project \
+	$(UV) export --quiet --frozen --no-hashes --extra plan-gpu --no-emit-project \
 		| grep -E '^(jax-cuda12-pjrt|jax-cuda12-plugin|nvidia-cuda-nvcc-cu12)==' > $(GPU_COMPILER).txt
 	$(UV) pip install --quiet --no-deps --target $(GPU_COMPILER) -r $(GPU_COMPILER).txt
 	touch $@

@@ -241,7 +241,7 @@ def plan(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> 
     Args:
       exp, overrides: see `train`.
       **settings: fields of `InspectConfig`: mesh; topology, chips that aren't here, e.g. 'v5e:16x16' (extra `tpu`) or
-        'h100:32x8', 32 hosts with 8 GPUs each (extra `cuda12` or `cuda13`); num_slices, the number of slices of `topology`; ...
+        'h100:32x8', 32 hosts with 8 GPUs each (extra `plan-gpu`); num_slices, the number of slices of `topology`; ...
 
     Raises:
       UserError: as `train`; an unknown topology, or the step does not fit.

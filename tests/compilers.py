@@ -8,7 +8,7 @@ from spmd_trainer.planner.topologies import has_gpu_compiler
 
 HAS_CUDA = has_gpu_compiler()
 NEEDS_CUDA = pytest.mark.skipif(
-    not HAS_CUDA, reason="the extra cuda12 (or cuda13), with the compiler for GPUs, is not installed"
+    not HAS_CUDA, reason="the extra plan-gpu, with the compiler for GPUs, is not installed"
 )
 NEEDS_TPU = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed: uv sync --extra tpu"

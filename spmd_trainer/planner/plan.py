@@ -1,6 +1,6 @@
 """Plans a train step: compiles it ahead of time and reports bytes per chip, collectives and FLOPs.
 
-With a topology this works on a CPU machine; it needs the extra with the compiler: `tpu`, `cuda12` or `cuda13`. Bytes and
+With a topology this works on a CPU machine; it needs the extra with the compiler: `tpu` or `plan-gpu`. Bytes and
 collectives are read from the compiled program, not computed by a formula.
 """
 

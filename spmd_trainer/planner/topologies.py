@@ -123,7 +123,7 @@ def _register_plugin() -> None:
         plugin.initialize()
         return
     raise MissingCompilerError(
-        f"--topology needs the GPU compiler: install it with `{installation.install_extra('cuda12')}` (or cuda13), or use "
+        f"--topology needs the GPU compiler: install it with `{installation.install_extra('plan-gpu')}`, or use "
         "--plan to plan for the available devices"
     )
 

@@ -22,7 +22,7 @@ def test_each_documented_way_gives_an_installation_in_order(projects, way):
     assert "praxis 1.4.0" in done.stdout
 
 
-@pytest.mark.parametrize("extra", ["", "[cuda12]", "[tpu]"])
+@pytest.mark.parametrize("extra", ["", "[cuda12]", "[plan-gpu]", "[tpu]"])
 def test_the_checkout_itself_resolves_with_its_extras(project, extra):
     command = f"uv pip install --dry-run --quiet --python .venv/bin/python '{PAGE_ROOT}{extra}'"
     project.good(command)

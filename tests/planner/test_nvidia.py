@@ -50,7 +50,7 @@ def test_more_gpus_than_a_host_has_are_refused(topology, form):
 
 @pytest.mark.skipif(HAS_CUDA, reason="the compiler for GPUs is installed")
 def test_without_the_compiler_the_extra_is_named():
-    with pytest.raises(UserError, match="install it with `uv sync --extra cuda12`"):
+    with pytest.raises(UserError, match="install it with `uv sync --extra plan-gpu`"):
         topology_devices("h100:1x8")
 
 
