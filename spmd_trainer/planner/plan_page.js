@@ -256,9 +256,9 @@ function allCandidates() {
   $("all").addEventListener("toggle", fillAll, { once: true });
   $("filter").addEventListener("input", fillAll);
 }
-/* Chooses the candidates of the chart; at first, the fastest one is selected. */
+/* Chooses the candidates of the chart, predicted ones only if asked for; at first, the fastest one is selected. */
 function place() {
-  placed = $("predicted").checked ? known : known.filter(isCompiled);
+  placed = $("predicted").checked || !known.some(isCompiled) ? known : known.filter(isCompiled);
   const first = search.shown.length ? placed.findIndex(p => p.name === search.shown[0].name) : 0;
   candidate = Math.max(0, first);
   scatterLegend();
