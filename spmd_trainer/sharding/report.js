@@ -16,10 +16,11 @@ for (const [index, v] of variables.entries()) {
   v.search_text = [v.path, v.spec_text, v.reason, v.dtype, shape(v.logical_shape)].join(" ").toLowerCase();
 }
 
+/* A path breaks behind its slashes; its last two parts stand out. */
 function pathCell(v) {
-  const cell = make("span", "mono tail"), path = make("bdi"), cut = v.path.split("/").slice(-2).join("/").length;
-  path.append(make("span", "dim", v.path.slice(0, -cut || v.path.length)), v.path.slice(-cut || v.path.length));
-  cell.append(path);
+  const cell = make("span", "mono path"), text = make("bdi"), parts = v.path.split(/(?<=\/)/);
+  for (const [i, part] of parts.entries()) text.append(make("span", i < parts.length - 2 ? "dim" : "", part), make("wbr"));
+  cell.append(text);
   return cell;
 }
 /* fr: the least and the most share of the width; between them, the column's longest text decides. */
@@ -33,7 +34,7 @@ const COLUMNS = [
     cell: v => make("span", "num", v.words.per_device) },
   { key: "waste", title: "Padding", number: true, value: v => v.padding_bytes, width: "64px",
     cell: v => make("span", v.padded ? "num waste" : "num dim", v.padded ? "+" + v.words.padding_share : "none") },
-  { key: "reason", title: "Why", value: v => v.reason, fr: [14, 40], cell: v => make("span", "why", v.reason) },
+  { key: "reason", title: "Why", value: v => v.reason, fr: [14, 40], cell: v => make("span", v.again ? "why again" : "why", v.reason) },
 ];
 const FILTERS = [
   ["all", "All", () => true], ["split", "Split", v => v.split],
@@ -75,6 +76,10 @@ function update() {
   const column = COLUMNS.find(c => c.key === view.sort), sign = view.desc ? -1 : 1;
   const compare = (x, y) => typeof x === "number" ? x - y : x.localeCompare(y, "en", { numeric: true });
   if (column) rows.sort((a, b) => sign * compare(column.value(a), column.value(b)) || a.index - b.index);
+  /* A reason that the row above has is one line. */
+  for (const [i, v] of rows.entries()) v.again = i > 0 && rows[i - 1].reason === v.reason;
+  for (const row of drawn.values()) row.remove();
+  drawn.clear();
   const count = variables.length === 1 ? "1 variable" : `${many(variables.length)} variables`;
   $("shown").textContent = rows.length === variables.length ? count : `${many(rows.length)} of ${count}`;
   $("kind").value = view.kind;
@@ -94,17 +99,12 @@ function change(part) {
   update();
 }
 
-/* The wrapped texts of a row decide its height, so rows with the same texts have the same height. A path wraps only in a
-   card, in a monospaced font, so for a path of ASCII letters the length is enough. */
-function heightKey(v, cards) {
-  const path = !cards ? "" : /^[!-~]*$/.test(v.path) ? v.path.length : v.path;
-  return [path, v.shape_text, v.spec_text, v.reason].join("\n");
-}
+/* The wrapped texts of a row decide its height. In a monospaced font, paths whose parts have equal lengths wrap alike. */
+const heightKey = v => [v.path.replace(/[!-.0-~]/g, "x"), v.shape_text, v.spec_text, v.again ? "" : v.reason].join("\n");
 
 /* Measures unknown row heights, computes the offset of every row, and draws the visible rows. */
 function layOut() {
-  const cards = $("list").classList.contains("cards"), missing = new Map();
-  const keys = rows.map(v => heightKey(v, cards));
+  const missing = new Map(), keys = rows.map(heightKey);
   for (const [i, key] of keys.entries()) if (!heights.has(key)) missing.set(key, rows[i]);
   if (missing.size) {
     const trial = make("div", "trial");
@@ -217,25 +217,6 @@ function onKey(event) {
   }
 }
 
-/* Shows the full text of an abbreviated path below the row that has the pointer or the keyboard focus. Screen readers read
-   the full path from the cell, so the tip is hidden from them. */
-let pointed = null, dismissed = null;
-function showTip() {
-  const focused = document.activeElement?.closest("#space .row:focus-visible");
-  const row = pointed?.isConnected ? pointed : focused;
-  const tip = $("tip"), cell = row?.querySelector(".tail");
-  tip.hidden = !cell || row === dismissed || cell.scrollWidth <= cell.clientWidth;
-  if (row !== dismissed) dismissed = null;
-  if (tip.hidden) return;
-  const { left, top, bottom } = row.getBoundingClientRect(), frame = $("scroll").getBoundingClientRect();
-  tip.hidden = bottom < frame.top + $("head-group").offsetHeight || top > frame.bottom;
-  tip.textContent = variables[Number(row.dataset.index)].path;
-  tip.style.left = left + 8 + "px";
-  tip.style.maxWidth = window.innerWidth - left - 20 + "px";
-  const below = bottom - 3;
-  tip.style.top = (below + tip.offsetHeight < window.innerHeight ? below : top - tip.offsetHeight + 3) + "px";
-}
-
 function drawDetail() {
   const v = selected;
   $("detail").hidden = $("to-detail").hidden = !v;
@@ -285,25 +266,13 @@ function makeTools() {
 }
 
 function listen() {
-  const space = $("space"), scroll = $("scroll");
-  scroll.onscroll = () => { drawRows(); showTip(); };
+  const space = $("space");
+  $("scroll").onscroll = drawRows;
   space.onclick = event => {
     const row = event.target.closest(".row");
     if (row) select(variables[Number(row.dataset.index)]);
   };
   space.onkeydown = onKey;
-  space.onpointerover = event => {
-    pointed = event.pointerType === "touch" ? null : event.target.closest(".row");
-    showTip();
-  };
-  space.onpointerleave = () => { pointed = null; showTip(); };
-  space.addEventListener("focusin", showTip);
-  space.addEventListener("focusout", () => { dismissed = null; queueMicrotask(showTip); });
-  document.addEventListener("keydown", event => {
-    if (event.key !== "Escape" || $("tip").hidden) return;
-    dismissed = pointed?.isConnected ? pointed : document.activeElement;
-    showTip();
-  });
   new ResizeObserver(resize).observe($("list"));
 }
 

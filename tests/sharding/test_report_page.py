@@ -1,6 +1,7 @@
 """The page of the sharding report in a real browser."""
 
 import html
+import itertools
 import json
 import re
 import shutil
@@ -58,7 +59,7 @@ def browse(tmp_path):
 
 
 def rows(dom: str) -> list[str]:
-    return texts(dom, r'<span class="mono tail"[^>]*>(.*?)</bdi>')
+    return texts(dom, r'<span class="mono path"[^>]*>(.*?)</bdi>')
 
 
 def selected(dom: str) -> list[str]:
@@ -163,13 +164,12 @@ def test_page_filters_by_kind(browse):
 MEASURE = """
 const box = id => document.getElementById(id).getBoundingClientRect();
 const wider = x => x.scrollWidth > x.clientWidth, higher = x => x.scrollHeight > x.clientHeight;
-const cut = [...document.querySelectorAll(".why, #reason")].filter(x => wider(x) || higher(x));
+const cut = [...document.querySelectorAll(".why:not(.again), .path, #reason")].filter(x => wider(x) || higher(x));
 const rowBoxes = [...document.querySelectorAll("#space .row")].map(row => row.getBoundingClientRect());
 const gaps = rowBoxes.slice(1).map((r, i) => Math.abs(r.top - rowBoxes[i].bottom));
 const inner = [...document.querySelectorAll("#space .row")].filter(row => row.scrollHeight > row.clientHeight + 1);
 const found = { sideways: wider(document.documentElement), cards: document.querySelector(".cards") !== null, cut: cut.length,
-  gap: Math.max(...gaps), inner: inner.length, tops: ["list", "detail"].map(id => box(id).top), bottom: box("list").bottom,
-  abbreviated: [...document.querySelectorAll(".tail")].filter(wider).length };
+  gap: Math.max(...gaps), inner: inner.length, tops: ["list", "detail"].map(id => box(id).top), bottom: box("list").bottom };
 (parent === window ? document : parent.document).body.dataset.found = JSON.stringify(found);
 """
 
@@ -180,15 +180,17 @@ def found(dom: str) -> dict:
 
 @pytest.mark.full
 @needs_chromium
-def test_page_never_cuts_a_reason(browse):
+def test_page_never_cuts_a_path_or_a_reason(browse):
     page = sharding_report(TRAIN_STATE, MESH, format="html")
     dom = browse(acting(page, MEASURE), "at=" + LONG_PATH)
-    assert texts(dom, r'class="why"[^>]*>(.*?)</span>') == [v.reason for v in TRAIN_STATE]
+    assert texts(dom, r'class="why[^>]*>(.*?)</span>') == [v.reason for v in TRAIN_STATE]
+    # One that stands in the row above is a line.
+    again = [v.reason for above, v in itertools.pairwise(TRAIN_STATE) if above.reason == v.reason]
+    assert texts(dom, r'class="why again"[^>]*>(.*?)</span>') == again != []
     assert texts(dom, r'id="reason"[^>]*>(.*?)</div>') == [LONG_REASON]
     measured = found(dom)
     assert (measured["cut"], measured["inner"], measured["cards"]) == (0, 0, False)
     assert measured["gap"] < 1  # wrapped rows stand below each other
-    assert measured["abbreviated"] == 2
 
 
 @needs_chromium
@@ -198,35 +200,11 @@ def test_on_a_phone_the_table_comes_first_and_nothing_is_cut(browse):
     frame = f'<iframe style="width:375px;height:812px;border:0" srcdoc="{html.escape(page)}"></iframe>'
     measured = found(browse(f"<!doctype html><body>{frame}</body>"))
     assert not measured["sideways"]
-    assert (measured["cut"], measured["inner"], measured["abbreviated"], measured["cards"]) == (0, 0, 0, True)
+    assert (measured["cut"], measured["inner"], measured["cards"]) == (0, 0, True)
     assert measured["gap"] < 1
     list_top, detail_top = measured["tops"]
     assert list_top < measured["bottom"] <= detail_top
     assert list_top < 300
-
-
-LONG_ROW = f"const row = [...document.querySelectorAll('.row')].find(row => row.textContent.startsWith('{LONG_PATH}'))"
-TIP = r'id="tip"([^>]*)>(.*?)</div>'
-
-
-def tip(dom: str) -> str | None:
-    attributes, text = re.search(TIP, dom).groups()
-    return None if "hidden=" in attributes.replace("aria-hidden=", "") else html.unescape(text)
-
-
-@pytest.mark.full
-@needs_chromium
-@pytest.mark.parametrize(
-    "act", ["row.focus()", "row.firstChild.dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"]
-)
-def test_an_abbreviated_path_is_shown_in_full_on_focus_and_on_hover(browse, act):
-    page = sharding_report(TRAIN_STATE, MESH, format="html")
-    assert tip(browse(page)) is None
-    assert tip(browse(acting(page, LONG_ROW, act))) == LONG_PATH
-    escape = "row.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape', bubbles: true}))"
-    assert tip(browse(acting(page, LONG_ROW, act, escape))) is None
-    # A path that fits needs none.
-    assert tip(browse(acting(page, LONG_ROW.replace(LONG_PATH, "step"), act))) is None
 
 
 @pytest.mark.full
