@@ -12,8 +12,9 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.decoder import lora
+from spmd_trainer.kernels import cross_entropy
 from spmd_trainer.sharding.jaxprs import scan_sizes
-from spmd_trainer.step import masks, state_layout, step_fns
+from spmd_trainer.step import masks, matrix_uses, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.step.pjit import PjitPartitioner
 from spmd_trainer.step.product_results import MatrixDims
@@ -171,12 +172,15 @@ def test_the_step_forms_no_merged_weight_and_no_gradient_of_one(dora):
     run = functools.partial(step_fns.gradients, LogicalLayout(task, hparams))
     step = jax.make_jaxpr(lambda v, batch: run(v, KEY, batch)[::2])(mdl_vars, jax.tree.map(jnp.asarray, batch))
     named = dict(masks.with_paths(mdl_vars))
-    weights = [named[path] for path in task.lora_model.matrix_dims()]
+    weights = {path: named[path] for path in task.lora_model.matrix_dims()}
     assert len(weights) == 8
+    output = weights.pop("params/lm/logits/w")
     # All that may give an array of this size: moving and cutting the weights, and, for DoRA's norms, squares that are summed.
     allowed = {"scan", "jit", "remat2", "checkpoint", "slice", "squeeze", "convert_element_type", "sharding_constraint"}
     squares = {"square", "integer_pow", "mul", "stop_gradient"} if dora else set()
-    assert of_weights(step.jaxpr, weights) <= allowed | squares
+    assert of_weights(step.jaxpr, weights.values()) <= allowed | squares
+    # The loss reads the output matrix transposed.
+    assert of_weights(step.jaxpr, [output]) <= allowed | squares | {"transpose"}
 
 
 def is_small_transpose(eqn):
@@ -194,7 +198,9 @@ def test_a_layer_adds_two_small_products_to_each_of_its_own():
             with base_layer.JaxContext.new_context(hparams=context):
                 return model.forward(mdl_vars, batch, KEY, do_eval=True, mutable=())[0][0]
 
-        jaxpr = jax.make_jaxpr(run)(mdl_vars, jax.tree.map(jnp.asarray, batch))
+        # The loss of an adapted output matrix is computed from logits; so it is of the base alone, to compare.
+        with cross_entropy.of_logits():
+            jaxpr, _ = matrix_uses.traced(run, (mdl_vars, jax.tree.map(jnp.asarray, batch)))
         # An adapter may be transposed, a weight may not.
         names = [eqn.primitive.name for eqn in equations(jaxpr.jaxpr) if not is_small_transpose(eqn)]
         return {name: names.count(name) for name in ("dot_general", "transpose", "scan")}
