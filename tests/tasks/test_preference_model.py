@@ -82,7 +82,8 @@ def test_loss_and_gradient_are_those_of_a_computation_by_hand(preference, pairs)
     found, found_gradient = jax.value_and_grad(total_loss)(variables["params"])
     assert found == pytest.approx(np.sum(losses * share), rel=1e-6, abs=1e-6)
     difference = optax.tree.norm(jax.tree.map(jnp.subtract, found_gradient, gradient))
-    assert difference < 1e-6 * optax.tree.norm(gradient)
+    # One sums the rows of both sides at once, the other by sides: how far float32 then differs is the processor's.
+    assert difference < 4e-6 * optax.tree.norm(gradient)
 
 
 @pytest.mark.full
