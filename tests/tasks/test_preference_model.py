@@ -31,7 +31,8 @@ NORMALISED = {"loss": "sigmoid_norm", "beta": 3.0, "label_smoothing": 0.1}
 
 def variables_of(task, batch):
     with evaluating(False):
-        return base_layer.maybe_unbox_value(as_model(task.model).init_variables(jax.random.key(0), batch))
+        boxed = jax.jit(as_model(task.model).init_variables)(jax.random.key(0), batch)
+    return base_layer.maybe_unbox_value(boxed)
 
 
 def run(task, variables, batch, *, do_eval=False):
@@ -69,7 +70,7 @@ def test_loss_and_gradient_are_those_of_a_computation_by_hand(preference, pairs)
     def both(params):
         return jnp.stack([logps_by_row(task, params, batch[side]) for side in ("chosen", "rejected")], axis=1)
 
-    logps, pullback = jax.vjp(both, variables["params"])
+    logps, pullback = jax.vjp(jax.jit(both), variables["params"])
     lengths = np.stack([batch[side].weights.sum(1) for side in ("chosen", "rejected")], axis=1)
     settings = {"loss": "sigmoid", "beta": 0.1, **preference}
     losses, slopes = by_hand(np.asarray(logps), as_floats(batch), lengths, **settings)
@@ -79,7 +80,7 @@ def test_loss_and_gradient_are_those_of_a_computation_by_hand(preference, pairs)
     def total_loss(params):
         return run(task, {**variables, "params": params}, batch)[0]["total_loss"][0]
 
-    found, found_gradient = jax.value_and_grad(total_loss)(variables["params"])
+    found, found_gradient = jax.jit(jax.value_and_grad(total_loss))(variables["params"])
     assert found == pytest.approx(np.sum(losses * share), rel=1e-6, abs=1e-6)
     difference = optax.tree.norm(jax.tree.map(jnp.subtract, found_gradient, gradient))
     # One sums the rows of both sides at once, the other by sides: how far float32 then differs is the processor's.
