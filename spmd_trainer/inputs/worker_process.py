@@ -96,13 +96,15 @@ class WorkerProcess:
             process.wait()
 
     def _start(self) -> Connection:
+        if self._is_over:
+            raise EndedError("was stopped")
         ours, theirs = multiprocessing.Pipe()
         with theirs:
             number = theirs.fileno()
             command = [*self._command, str(number), *self._arguments]
             pipes: dict[str, Any] = {"pass_fds": [number], "stdin": subprocess.DEVNULL}
             self._process = subprocess.Popen(command, start_new_session=True, **pipes, **self._settings)
-        if self._is_over:
+        if self._is_over:  # since a moment ago, by another thread
             self._process.kill()
         if self._first:
             ours.send_bytes(self._first)

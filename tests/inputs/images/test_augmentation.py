@@ -18,7 +18,7 @@ from spmd_trainer.inputs import Images, RandomResizedCrop
 from spmd_trainer.inputs.images import decode_worker
 from spmd_trainer.inputs.images.decode import Decoder, DecodingError
 from spmd_trainer.inputs.images.image_input import ImageInput
-from spmd_trainer.inputs.worker_process import EndedError
+from spmd_trainer.inputs.worker_process import EndedError, WorkerProcess
 
 PIL = pytest.importorskip("PIL.Image")
 pytest.importorskip("grain")
@@ -184,6 +184,14 @@ def test_after_a_death_later_images_end_no_more_processes(monkeypatch):
     with raises_naming(DecodingError, "SIGKILL"):
         workers.decode(b"", 6)
     assert asked == [5, 4, 6]
+
+
+def test_a_process_that_was_stopped_starts_no_other(tmp_path):
+    worker = WorkerProcess(["/usr/bin/touch", str(tmp_path / "started")])
+    worker.stop()
+    with pytest.raises(EndedError, match="was stopped"):
+        worker.ask(b"")
+    assert not list(tmp_path.iterdir())
 
 
 def test_worker_processes_give_the_same_images_and_their_end_is_an_error(tmp_path):
