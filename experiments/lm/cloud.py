@@ -57,7 +57,7 @@ class SyntheticText(base_experiment.BaseExperiment):
     DCN_MESH_SHAPE: Any
 
     def global_batch_size(self) -> int:
-        return round(self.PERCORE_BATCH_SIZE * math.prod(self.ICI_MESH_SHAPE) * math.prod(self.DCN_MESH_SHAPE))
+        return round(self.PERCORE_BATCH_SIZE * math.prod(self.ICI_MESH_SHAPE) * math.prod(self.DCN_MESH_SHAPE or ()))
 
     def datasets(self) -> list[Any]:
         """Returns learnable text: token t is followed by (5 t + 3) mod VOCAB_SIZE."""

@@ -24,7 +24,6 @@ class LongRows(SyntheticDecoder):
     """
 
     MESH_AXIS_NAMES = ("replica", "data", "seq", "mdl")
-    DCN_MESH_SHAPE = (1, 1, 1, 1)
     CONTEXT_PARALLEL = "ring"
     CHECKPOINT_POLICY = layers.AutodiffCheckpointType.SAVE_CONTEXT
 

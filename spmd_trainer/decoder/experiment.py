@@ -24,7 +24,7 @@ class DecoderExperiment(base_experiment.BaseExperiment):
 
     Attributes:
       MESH_AXIS_NAMES: names of the mesh axes. With 'seq', as in ('replica', 'data', 'seq', 'mdl'), rows are split over it.
-      ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of these axes, within a slice and across slices.
+      ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of these axes, within a slice and across slices; DCN_MESH_SHAPE None: one slice.
       TRAINING_OPTIMIZED_SHARDING: also split the residual stream, and with it the saved activations, over mdl.
       AXES: mesh axes of logical axes that differ from `axes.DEFAULT_AXES`.
       ATTENTION_KERNEL: name of the attention kernel; None for the first that suits the device and the layer.
@@ -39,7 +39,7 @@ class DecoderExperiment(base_experiment.BaseExperiment):
 
     MESH_AXIS_NAMES: Sequence[str] = task_defaults.MESH_AXIS_NAMES
     ICI_MESH_SHAPE: Any = (1, 1, 1)
-    DCN_MESH_SHAPE: Any = (1, 1, 1)
+    DCN_MESH_SHAPE: Any = None
     TRAINING_OPTIMIZED_SHARDING = True
     AXES: Mapping[str, Any] | None = None
     ATTENTION_KERNEL: str | None = None
@@ -97,9 +97,10 @@ class DecoderExperiment(base_experiment.BaseExperiment):
 
     def _set_mesh(self, task_p: Any) -> None:
         model_p, names = task_p.model, tuple(self.MESH_AXIS_NAMES)
-        for field in ("ICI_MESH_SHAPE", "DCN_MESH_SHAPE"):
-            task_defaults.check_mesh_shape(field, getattr(self, field), names)
-        model_p.ici_mesh_shape, model_p.dcn_mesh_shape = list(self.ICI_MESH_SHAPE), list(self.DCN_MESH_SHAPE)
+        inside, across = self.ICI_MESH_SHAPE, self.DCN_MESH_SHAPE or [1] * len(names)
+        task_defaults.check_mesh_shape("ICI_MESH_SHAPE", inside, names)
+        task_defaults.check_mesh_shape("DCN_MESH_SHAPE", across, names)
+        model_p.ici_mesh_shape, model_p.dcn_mesh_shape = list(inside), list(across)
         model_p.mesh_axis_names = list(names)
         rows = tuple(axis for axis in (task_defaults.REPLICA_AXIS, task_defaults.DATA_AXIS) if axis in names)
         mapping = task_defaults.batch_split_mapping(rows)
