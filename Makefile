@@ -8,8 +8,8 @@ JOB_DIR ?= runs/stdlib_bytes
 # More flags for `make train`, e.g. TRAIN_FLAGS='--fdl.set=task.train.num_train_steps=20'.
 TRAIN_FLAGS ?=
 
-.PHONY: setup train chat test test-full test-all test-planted nightly test-gpu-compiler test-installed test-newest-jax docs test-docs interop faults lint
-.PHONY: format bench plan clean
+.PHONY: setup train chat test test-full test-all test-planted nightly test-gpu-compiler test-installed test-newest-jax
+.PHONY: docs test-docs interop faults lint format bench plan clean
 
 setup: .venv/.synced
 
@@ -34,8 +34,8 @@ DEPTH ?= 2
 chat: setup
 	$(RUN) python tools/chat.py "$(CHAT_DIR)" --depth="$(DEPTH)"
 
-# The suite of every change: ten minutes on 2 cores. `make test-all` runs every case of every matrix: those of `make test`, and
-# then the others, `make test-full`.
+# The suite of every change: ten minutes on 2 cores. `make test-all` runs every case of every matrix, `make test-full` those that
+# `make test` leaves out.
 PYTEST := $(RUN) pytest -n 2 --dist loadgroup
 test: setup
 	$(PYTEST) -m "not full and not slow and not installed and not docs"
@@ -43,7 +43,8 @@ test: setup
 test-full: setup
 	$(PYTEST) -m "full and not slow and not installed and not docs"
 
-test-all: test test-full
+test-all: setup
+	$(PYTEST) -m "not slow and not installed and not docs"
 
 # `make test` with the newest JAX that the wheel admits; the lock has the newest for Python 3.11. NEWEST_TESTS: what to run;
 # NEWEST_PYTHON: version or path of an interpreter (uv fetches versions).

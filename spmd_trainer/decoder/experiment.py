@@ -97,7 +97,8 @@ class DecoderExperiment(base_experiment.BaseExperiment):
 
     def _set_mesh(self, task_p: Any) -> None:
         model_p, names = task_p.model, tuple(self.MESH_AXIS_NAMES)
-        inside, across = self.ICI_MESH_SHAPE, self.DCN_MESH_SHAPE or [1] * len(names)
+        inside, across = self.ICI_MESH_SHAPE, self.DCN_MESH_SHAPE
+        across = [1] * len(names) if across is None else across
         task_defaults.check_mesh_shape("ICI_MESH_SHAPE", inside, names)
         task_defaults.check_mesh_shape("DCN_MESH_SHAPE", across, names)
         model_p.ici_mesh_shape, model_p.dcn_mesh_shape = list(inside), list(across)

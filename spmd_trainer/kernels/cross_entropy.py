@@ -11,12 +11,10 @@ in the loops.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spmd_trainer.sharding import jaxprs
 from spmd_trainer.sharding.host_devices import hold_until_known
 
 # Most logits of a block on a device.
@@ -34,18 +33,6 @@ _TILE = 128
 
 # Logits of the padding.
 _LEAST = float(jnp.finfo(jnp.float32).min)
-
-_is_whole: contextvars.ContextVar[bool] = contextvars.ContextVar("losses have logits", default=False)
-
-
-@contextlib.contextmanager
-def of_logits(is_whole: bool = True) -> Iterator[None]:
-    """In this context, `cross_entropy` computes logits of all tokens in one product, where a program must show that product."""
-    token = _is_whole.set(is_whole)
-    try:
-        yield
-    finally:
-        _is_whole.reset(token)
 
 
 class TokenLosses(NamedTuple):
@@ -107,8 +94,10 @@ def cross_entropy(
       label_smoothing: probability that the label shares among the other labels, each an equal part (Szegedy et al. 2016,
         arXiv:1512.00567; there the label has a part too).
       split: how the arrays are split over the ambient mesh. Ignored under a `jax.shard_map`.
+
+    Where products are to be shown (`sharding.jaxprs.products_shown`), logits of all tokens are computed in one product.
     """
-    if _is_whole.get():
+    if jaxprs.are_products_shown():
         form = _Form(VocabularySplit(), (), matrix.shape[0], matrix.shape, softcap, label_smoothing)
         return jax.vmap(functools.partial(_of_row, form, matrix, biases))(hidden, labels)
     mesh = jax.sharding.get_abstract_mesh()
@@ -237,8 +226,9 @@ def _of_row(
 ) -> TokenLosses:
     logits, own = form.logits(hidden, matrix, biases)
     log_sum = jax.nn.logsumexp(logits, axis=-1)
-    argmax = lax.stop_gradient(jnp.argmax(logits, axis=-1).astype(jnp.int32))
-    return TokenLosses(log_sum - form.expected(logits, own, labels), log_sum, argmax)
+    return TokenLosses(
+        log_sum - form.expected(logits, own, labels), log_sum, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

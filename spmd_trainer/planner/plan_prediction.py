@@ -35,6 +35,7 @@ from spmd_trainer.planner.hlo_collectives import Collective
 from spmd_trainer.planner.jaxpr_costs import DotCosts
 from spmd_trainer.planner.plan_candidates import Candidate
 from spmd_trainer.planner.plan_report import Outcome
+from spmd_trainer.sharding.jaxprs import live
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.sharding.variables import VariableSpec
 from spmd_trainer.step import host_states, masks, step_fns
@@ -305,10 +306,11 @@ class _Network:
 def traced(job: Job) -> tuple[str, Work]:
     """Returns the traced train step as text, without parts that differ between equal programs, and its dot costs."""
     step, forward = (_jaxpr(job, fn, is_eval=is_eval) for fn, is_eval in _STEPS)
+    computed = live(step).jaxpr
     work = Work(
-        jaxpr_costs.dot_costs(step.jaxpr),
-        jaxpr_costs.dot_costs(forward.jaxpr),
-        jaxpr_costs.saved_bytes(step.jaxpr),
+        jaxpr_costs.dot_costs(computed),
+        jaxpr_costs.dot_costs(live(forward).jaxpr),
+        jaxpr_costs.saved_bytes(computed),
     )
     return _POLICY.sub("", str(step)), work
 

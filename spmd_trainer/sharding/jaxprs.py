@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.interpreters.partial_eval
 from jax.extend import core
 
 # Operations that run a program on their own arguments; the latter have derivatives of their own.
@@ -14,11 +17,38 @@ CALLS = PLAIN_CALLS | OWN_DERIVATIVES
 # `jax.checkpoint` in past and present versions of JAX.
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 
+_are_products_shown: contextvars.ContextVar[bool] = contextvars.ContextVar("products are shown", default=False)
+
+
+@contextlib.contextmanager
+def products_shown(is_on: bool = True) -> Iterator[None]:
+    """In this context, functions with derivatives of their own leave the products with variables to be seen in the program.
+
+    JAX's caches of traces don't know of it: a function that a model has jitted itself keeps the form of its first trace.
+    """
+    token = _are_products_shown.set(is_on)
+    try:
+        yield
+    finally:
+        _are_products_shown.reset(token)
+
+
+def are_products_shown() -> bool:
+    """Returns True in `products_shown`."""
+    return _are_products_shown.get()
+
 
 def called(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]]:
     """Returns the program that an operation of `CALLS` or `REMAT` runs, and its constants."""
     found: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
     return (found.jaxpr, found.consts) if isinstance(found, core.ClosedJaxpr) else (found, ())
+
+
+def live(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Returns a program without the operations whose results nothing uses."""
+    used = [True] * len(closed.jaxpr.outvars)
+    jaxpr, _ = jax.interpreters.partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
+    return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:

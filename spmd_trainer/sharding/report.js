@@ -18,9 +18,8 @@ for (const [index, v] of variables.entries()) {
 
 /* A path breaks behind its slashes; its last two parts stand out. */
 function pathCell(v) {
-  const cell = make("span", "mono path"), text = make("bdi"), parts = v.path.split(/(?<=\/)/);
-  for (const [i, part] of parts.entries()) text.append(make("span", i < parts.length - 2 ? "dim" : "", part), make("wbr"));
-  cell.append(text);
+  const cell = make("span", "mono path"), parts = v.path.split(/(?<=\/)/);
+  for (const [i, part] of parts.entries()) cell.append(make("b", i < parts.length - 2 ? "dim" : "", part), make("wbr"));
   return cell;
 }
 /* fr: the least and the most share of the width; between them, the column's longest text decides. */
@@ -34,7 +33,8 @@ const COLUMNS = [
     cell: v => make("span", "num", v.words.per_device) },
   { key: "waste", title: "Padding", number: true, value: v => v.padding_bytes, width: "64px",
     cell: v => make("span", v.padded ? "num waste" : "num dim", v.padded ? "+" + v.words.padding_share : "none") },
-  { key: "reason", title: "Why", value: v => v.reason, fr: [14, 40], cell: v => make("span", v.again ? "why again" : "why", v.reason) },
+  { key: "reason", title: "Why", value: v => v.reason, fr: [14, 40],
+    cell: v => make("span", v.again ? "why again" : "why", v.reason) },
 ];
 const FILTERS = [
   ["all", "All", () => true], ["split", "Split", v => v.split],
@@ -99,8 +99,10 @@ function change(part) {
   update();
 }
 
-/* The wrapped texts of a row decide its height. In a monospaced font, paths whose parts have equal lengths wrap alike. */
-const heightKey = v => [v.path.replace(/[!-.0-~]/g, "x"), v.shape_text, v.spec_text, v.again ? "" : v.reason].join("\n");
+/* The wrapped texts of a row decide its height. In a monospaced font, paths whose parts have equal lengths wrap alike, unless a
+   line may end inside a part, as behind a hyphen. */
+const heightKey = v => [/^[\w./]*$/.test(v.path) ? v.path.replace(/[\w.]/g, "x") : v.path, v.shape_text, v.spec_text,
+  v.again ? "" : v.reason].join("\n");
 
 /* Measures unknown row heights, computes the offset of every row, and draws the visible rows. */
 function layOut() {

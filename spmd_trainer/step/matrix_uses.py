@@ -12,9 +12,8 @@ from typing import Any
 
 import jax
 import jax.extend
-import jax.interpreters.partial_eval
 
-from spmd_trainer.sharding.jaxprs import OWN_DERIVATIVES, PLAIN_CALLS, REMAT, called, scan_sizes
+from spmd_trainer.sharding.jaxprs import OWN_DERIVATIVES, PLAIN_CALLS, REMAT, called, live, products_shown, scan_sizes
 from spmd_trainer.step import product_results
 from spmd_trainer.step import tracked_dims as dims_lib
 from spmd_trainer.step.product_results import MatrixDims, Uses
@@ -208,12 +207,13 @@ def _loop(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
     return [_Value(after=value.after) for value in [*carry, *results[num_carry:]]]
 
 
-def traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, PyTree]:
+def traced(fn: Callable[..., Any], args: tuple[Any, ...], *, shown: bool = True) -> tuple[Any, PyTree]:
     """Returns a function's jaxpr without unused operations, and the shapes of its results.
 
-    NNX modules, e.g., return all variables from a loop over layers, although nothing reads them afterwards.
+    NNX modules, e.g., return all variables from a loop over layers, although nothing reads them afterwards. `shown`: see
+    `jaxprs.products_shown`.
     """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    used = [True] * len(closed.jaxpr.outvars)
-    jaxpr, _ = jax.interpreters.partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
-    return jax.extend.core.ClosedJaxpr(jaxpr, closed.consts), shapes
+    with products_shown(shown):
+        # A new function: JAX would return what it traced of an old one in the other form.
+        closed, shapes = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*args)
+    return live(closed), shapes

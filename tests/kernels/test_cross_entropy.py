@@ -15,6 +15,7 @@ from trained_helpers import make_job
 
 from spmd_trainer.kernels import cross_entropy
 from spmd_trainer.kernels.cross_entropy import VocabularySplit
+from spmd_trainer.sharding.jaxprs import products_shown
 from spmd_trainer.training.start_up import compile_train_step
 
 AXES = ("replica", "data", "seq", "mdl")
@@ -88,7 +89,7 @@ def check(sizes, mesh_shape, cap, block, seed, *, has_biases=False, smoothing=0.
     with (
         pytest.MonkeyPatch.context() as patch,
         jax.set_mesh(jax.sharding.Mesh(devices, AXES)),
-        cross_entropy.of_logits(whole_logits),
+        products_shown(whole_logits),
     ):
         patch.setattr(cross_entropy, "BLOCK_LOGITS", block)
         found = outputs_and_gradients(blocks, cap, smoothing, *arrays)

@@ -12,7 +12,6 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer import sharding, tasks_lib
 from spmd_trainer.decoder import lora
-from spmd_trainer.kernels import cross_entropy
 from spmd_trainer.sharding.jaxprs import scan_sizes
 from spmd_trainer.step import masks, matrix_uses, state_layout, step_fns
 from spmd_trainer.step.layout import LogicalLayout
@@ -199,8 +198,7 @@ def test_a_layer_adds_two_small_products_to_each_of_its_own():
                 return model.forward(mdl_vars, batch, KEY, do_eval=True, mutable=())[0][0]
 
         # The loss of an adapted output matrix is computed from logits; so it is of the base alone, to compare.
-        with cross_entropy.of_logits():
-            jaxpr, _ = matrix_uses.traced(run, (mdl_vars, jax.tree.map(jnp.asarray, batch)))
+        jaxpr, _ = matrix_uses.traced(run, (mdl_vars, jax.tree.map(jnp.asarray, batch)))
         # An adapter may be transposed, a weight may not.
         names = [eqn.primitive.name for eqn in equations(jaxpr.jaxpr) if not is_small_transpose(eqn)]
         return {name: names.count(name) for name in ("dot_general", "transpose", "scan")}

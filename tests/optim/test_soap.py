@@ -301,4 +301,4 @@ def of_roundings(name):
 def test_praxis_and_decoder_on_any_mesh_have_the_numbers_of_one_device(name, sizes):
     """A mesh sums in another order. What it may change is what a rounding of each variable changes on one device."""
     found = largest_difference(of_experiment, name, sizes, in_the_middle_of_a_run)
-    assert found < 1e-5 or found < of_roundings(name) < 1e-4
+    assert found < 1e-5 or found < min(of_roundings(name), 4e-5)

@@ -21,7 +21,6 @@ from spmd_trainer.decoder.lora import adapted_weight, uses, variables
 from spmd_trainer.decoder.lora.interpreter import Interpreter
 from spmd_trainer.decoder.lora.settings import Lora
 from spmd_trainer.errors import UserError
-from spmd_trainer.kernels import cross_entropy
 from spmd_trainer.models.base import ForwardResult, Model, ModuleModel, praxis_rngs
 from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.step import masks, matrix_uses
@@ -60,15 +59,13 @@ class LoraModel:
       settings: the adapters' settings.
       fprop_dtype: dtype of the base's computations; steps cast variables to it.
       dims: target -> its dimensions; None before the model has been traced.
-      has_output: whether a target gives results that no other product reads, as logits. Their loss can't be computed in blocks
-        (`kernels.cross_entropy`), in which the product isn't seen.
     """
 
     base: Model
     settings: Lora
     fprop_dtype: Any = jnp.float32
     dims: dict[str, MatrixDims] | None = None
-    has_output: bool = True
+    _others: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     _warned: set[tuple[str, str]] = dataclasses.field(default_factory=set)
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
@@ -210,10 +207,7 @@ class LoraModel:
             )
             # Modules of other libraries may name mesh axes in their forward pass; praxis asks for its mesh itself.
             mesh = _mesh.get() if isinstance(self.base, ModuleModel) else None
-            with (
-                contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh),
-                cross_entropy.of_logits(),
-            ):
+            with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
                 jaxpr, _ = matrix_uses.traced(run, (shapes, inputs, key))
             self._find_dims(jaxpr, shapes)
         return self.matrix_dims()
@@ -226,7 +220,20 @@ class LoraModel:
         }
         found = matrix_uses.find_uses(jaxpr, paths)
         self.dims = uses.choose_targets(self.settings, found)
-        self.has_output = not all(found[path].is_read_on for path in self.dims)
+        self._others = {path: frozenset(found[path].others) for path in self.dims}
+
+    def _traced(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, PyTree]:
+        """Traces the base. If a loss in blocks hides a target's product, this loss is computed from logits."""
+        jaxpr, shapes = matrix_uses.traced(fn, args, shown=False)
+        paths = {i: path for i, (path, _) in enumerate(_named_values(args[0])) if path in self.matrix_dims()}
+        found = matrix_uses.find_uses(jaxpr, paths)
+        hidden = [path for path, use in found.items() if not self._others[path].issuperset(use.others)]
+        if not hidden:
+            return jaxpr, shapes
+        logging.info(
+            "task.lora adapts %s, so the loss is computed from the logits of all tokens, not in blocks", hidden[0]
+        )
+        return matrix_uses.traced(fn, args)
 
     def _run(
         self, fn: Callable[..., Any], mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, dropping: bool
@@ -252,10 +259,8 @@ class LoraModel:
         base_vars = variables.base_only(mdl_vars)
         args = (base_vars, inputs, key)
         if self.dims is None:
-            with cross_entropy.of_logits():
-                self._find_dims(matrix_uses.traced(fn, args)[0], base_vars)
-        with cross_entropy.of_logits(self.has_output):
-            jaxpr, shapes = matrix_uses.traced(fn, args)
+            self._find_dims(matrix_uses.traced(fn, args)[0], base_vars)
+        jaxpr, shapes = self._traced(fn, args)
         leaves = jax.tree.leaves(args)
         for i, (path, x) in enumerate(_named_values(base_vars)):
             if path in self.matrix_dims():
