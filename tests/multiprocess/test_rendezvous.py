@@ -246,7 +246,9 @@ def test_processes_that_all_fail_before_they_join_say_so_once(job):
     for index in range(3):
         job.start(index, 3, FAILS="UserError")
     assert job.finish() == [STATUS_USER_ERROR] * 3, job.log()
-    assert all(log == "spmd-trainer: no such setting\n" for log in job.logs), job.log()
+    # A process may have begun to wait for another one that is slow to start.
+    said = [[line for line in log.splitlines() if "waiting for process" not in line] for log in job.logs]
+    assert said == [["spmd-trainer: no such setting"]] * 3, job.log()
 
 
 @pytest.mark.full

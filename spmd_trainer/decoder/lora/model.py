@@ -227,7 +227,7 @@ class LoraModel:
         jaxpr, shapes = matrix_uses.traced(fn, args, shown=False)
         paths = {i: path for i, (path, _) in enumerate(_named_values(args[0])) if path in self.matrix_dims()}
         found = matrix_uses.find_uses(jaxpr, paths)
-        hidden = [path for path, use in found.items() if not self._others[path].issuperset(use.others)]
+        hidden = [path for path, use in found.items() if not self._others.get(path, frozenset()).issuperset(use.others)]
         if not hidden:
             return jaxpr, shapes
         logging.info(
