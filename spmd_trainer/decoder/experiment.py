@@ -97,12 +97,8 @@ class DecoderExperiment(base_experiment.BaseExperiment):
 
     def _set_mesh(self, task_p: Any) -> None:
         model_p, names = task_p.model, tuple(self.MESH_AXIS_NAMES)
-        inside, across = self.ICI_MESH_SHAPE, self.DCN_MESH_SHAPE
-        across = [1] * len(names) if across is None else across
-        task_defaults.check_mesh_shape("ICI_MESH_SHAPE", inside, names)
-        task_defaults.check_mesh_shape("DCN_MESH_SHAPE", across, names)
-        model_p.ici_mesh_shape, model_p.dcn_mesh_shape = list(inside), list(across)
-        model_p.mesh_axis_names = list(names)
+        across = [1] * len(names) if self.DCN_MESH_SHAPE is None else self.DCN_MESH_SHAPE
+        task_defaults.set_mesh(task_p, names, self.ICI_MESH_SHAPE, across)
         rows = tuple(axis for axis in (task_defaults.REPLICA_AXIS, task_defaults.DATA_AXIS) if axis in names)
         mapping = task_defaults.batch_split_mapping(rows)
         if axes.SEQUENCE_AXIS in names:

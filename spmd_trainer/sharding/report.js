@@ -19,7 +19,7 @@ for (const [index, v] of variables.entries()) {
 /* A path breaks behind its slashes; its last two parts stand out. */
 function pathCell(v) {
   const cell = make("span", "mono path"), parts = v.path.split(/(?<=\/)/);
-  for (const [i, part] of parts.entries()) cell.append(make("b", i < parts.length - 2 ? "dim" : "", part), make("wbr"));
+  for (const [i, part] of parts.entries()) cell.append(make("bdi", i < parts.length - 2 ? "dim" : "", part), make("wbr"));
   return cell;
 }
 /* fr: the least and the most share of the width; between them, the column's longest text decides. */

@@ -56,15 +56,13 @@ from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import TrainConfig
 
 
-# What a training run begins with: the state; the input's position as it was saved, None for the beginning; and what the run's
-# checkpoints note of where its variables came from, see `adapter_checkpoints.begin`.
 class FirstState(NamedTuple):
     """What a training run begins with.
 
     Attributes:
       state: the state.
       input_state: the input's position as it was saved; None: from the beginning.
-      origin: what the run's checkpoints note of where its variables came from.
+      origin: what the run's checkpoints note of where its variables came from, see `adapter_checkpoints.begin`.
     """
 
     state: TrainState

@@ -65,6 +65,7 @@ class LoraModel:
     settings: Lora
     fprop_dtype: Any = jnp.float32
     dims: dict[str, MatrixDims] | None = None
+    # What else than a product reads a target, in a program that shows all products.
     _others: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     _warned: set[tuple[str, str]] = dataclasses.field(default_factory=set)
 
