@@ -69,7 +69,7 @@ test-planted: setup
 # Plans for NVIDIA topologies, and Muon's exchanges there, with the extra plan-gpu alone, half a minute.
 GPU_COMPILER := .gpu-compiler
 GPU_COMPILER_TESTS := tests/planner/test_plan.py tests/planner/test_nvidia.py tests/step/test_whole_matrices.py \
-    tests/kernels/test_grouped_dot.py
+    tests/kernels/test_grouped_dot.py tests/optim/test_skipped_steps.py
 test-gpu-compiler: setup $(GPU_COMPILER)/.synced
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) python -c "import jax_plugins.xla_cuda12"
 	PYTHONPATH=$(GPU_COMPILER) $(RUN) pytest $(GPU_COMPILER_TESTS)
