@@ -29,6 +29,7 @@ def main(argv: Sequence[str]) -> None:
         if flags.FLAGS.doctor:
             doctor.check_installation()
             return
+        run_flags.choose_mode(flags.FLAGS)
         mode = "" if flags.FLAGS.list else flags.FLAGS.mode  # the list is the same in every mode
         if mode:
             run_flags.refuse_other_modes(flags.FLAGS)

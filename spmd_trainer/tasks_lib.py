@@ -316,6 +316,15 @@ class SingleTask(BaseTask):
         task._learner = learner
         return task
 
+    def with_model(self, model: Any) -> SingleTask:
+        """Returns the same task with another model of the same variables, e.g. with other settings of its generation."""
+        task = copy.copy(self)
+        task.model = model
+        if self._lora_model is not None:
+            # It knows its targets; a decoding model would find the output matrix among them, whose products it reads on.
+            task._lora_model = (model, dataclasses.replace(self._lora_model[1], base=as_model(model)))
+        return task
+
     @property
     def learners(self) -> Sequence[Learner]:
         """A list with the learner, as in Pax."""

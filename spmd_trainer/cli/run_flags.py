@@ -152,6 +152,12 @@ def define() -> None:
             flags.DEFINE(_Parser(about), about.flag, default, about.help, serializer=flags.ArgumentSerializer())
 
 
+def choose_mode(flag_values: flags.FlagValues) -> None:
+    """A `--prompt` without a mode asks for its answer."""
+    if flag_values["prompt"].present and not flag_values["mode"].present:
+        flag_values.mode = "chat"
+
+
 def refuse_other_modes(flag_values: flags.FlagValues) -> None:
     own = {about.flag for cls in _classes(flag_values.mode) for about in settings_of(cls).values()}
     for about in all_settings():

@@ -162,7 +162,9 @@ class ChatSettings(Settings):
     """What to say to a model, and how it answers. None: as `task.model.generation` says."""
 
     prompt: str | None = _chat(
-        None, "Answer this and exit. Default: what is typed, or the text of a pipe.", value="TEXT"
+        None,
+        "Answer this and exit, also without --mode. Default: what is typed, or the text of a pipe.",
+        value="TEXT",
     )
     system: str | None = _chat(None, "Text of the system message.", value="TEXT")
     max_tokens: int | None = _chat(None, "Most tokens of an answer.", value="N", at_least=1)

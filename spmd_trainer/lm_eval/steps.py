@@ -156,8 +156,7 @@ def score_step(
 
 def _with_model(layout: Layout, **settings: Any) -> Layout:
     """Returns the layout for a model with other settings and the same variables."""
-    task = dataclasses.replace(layout.task, model=layout.task.model.clone(**settings))
-    return dataclasses.replace(layout, task=task)
+    return dataclasses.replace(layout, task=layout.task.with_model(layout.task.model.clone(**settings)))
 
 
 def _of_labels(outputs: Any, inputs: NestedMap) -> tuple[jax.Array, jax.Array]:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+import json
+import shutil
 import subprocess
 import sys
 import types
@@ -9,6 +11,8 @@ import types
 import pytest
 import trained_helpers
 from facts import missing_facts, raises_naming
+from lm_eval_helpers import FOLDER
+from safetensors.numpy import load_file, save_file
 
 import spmd_trainer as st
 from spmd_trainer.decoder.generation.settings import GenerationSettings
@@ -126,6 +130,24 @@ def test_a_conversation_that_is_too_long():
         list(found.answer("x" * 30))
 
 
+def test_adapters_that_learnt_nothing_answer_as_their_base(tmp_path):
+    """A decoding model reads on what its output matrix gives, which still gets no adapters."""
+    folder = shutil.copytree(FOLDER, tmp_path / "untied")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][::-1].copy()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+
+    def answers(name, *fields):
+        overrides = [f"FOLDER={str(folder)!r}", "SEQ_LEN=64", f"FILES={str(folder / '*.jinja')!r}", *fields]
+        settings = {"restore_checkpoint_dir": folder, "max_tokens": 8}
+        return st.generate(name, tmp_path / "run", ["one"], overrides=overrides, **settings)
+
+    base = answers("lm.hf.FromFolder")
+    assert answers("lm.finetune.LoraFromFolder", "LORA_TARGETS='all-linear'") == base
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
@@ -151,17 +173,11 @@ def test_generate_gives_what_one_decode_gives(run):
 @pytest.mark.full
 def test_the_command_line_answers_a_pipe(run):
     folder, _ = run
-    command = [
-        sys.executable,
-        "-m",
-        "spmd_trainer.main",
-        f"--job_log_dir={folder / 'run'}",
-        "--mode=chat",
-        "--max_tokens=8",
-    ]
+    plain = [sys.executable, "-m", "spmd_trainer.main", f"--job_log_dir={folder / 'run'}", "--max_tokens=8"]
+    command = [*plain, "--mode=chat"]
     piped = subprocess.run(command, input="Beautiful", capture_output=True, text=True, timeout=300)
     assert piped.returncode == 0, piped.stderr
-    given = subprocess.run([*command, "--prompt=Beautiful"], capture_output=True, text=True, timeout=300)
+    given = subprocess.run([*plain, "--prompt=Beautiful"], capture_output=True, text=True, timeout=300)
     assert given.stdout == piped.stdout  # the text alone: the log goes elsewhere
     assert 1 < len(given.stdout.encode()) <= 9 + len("\n")
     empty = subprocess.run(command, input="", capture_output=True, text=True, timeout=300)
