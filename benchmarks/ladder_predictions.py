@@ -108,7 +108,10 @@ class EveryRung(memory_ladder.MemoryLadder):
         self.errors: list[float] = []
 
     def _first_that_fits(self, tries: Sequence[memory_ladder.Try]) -> Iterator[memory_ladder.Try]:
-        yield from tries
+        waiting = list(tries)
+        while waiting:
+            yield waiting[0]
+            waiting = self._corrected(waiting[1:])
 
     def _compile(self, rung: str, candidate: Candidate, predicted: int | None = None) -> Outcome:
         outcome = super()._compile(rung, candidate, predicted)

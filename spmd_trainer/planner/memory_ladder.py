@@ -186,7 +186,7 @@ class MemoryLadder:
     # --- rungs -------------------------------------------------------------------------------------------------------
 
     def _remat(self, at: Outcome) -> Iterator[Try]:
-        """The policy with the fewest FLOPs that is predicted to fit, and the one with the fewest bytes."""
+        """Policies by FLOPs, the fewest first."""
         policies = plan_candidates.policy_fields(self._job.config.experiment).values()
         if all("save_nothing" in policy for policy in policies):
             return  # nothing to change, or nothing left to save
@@ -200,17 +200,16 @@ class MemoryLadder:
                     logging.info("%s: %s", policy.value, first_line(error))
                     continue
                 if (saved := int((kept.saved_bytes - work.saved_bytes) / devices)) > 0:
-                    found.append((work.step.flops, Try(f"remat {policy.value}", change, _less(at, saved))))
+                    found.append((work.step.flops, Try(f"remat {policy.value}", change, at.bytes and at.bytes - saved)))
         yield from self._first_that_fits([tried for _, tried in sorted(found, key=lambda one: one[0])])
 
     def _moments(self, at: Outcome) -> Iterator[Try]:
         """The optimizer state in fewer bits: bfloat16 if that is predicted to fit, and 8 bits."""
-        dtypes = opt_state_dtypes.DTYPES
-        tries = []
+        dtypes, tries = opt_state_dtypes.DTYPES, []
         for dtype in dtypes[dtypes.index(self._job.task.train.learner.opt_state_dtype) + 1 :]:
             change = _setting(_OPT_STATE_DTYPE, dtype)
             saved = self._state(at.candidate) - self._state(change(at.candidate))
-            tries.append(Try(f"optimizer state in {dtype}", change, _less(at, saved)))
+            tries.append(Try(f"optimizer state in {dtype}", change, at.bytes and at.bytes - saved))
         yield from self._first_that_fits(tries)
 
     def _host_memory(self, at: Outcome) -> Iterator[Try]:
@@ -230,7 +229,8 @@ class MemoryLadder:
             # Half of the sum, and of one minibatch's gradients where the model computes them in bfloat16 too.
             halves = 1 if self._job.task.model.fprop_dtype == jnp.float32 else 2
             saved = halves * plan_prediction.trained_bytes(self._search.job_of(at.candidate)) // 2
-            yield Try("gradients added up in bfloat16", _setting(_ACCUMULATION, "bfloat16"), _less(at, saved))
+            left = at.bytes and at.bytes - saved
+            yield Try("gradients added up in bfloat16", _setting(_ACCUMULATION, "bfloat16"), left)
 
     def _minibatches(self, at: Outcome) -> Iterator[Try]:
         """Two minibatches, and as many as it takes, while a device has rows to divide.
@@ -299,13 +299,24 @@ class MemoryLadder:
     # --- how they are tried ------------------------------------------------------------------------------------------
 
     def _first_that_fits(self, tries: Sequence[Try]) -> Iterator[Try]:
-        """Yields the first that is predicted to fit, and the one with the fewest predicted bytes."""
-        if any(tried.predicted is None for tried in tries):
-            yield from tries
-            return
-        fits = [tried for tried in tries if (tried.predicted or 0) <= self._search.memory]
-        smallest = sorted(tries, key=lambda tried: tried.predicted or 0)
-        yield from dict.fromkeys([*fits[:1], *smallest[:1]])
+        """Yields the first that is predicted to fit; if it doesn't, the next one, and in the end the one with the fewest bytes.
+
+        What one needs beyond its prediction is added to the others': they too compute activations again.
+        """
+        waiting = list(tries)
+        while waiting:
+            smallest = min(waiting, key=lambda tried: tried.predicted or 0)
+            chosen = next((tried for tried in waiting if (tried.predicted or 0) <= self._search.memory), smallest)
+            yield chosen
+            if chosen is smallest and chosen.predicted:
+                return
+            waiting = self._corrected(waiting[waiting.index(chosen) + 1 :])
+
+    def _corrected(self, tries: Sequence[Try]) -> list[Try]:
+        """Adds to predictions what the program compiled last has beyond its own."""
+        last = self.steps[-1]
+        more = last.outcome.bytes - last.predicted if last.outcome.bytes and last.predicted else 0
+        return [dataclasses.replace(tried, predicted=(tried.predicted or 0) + more) for tried in tries]
 
     def _compile(self, rung: str, candidate: Candidate, predicted: int | None = None) -> Outcome:
         """Compiles a program and adds it to the steps; one that can't be compiled has the reason in its outcome."""
@@ -352,14 +363,12 @@ class MemoryLadder:
 
     def _larger_chips(self) -> str:
         """Returns which chips have the memory that the smallest program with all rows needs."""
-        whole = [
-            step.outcome.bytes for step in self.steps if step.outcome.bytes and step.outcome.candidate.rows is None
-        ]
+        whole = [s.outcome.bytes for s in self.steps if s.outcome.bytes and s.outcome.candidate.rows is None]
         if not whole:
             return "The compiler doesn't say how many bytes it needs"
         names = [n for n, chip in BY_TOPOLOGY.items() if plan.usable_memory(chip.kind, chip.memory_bytes) >= min(whole)]
-        needs = f"The smallest program needs {bytes_text(min(whole))} per chip"
-        return f"{needs}, which {', '.join(names)} have" if names else f"{needs}, which no chip has: use more chips"
+        have = f"which {', '.join(names)} have" if names else "which no chip has: use more chips"
+        return f"The smallest program needs {bytes_text(min(whole))} per chip, {have}"
 
 
 def _line(step: Step) -> str:
@@ -381,10 +390,6 @@ def _setting(path: str, value: str) -> Callable[[Candidate], Candidate]:
         return dataclasses.replace(at, more=(*others, f"{path}={value!r}"))
 
     return change
-
-
-def _less(at: Outcome, saved: int) -> int | None:
-    return None if at.bytes is None else at.bytes - saved
 
 
 def _at_rows(known: Sequence[tuple[int, int]], rows: int) -> int | None:

@@ -34,12 +34,15 @@ class Chips:
       memory: usable bytes of a chip.
       activations: bytes of all rows' activations, by policy.
       compiled: (policy, dtype of the optimizer state, minibatches, rows, mdl) of each program.
+      has_host: True for chips with host memory.
+      again: bytes of a layer's activations that are computed again, which no prediction knows.
     """
 
     memory: int
     activations: dict
     compiled: list
     has_host: bool = False
+    again: int = 0
 
     def state(self, job: Job) -> int:
         """The model's own state is far smaller."""
@@ -58,6 +61,7 @@ class Chips:
         if job.task.train.gradient_accumulation_dtype == "bfloat16":
             accumulated //= 2
         total = self.state(job) + accumulated + self.activations[policy] * job.num_rows // ROWS // number
+        total += self.again * (policy != "save_everything")
         return types.SimpleNamespace(**{**vars(fake_plan(job)), "total": total, "fits": total <= self.memory})
 
 
@@ -67,7 +71,7 @@ def chips(monkeypatch, as_h100):
         found = Chips(memory, activations, [], has_host)
         monkeypatch.setattr(plan_search.plan, "plan", found.plan)
         monkeypatch.setattr(
-            memory_ladder, "AutodiffCheckpointType", [AutodiffCheckpointType(name) for name in ACTIVATIONS]
+            memory_ladder, "AutodiffCheckpointType", [AutodiffCheckpointType(name) for name in activations]
         )
         monkeypatch.setattr(plan, "usable_memory", lambda kind, whole: memory if kind == "cpu" else whole)
         monkeypatch.setattr(plan_prediction, "trained_bytes", lambda job: GRADIENTS)
@@ -86,7 +90,7 @@ def chips(monkeypatch, as_h100):
 
 
 def _work(chips, job):
-    policy, order = str(job.task.model.lm_tpl.checkpoint_policy), list(ACTIVATIONS)
+    policy, order = str(job.task.model.lm_tpl.checkpoint_policy), list(chips.activations)
     stacked = chips.activations[policy] * job.partitioner.mesh.size
     costs = plan_prediction.DotCosts(flops=3.0 + order.index(policy))
     return plan_prediction.Work(costs, plan_prediction.DotCosts(flops=1.0), saved_bytes=float(stacked))
@@ -121,6 +125,17 @@ def test_the_cheapest_policy_that_fits_is_taken(tmp_path, chips):
     assert ladder.fitting.bytes == STATE + ACTIVATIONS["save_dot_only"]
     assert ladder.steps[1].predicted == ladder.fitting.bytes  # what is stacked is all that changes here
     assert "task.model.lm_tpl.checkpoint_policy='save_dot_only'" in ladder.text()
+
+
+def test_what_one_policy_computes_again_is_added_to_the_predictions_of_others(tmp_path, chips):
+    """Of the policies that are left then, the cheapest that fits is taken, not the one with the fewest bytes."""
+    order = ("save_everything", "save_dot_except_logits", "save_dot_only", "save_nothing")
+    found = chips(memory=129_000_000, activations={name: {**ACTIVATIONS, order[1]: 24_000_000}[name] for name in order})
+    found.again = 10_000_000
+    ladder = climb(job_with(tmp_path))
+    assert [policy for policy, *_ in found.compiled] == ["save_everything", "save_dot_except_logits", "save_dot_only"]
+    assert ladder.steps[1].predicted == ladder.steps[1].outcome.bytes - found.again
+    assert ladder.steps[2].predicted == ladder.fitting.bytes
 
 
 @pytest.mark.full
