@@ -298,7 +298,7 @@ class StepWatch:
         """Called when the batch is there. Arguments as in `begin`."""
 
     def around(self, fn: StepFn, run: Run) -> StepFn:
-        """Returns what the loop calls as the compiled train step `fn`. It may take the step after `run.step` in another way."""
+        """Returns the function that the loop calls in place of the compiled train step `fn`, for the step after `run.step`."""
         return fn
 
     def dispatching(self) -> None:

@@ -1,6 +1,6 @@
-"""Settings: fields of frozen dataclasses, each stated once with its default and its sentence.
+"""Settings: fields of frozen dataclasses, each stated once, with its default and a sentence of help.
 
-From a field follow its flag, its entry in `--help`, its check, its keyword in Python, and the lines by which processes and
+The field determines its flag, its entry in `--help`, its check, its keyword in Python, and the lines by which processes and
 restarts compare it.
 """
 

@@ -93,7 +93,7 @@ def adapters_alone(checkpoint: str) -> str:
 
 
 def adapters_without_base(checkpoint: str, saved: Iterable[str]) -> str:
-    """Returns the message for adapters, from another trainer, that a run with adapters is to continue from."""
+    """Returns the message for a run with adapters that is told to continue from adapters of another trainer."""
     adapters = list(filter(is_adapter, saved))
     return (
         f"{checkpoint} holds {len(adapters)} variables of adapters, such as {adapters[0]}, but not the settings that they "

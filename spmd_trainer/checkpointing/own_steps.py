@@ -58,7 +58,7 @@ class OwnStep(CheckpointSource):
 
     @property
     def label(self) -> str:
-        """The step at the beginning of a message."""
+        """The beginning of a message about this step."""
         return f"Checkpoint {self.name}"
 
     def input_state(self) -> dict[str, Any] | None:

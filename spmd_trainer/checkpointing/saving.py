@@ -219,7 +219,7 @@ def _write(probe: epath.Path) -> str | None:
 
 
 def _find(probe: epath.Path) -> str | None:
-    """Looks for process 0's file, on the others. Returns the problem, or None."""
+    """Waits, on all processes but 0, until process 0's file is seen. Returns the problem, or None."""
     if jax.process_index() == 0:
         return None
     deadline = time.monotonic() + _VISIBLE_SECONDS

@@ -75,7 +75,7 @@ class CheckpointSource(abc.ABC):
 
     @property
     def label(self) -> str:
-        """The checkpoint at the beginning of a message."""
+        """The beginning of a message about this checkpoint."""
         return self.name
 
     @abc.abstractmethod

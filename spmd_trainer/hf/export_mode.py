@@ -133,7 +133,7 @@ def _imported_from(job: Job, noted: Mapping[str, Any]) -> epath.Path | None:
 
 
 def _tokenizer(job: Job) -> tuple[str | None, int | None]:
-    """Returns the path of the tokenizer that the model was trained with, and its end-of-text; None where there is none."""
+    """Returns the path of the training data's tokenizer (None if it is no path), and the id of its end-of-text, if any."""
     for dataset in job.config.experiment.config.train_datasets:
         if "tokenizer" in dir(dataset):
             given = dataset.tokenizer

@@ -23,7 +23,7 @@ class Family:
       fixed: fields of DecoderSpec that all models of the family share.
       rotary_by_layer_type: True if the config has rotary settings for each kind of layer.
       heads_divide_dims: True if transformers requires the number of heads to divide the hidden size.
-      off: further unsupported options, as in `_SWITCHED_OFF`.
+      off: further unsupported options, as in `_SWITCHED_OFF` of `config_json.py`.
       without_effect: further keys without an effect.
       read: adds fields that need more than a renaming: (config with defaults, fields).
       write: the inverse of `read`: (spec, config).

@@ -15,7 +15,7 @@ def is_number(value: object) -> bool:
 
 
 def is_whole(value: object) -> bool:
-    """Returns True for an int, which a bool is not."""
+    """Returns True for an int that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -168,10 +168,10 @@ class Templated:
 
         Args:
           found: the conversation.
-          **defaults: overridden by `template_variables`, and these by the conversation.
+          **defaults: variables that `template_variables` override. The conversation's own variables override both.
 
         Raises:
-          UserError: a variable has the name of an entry of the conversation.
+          UserError: a variable is called as an entry of the conversation, e.g. 'messages'.
         """
         variables = {**defaults, **(self.template_variables or {}), **found.variables}
         if own := sorted(_OWN_ENTRIES & variables.keys()):

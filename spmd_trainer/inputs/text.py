@@ -36,16 +36,16 @@ _BYTES_PER_TOKEN = 8
 class PromptRows(text_base.TokenizedFiles):
     """Prompts for `LanguageModel.decode`, each one once and in order, then StopIteration.
 
-    A batch is a NestedMap of numpy arrays: `ids` int32 [B, P], prompts at the left; `paddings`, `weights` float32 [B,
-    P], 1 and 0 after the end of the prompt; `prefix_lengths` int32 [B], tokens of the prompt; `prompt_index` int32
-    [B], the prompt's number; `eval_sample_weights` float32 [B]. Rows that fill up the last batch hold one token, with
-    weight 0 and prompt_index -1.
+    A batch is a NestedMap of numpy arrays: `ids` int32 [B, P], prompts at the left; `paddings` float32 [B, P], 1 after
+    the end of the prompt; `weights` float32 [B, P], 0 there; `prefix_lengths` int32 [B], tokens of the prompt;
+    `prompt_index` int32 [B], the prompt's number; `eval_sample_weights` float32 [B]. Rows that fill up the last batch
+    hold one token, with weight 0 and prompt_index -1.
 
     A subclass implements `num_available` and `tokens_of_prompt`.
 
     Attributes:
       prefix_len: most tokens in a prompt, P.
-      num_prompts: use only the first this many prompts; None uses all.
+      num_prompts: use only the first `num_prompts` prompts; None uses all.
     """
 
     prefix_len: int = 0

@@ -132,5 +132,5 @@ class WorkerProcess:
 
 
 def pipe_of_trainer() -> Connection:
-    """Returns the pipe of a process that `WorkerProcess.of_module` started; its reads end with EOFError when the trainer does."""
+    """Returns the pipe to the trainer, in a process of `WorkerProcess.of_module`. Reads raise EOFError once the trainer ends."""
     return Connection(int(sys.argv[1]))

@@ -58,14 +58,14 @@ def attend(
       sinks: [N], a further logit of each head's softmax, whose probability goes to no key; None for none.
       split: how the arrays are split over the ambient mesh (`jax.set_mesh`).
       kernel: name of the kernel to use; None for the first that can be used (see `kernels.choose`).
-      context_parallel: form of attention for rows of a split length: 'ring', with tokens in the order of `sequence_order.py`,
-        or 'all_to_all', with tokens in order. None for 'ring'.
+      context_parallel: how attention is computed if `split.length` splits the rows' tokens: 'ring', with tokens in the order of
+        `sequence_order.py`, or 'all_to_all', with tokens in order. None for 'ring'.
       dropout: function that drops probabilities [B, K, N / K, T, T]; None for no dropout.
       name: the layer's name, for reports.
 
     Raises:
       UserError: the kernel doesn't exist or can't be used; query heads are not a multiple of key heads; the mesh lacks an axis
-        of `split`; the devices of a split length don't divide it.
+        of `split`; the devices that split a row's tokens don't divide their number.
     """
     if key.shape != value.shape or query.shape[2] % key.shape[2]:
         raise UserError(

@@ -177,7 +177,7 @@ class Ring:
         return step(state, arrays, shifts[-1], hops)
 
     def _first_tokens(self, devices: np.ndarray) -> np.ndarray:
-        """Returns the row's index of the first token of each block of these devices, int [devices, 2 * blocks]."""
+        """Returns where in the whole row the first token of each block of these devices is, int [devices, 2 * blocks]."""
         starts = np.stack(sequence_order.chunks_of(devices, self.count), axis=1) * self.chunk
         first: np.ndarray = (starts[:, :, None] + np.arange(self.blocks) * self.block).reshape(len(devices), -1)
         return first

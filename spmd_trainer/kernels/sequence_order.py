@@ -53,10 +53,10 @@ class SequenceOrder:
         return -(-self.length // chunks) * chunks
 
     def apply(self, x: jax.Array, fill: float = 0) -> jax.Array:
-        """Returns [batch, padded_length, ...] in this order for [batch, length, ...] in the order of the row.
+        """Pads dimension 1 to `padded_length` and brings it from the row's order into this one.
 
         Args:
-          x: the array. A split row needs jit.
+          x: [batch, length, ...]. Under jit if the row is split.
           fill: value of the padding, which comes after the row's tokens.
         """
         if missing := self.padded_length - self.length:
@@ -64,7 +64,7 @@ class SequenceOrder:
         return self._moved(x, back=False)
 
     def undo(self, x: jax.Array) -> jax.Array:
-        """Returns [batch, length, ...] in the order of the row for [batch, padded_length, ...] in this order."""
+        """The inverse of `apply`: [batch, padded_length, ...] -> [batch, length, ...], in the row's order."""
         in_order = self._moved(x, back=True)
         return in_order[:, : self.length] if self.padded_length > self.length else in_order
 

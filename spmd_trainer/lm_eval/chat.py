@@ -36,7 +36,7 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends."
 
 
 def chat(job: Job) -> None:
-    """Answers `--prompt`, or what is typed; of a pipe, its whole text is the prompt. Called by every process.
+    """Answers `--prompt`, or each line that is typed, or the whole text of a pipe. Called by every process.
 
     Raises:
       UserError: see `Talk`; there is no prompt.

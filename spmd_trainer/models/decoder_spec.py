@@ -263,7 +263,7 @@ class DecoderSpec:
 
     @property
     def num_dense_layers(self) -> int:
-        """K, the number of first layers without experts, of a model with experts."""
+        """K: how many layers at the beginning of a model with experts have none; 0 for a model without experts."""
         return 0 if self.moe is None else self.moe.dense_layers
 
     @property

@@ -199,7 +199,7 @@ class Peers:
                 has_failed = True
 
     def _turn(self) -> None:
-        """Beats if it is time to, and looks for calls and news."""
+        """Sends a heartbeat if one is due, or if another process called for it; ends this process if the job ends."""
         now = time.monotonic()
         if self._called is not None or self._leaving.is_set() or now - self._beaten >= self._limit / _BEATS:
             self._beat()

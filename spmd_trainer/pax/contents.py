@@ -282,8 +282,8 @@ def dotted_name(path: str) -> str:
 def path_of(name: str) -> str:
     """Returns the path of a variable, given its name on disk.
 
-    A name does not say which underscores join an index. Here only those of `opt_states`, `extra_state` and of praxis' prefixes
-    do, since layers have names such as `x_layers_0`. If a model is at hand, compare names made from its paths instead.
+    '_0' in a name may be an index (`opt_states_0`) or belong to a layer's name (`x_layers_0`). It is read as an index only after
+    `opt_states`, `extra_state` and praxis' prefixes. If a model is at hand, compare names made from its paths instead.
     """
     keys = name.split(".")
     root = _with_indices(keys[0])

@@ -1,7 +1,6 @@
-"""Modules of Pax, and earlier ones of this trainer, without code of their own: tables of names that stand elsewhere here, or that
-nothing stands for.
+"""Modules of Pax, and earlier ones of this trainer, that have no code here: tables that say where each of their names is now.
 
-A name of the latter kind can be imported; using it raises an error that says what to use instead.
+A name that has no counterpart can be imported; using it raises an error that says what to use instead.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Source:
         return "".join(difflib.unified_diff(_lines(self.text), _lines(self.renamed()), path, path))
 
     def strings(self, beginning: str) -> list[int]:
-        """Returns the lines of the strings that begin with `beginning`, in order."""
+        """Returns the line numbers of the string literals that begin with `beginning`, ascending."""
         constants = (node for node in ast.walk(self.tree) if isinstance(node, ast.Constant))
         return sorted(
             node.lineno for node in constants if isinstance(node.value, str) and node.value.startswith(beginning)

@@ -89,7 +89,10 @@ def _result(kind: str, shape: str, *, is_start: bool) -> str:
 
 
 def _groups(line: str) -> np.ndarray:
-    """Returns a collective's groups or a permutation's pairs, [number of groups, members]; empty if the text has neither."""
+    """Returns a collective's groups or a permutation's pairs, [number of groups, members].
+
+    Empty if the text has neither, or groups of several sizes.
+    """
     found = _GROUPS.search(line)
     if found and found[2]:
         shape = [int(n) for n in found[4].split(",")]

@@ -94,7 +94,7 @@ def _tpu_devices(topology: str, num_slices: int) -> Sequence[jax.Device]:
 
 
 def _gpu_devices(gpu: Gpu, num_slices: int, hosts: int, gpus: int) -> Sequence[jax.Device]:
-    """Returns `num_slices` groups of `hosts` hosts with `gpus` GPUs each."""
+    """Returns the devices of `num_slices` groups of `hosts` hosts with `gpus` GPUs each."""
     from jax.experimental import topologies
 
     # When registered, the plugin looks for GPUs and checks their driver. The compiler needs neither.

@@ -301,7 +301,7 @@ def input_rows(inputs: Sequence[InputData]) -> list[tuple[str, ...]]:
 
 
 def input_section(inputs: Sequence[InputData]) -> str:
-    """Returns the inputs as a section of an HTML page that opens on a click; '' without inputs."""
+    """Returns the inputs as a collapsible section of an HTML page; '' without inputs."""
     if not inputs:
         return ""
     header = "".join(f'<th scope="col">{name}</th>' for name in HEADER)

@@ -56,7 +56,7 @@ class GatheredOnUse(meta.AxisMetadata[Any]):
         return val
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> GatheredOnUse:
-        """Returns the box of the piece with one more dimension, at `index`."""
+        """Returns the box for a value that has one more dimension, at `index`: the number of the gathered dimension changes."""
         axes, dim, size = self._gather_args
         return GatheredOnUse(self._shard, axes, dim + (index <= dim), size)
 

@@ -231,7 +231,10 @@ def _update(kept: _Kept, grads: PyTree, states: PyTree, mdl_vars: PyTree, hparam
 
 
 def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTree) -> dict[str, PyTree]:
-    """Returns {key in the state: tree of bools, True for variables of other keys} of the layers that are updated in a loop."""
+    """Returns the groups of repeated layers that are updated one layer at a time, because a part of their state is on the host.
+
+    As {key in the state: tree of bools, True for variables outside of the group}.
+    """
     if not learner.vectorize_on_repeat_prefix or not isinstance(states, dict) or opt_vec.NO_PREFIX_KEY not in states:
         return {}
     if not any(map(is_host_part, jax.tree.leaves(states, is_leaf=is_host_part))):

@@ -195,7 +195,7 @@ class Layout(LogicalLayout):
     def num_params(self, *, per_token: bool = False) -> int:
         """Returns the number of elements of the trainable variables, at logical shapes.
 
-        With `per_token`, only those that compute one token count: of experts, as many as a token has.
+        With `per_token`, counts what computes one token: the share k / E of E experts if a token has k of them.
         """
         return self._num_elements(frozen=False, per_token=per_token)
 

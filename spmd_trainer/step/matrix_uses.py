@@ -113,7 +113,7 @@ def _one(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
 
 
 def _of_activations(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
-    """The results of an operation that reads no variable. Calls are followed if they read results of products."""
+    """Returns the results of an operation that reads no variable. Calls and loops that read results of products are followed."""
     name = eqn.primitive.name
     if all(value.result == product_results.NOTHING for value in values):
         return _plain(eqn, values, found)

@@ -91,7 +91,7 @@ def check(learner: Any) -> None:
 
 
 def changes(learner: Any) -> bool:
-    """Returns True if the learner stores a part of its state in another dtype than it computes with."""
+    """Returns True if a part of the learner's state may be stored in another dtype than it is computed with."""
     return learner.opt_state_dtype != FLOAT32 or bool(learner.opt_state_dtype_rules)
 
 
@@ -100,7 +100,7 @@ class Row:
     """One index of dimension 0 of all arrays of a state.
 
     Attributes:
-      state: the path of the state, '' for the whole optimizer state.
+      state: the path of the state in the whole optimizer state.
       index: int32 scalar.
       count: the size of dimension 0.
     """
@@ -110,7 +110,7 @@ class Row:
     count: int
 
     def path(self, path: str) -> str:
-        """Returns the path in the whole optimizer state."""
+        """Returns the path, in the whole optimizer state, of the array at `path` of this one."""
         return f"{self.state}/{path}"
 
 
@@ -319,7 +319,7 @@ def _parts(init: Callable[[PyTree], PyTree], variables: PyTree) -> tuple[PyTree,
 
 
 def _from_inputs(program: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Returns of each result of a program if values of the given inputs are in it. An input's shape alone is no value."""
+    """Returns, for each result of a program, whether it depends on values of the given inputs. Their shapes alone don't count."""
     inside = {var for var, is_given in zip(program.invars, given, strict=True) if is_given}
 
     def of(values: Sequence[Any]) -> list[bool]:

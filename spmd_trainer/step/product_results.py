@@ -105,7 +105,7 @@ NOTHING = Result()
 
 
 def of_weight(path: str, dims: dims_lib.Dims) -> Result:
-    """Returns what is known of a weight: each dimension counts those of the variable that it is made of."""
+    """Returns the `Result` of a weight: the columns of each dimension are the variable's dimensions that it consists of."""
     return Result(tuple(frozenset((path, i) for i in dim.origins) for dim in dims))
 
 

@@ -114,7 +114,7 @@ class ShardMapPartitioner(Partitioner):
         return self._requested_gather or ("step" if once_per_step else "layer")
 
     def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
-        """See `Partitioner.setup`. `sharding` decides the layout of every variable."""
+        """See `Partitioner.setup`. The setting `sharding`, 'dp' or 'fsdp', decides the layout of every variable."""
         # Added rows repeat rows of the batch and weigh nothing: on rows of zeros, a model's own means could be 0 / 0.
         self.layout = self.make_layout(task, inputs_shape_dtype, "wrap", self._plan)
         minibatches.check_no_overwritten(self.layout, "ShardMapPartitioner")

@@ -73,7 +73,7 @@ class Move:
 
     Attributes:
       dims: the dimensions of the result.
-      edits: the same effect on arrays with some of these dimensions, in order.
+      edits: steps, in order, that do the same to an array with only some of these dimensions, such as an adapter's factor.
     """
 
     dims: Dims

@@ -71,10 +71,10 @@ class SweepConfig(TrainConfig):
     )
 
     def resolved(self, exp: Experiment, overrides: Sequence[str], join: Callable[[], int] | None) -> RunConfig:
-        """Returns these settings with the experiment, or with `--trial` those of the trial's training run.
+        """Returns these settings with the experiment filled in; with `--trial`, the settings of that trial's training run.
 
         Raises:
-          UserError: the sweep is not one, or the directory holds another one; the experiment contradicts itself.
+          UserError: nothing is to be varied; the directory holds another sweep; the experiment contradicts itself.
         """
         if not self.writes_reports:
             raise UserError("--job_log_dir=DIR is required: the directory of the sweep, with a run for each trial")

@@ -236,7 +236,7 @@ def _record(
     resolved: ResolvedRules | None,
     restored_from: str | None,
 ) -> BaseRecord:
-    """Returns the record of a base on the devices. Warns of variables that no rule loads."""
+    """Returns the record of a base whose arrays are on the devices. Warns of its variables that no rule loads."""
     parts = () if resolved is None else zip(rules, resolved.parts, strict=True)
     used = [(str(directory), source.name, paths) for directory, (source, paths) in parts if any(map(is_base, paths))]
     loaded = {path for _, _, saved_paths in used for path in saved_paths}
@@ -255,7 +255,7 @@ def _record(
 
 
 def _prepared(job: Job, metadata: Layout, state: TrainState, loaded: set[str]) -> dict[str, jax.Array]:
-    """Returns the adapters that depend on the base, by path: DoRA's magnitudes.
+    """Returns the adapters that weren't loaded, by path, with DoRA's magnitudes set from the base; {} without DoRA.
 
     Args:
       state: the state, with its base loaded.

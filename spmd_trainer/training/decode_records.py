@@ -200,7 +200,10 @@ def _lengths(outputs: Any, row: int, prefix: int) -> list[int]:
 
 
 def _scores(outputs: Any, row: int, prefix: int, lengths: list[int]) -> list[float | None]:
-    """Returns each sample's log-probability: praxis' `scores` if beam search returns them, else the sum over decoded tokens."""
+    """Returns each sample's log-probability: beam search's `scores`, else the sum of `logprobs` over decoded tokens.
+
+    None for a number that isn't finite, and if the outputs have neither.
+    """
     if "scores" in outputs:
         return [_json(float(score)) for score in np.atleast_1d(outputs["scores"][row])]
     if "logprobs" not in outputs:

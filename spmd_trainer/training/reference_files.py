@@ -49,7 +49,7 @@ def attach(data: Any, job_log_dir: epath.Path) -> None:
 
 
 def attach_zeros(data: Any) -> Any:
-    """Gives an input that lacks its reference one of zeros, where the values don't matter: to show or to verify batches."""
+    """Sets an input's missing log-probabilities of the reference to 0, where they don't matter: to show or to verify batches."""
     if isinstance(data, PreferenceInput) and data.lacks_reference:
         data.use_reference(np.zeros((data.num_pairs, 2), np.float32))
     return data

@@ -1,4 +1,7 @@
-"""Rooms outside of the core. A run uses those that are there, and trains without the others."""
+"""Rooms are the package's folders; all but the core's are optional, e.g. `watch/` and `hf/`.
+
+A run uses those that are there, and trains without the others.
+"""
 
 from __future__ import annotations
 

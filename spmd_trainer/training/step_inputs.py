@@ -40,7 +40,7 @@ def abstract(numbers: Mapping[str, float]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def traceable(numbers: Mapping[str, float], lower: Callable[[Mapping[str, float]], object]) -> Mapping[str, float]:
-    """Returns those of some numbers with which a step can be traced; logs which ones stay constants.
+    """Tries each number alone as an input of the step; returns those that can be traced, and logs which ones stay constants.
 
     Args:
       numbers: the numbers by path.

@@ -48,7 +48,7 @@ def flags_for(experiment: BaseExperiment, device: jax.Device) -> dict[str, Any]:
 
 
 def is_for(name: str, device: jax.Device) -> bool:
-    """Returns False for the name of a flag of another kind of devices."""
+    """Returns False if the flag is for another kind of devices, e.g. `xla_tpu_...` for a GPU."""
     platform = device.platform if device.platform in ("cpu", "tpu") else "gpu"
     return next((of for start, of in _PLATFORMS.items() if name.startswith(start)), platform) == platform
 

@@ -215,7 +215,7 @@ class Board:
             client.key_value_set(f"{self._keys}/digest", digest.to_json(), allow_overwrite=True)
 
     def _take(self, text: str | None) -> None:
-        """Keeps a digest of process 0, and when it came if it is new."""
+        """Reads process 0's digest. If it differs from the one kept, keeps it with the time of its arrival."""
         digest = None if text is None else Digest.from_json(text)
         if digest is not None and (self._latest is None or digest != self._latest[0]):
             self._latest = digest, self._clock()

@@ -1,4 +1,4 @@
-"""What the command line and a run in it lend each other: how a process of a job leaves, and what was last heard of another one.
+"""What the command line and its run tell each other: how a process leaves its job, and what was last heard of another one.
 
 The run knows when it hangs, and what each process did last. The command line holds the connections of the job's processes, over
 which they tell each other why they leave. Neither imports the other.

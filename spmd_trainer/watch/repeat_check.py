@@ -38,9 +38,10 @@ class RepeatCheck:
         self._every = every
 
     def around(self, fn: StepFn, run: Run) -> StepFn:
-        """Returns what takes the step after `run.step`: the compiled train step `fn`, if none is checked. Every process calls it.
+        """Returns the function that the loop calls instead of the compiled train step `fn`. Every process calls it.
 
-        The function raises RepeatError, on all processes, if a step was taken twice and gave other bits.
+        If the step after `run.step` is to be checked, the function takes it twice, and raises RepeatError on all processes if the
+        bits differ. Other steps go straight to `fn`.
         """
         if not self._every:
             return fn

@@ -88,7 +88,7 @@ class Beat:
 
 
 def not_yet(process: int) -> Beat:
-    """Returns what stands for a process that has not beaten yet."""
+    """Returns the beat to assume for a process that has not sent one yet."""
     return Beat(process, 0, 0, 0, "before its first beat", "start", 0.0)
 
 

@@ -80,7 +80,7 @@ class FileSource(Source):
     documents.
 
     Attributes:
-      kind: one of `file_kinds.KINDS`. Another kind counts as other data.
+      kind: one of `file_kinds.KINDS`. A saved position doesn't fit the same files read as another kind.
       max_record_bytes: see `Documents`.
     """
 

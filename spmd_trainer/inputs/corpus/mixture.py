@@ -111,7 +111,7 @@ def steps_of(share: Share) -> tuple[int, ...]:
 
 
 def due_time(taken: int, share: Share) -> float:
-    """Returns the total of the mixture at which a source should have given `taken`; infinity if it never should."""
+    """Returns how much the mixture has given when a source of this share is due to have given `taken`; infinity for never."""
     if not isinstance(share, ChangingShare):
         return taken / share
     # The last of equal targets: a source whose share is 0 for a time waits until that time is over.

@@ -306,7 +306,10 @@ def tokenise(
 
 
 def store_name(documents: Documents, source: FileSource, tokenizer: Any, bad_records: str) -> str:
-    """Returns the name of a corpus' store in a cache: another one for other files, versions of files or tokenizers."""
+    """Returns the name of a corpus' store in a cache.
+
+    Other files, other versions of them, another tokenizer and other settings that change tokens have another name.
+    """
     decides = [
         deciding(documents, source, tokenizer, bad_records),
         [path if is_remote(path) else os.path.abspath(path) for path in source.paths],

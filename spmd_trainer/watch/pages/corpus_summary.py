@@ -1,6 +1,7 @@
 """What `--mode=data` says about a `CorpusInput`: rate, fill, and the shares of its sources, from its first windows.
 
-Conversations and pairs are such inputs too. As text, and for all corpora of an experiment as a self-contained page, `data.html`.
+Conversations and pairs are such inputs too. It is printed as text; `data.html` is a self-contained page of all corpora of an
+experiment.
 """
 
 from __future__ import annotations

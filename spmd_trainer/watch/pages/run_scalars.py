@@ -189,7 +189,7 @@ def rounded(values: Floats) -> list[float | None]:
 
 
 def _digits(values: Floats) -> int:
-    """Returns how many significant digits keep differences of a 100,000th of the values' range, and at least six."""
+    """Returns with how many significant digits, 6 to 17, values that differ by 1/100,000 of their range stay distinct."""
     with np.errstate(over="ignore"):
         largest, extent = float(np.abs(values).max()), float(np.ptp(values))
     if not extent or not math.isfinite(extent):

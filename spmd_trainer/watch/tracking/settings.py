@@ -16,8 +16,8 @@ CLASS = "class"
 def nested(lines: Iterable[str]) -> Settings:
     """Returns {'task': {'train': {'num_train_steps': 200}}} for the line 'task.train.num_train_steps: 200'.
 
-    Numbers, strings, booleans and None become Python values; other values stay text. The own value of a setting with
-    fields goes under 'class'. A line without ': ' continues the value before it.
+    Numbers, strings, booleans and None become Python values; other values stay text. If a setting has a value
+    and fields, its value goes under 'class'. A line without ': ' continues the value before it.
     """
     values: dict[str, str] = {}
     path = ""
