@@ -298,7 +298,7 @@ class StepWatch:
         """Called when the batch is there. Arguments as in `begin`."""
 
     def around(self, fn: StepFn, run: Run) -> StepFn:
-        """Returns the function that the loop calls in place of the compiled train step `fn`, for the step after `run.step`."""
+        """Returns the function that the loop calls at each step instead of `fn`; it takes the step after `run.step`."""
         return fn
 
     def dispatching(self) -> None:

@@ -320,9 +320,9 @@ class SingleTask(BaseTask):
         """Returns the same task with another model of the same variables, e.g. with other settings of its generation."""
         task = copy.copy(self)
         task.model = model
-        if self._lora_model is not None:
+        if self.lora is not None:
             # It knows its targets; a decoding model would find the output matrix among them, whose products it reads on.
-            task._lora_model = (model, dataclasses.replace(self._lora_model[1], base=as_model(model)))
+            task._lora_model = (model, dataclasses.replace(self.lora_model, base=as_model(model)))
         return task
 
     @property

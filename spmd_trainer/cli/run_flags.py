@@ -153,8 +153,8 @@ def define() -> None:
 
 
 def choose_mode(flag_values: flags.FlagValues) -> None:
-    """A `--prompt` without a mode asks for its answer."""
-    if flag_values["prompt"].present and not flag_values["mode"].present:
+    """A `--prompt` without a mode asks for its answer. There is no such flag without `lm_eval/`."""
+    if "prompt" in flag_values and flag_values.prompt and not flag_values["mode"].present:
         flag_values.mode = "chat"
 
 

@@ -1,4 +1,4 @@
-"""Reads tensors onto a mesh. A process reads its devices' shards alone, in blocks that it transposes and stacks on the way."""
+"""Reads tensors onto a mesh. A process reads only its devices' shards, in blocks that it transposes and stacks on the way."""
 
 from __future__ import annotations
 

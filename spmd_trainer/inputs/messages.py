@@ -171,7 +171,7 @@ class Templated:
           **defaults: variables that `template_variables` override. The conversation's own variables override both.
 
         Raises:
-          UserError: a variable is called as an entry of the conversation, e.g. 'messages'.
+          UserError: a variable has the name of an entry of the conversation, e.g. 'messages'.
         """
         variables = {**defaults, **(self.template_variables or {}), **found.variables}
         if own := sorted(_OWN_ENTRIES & variables.keys()):

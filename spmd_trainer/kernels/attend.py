@@ -65,7 +65,7 @@ def attend(
 
     Raises:
       UserError: the kernel doesn't exist or can't be used; query heads are not a multiple of key heads; the mesh lacks an axis
-        of `split`; the devices that split a row's tokens don't divide their number.
+        of `split`; the devices that split a row's tokens (for a ring, twice as many) don't divide their number.
     """
     if key.shape != value.shape or query.shape[2] % key.shape[2]:
         raise UserError(

@@ -100,7 +100,7 @@ class LinenModel(ModuleModel):
         return outputs, new
 
     def for_generate(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        """Returns the variables as the module has them: {'params': ..., and each of its other collections by name}."""
+        """Returns the variables as the module has them: {'params': ..., and by name the other collections that are kept}."""
         return {"params": mdl_vars[base_layer.PARAMS], **mdl_vars.get(base_layer.NON_TRAINABLE, {})}
 
     @functools.cached_property

@@ -199,7 +199,7 @@ class Peers:
                 has_failed = True
 
     def _turn(self) -> None:
-        """Sends a heartbeat if one is due, or if another process called for it; ends this process if the job ends."""
+        """Sends a heartbeat if one is due or called for; notes that all are done; ends this process if another one is gone."""
         now = time.monotonic()
         if self._called is not None or self._leaving.is_set() or now - self._beaten >= self._limit / _BEATS:
             self._beat()

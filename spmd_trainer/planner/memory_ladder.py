@@ -186,9 +186,8 @@ class MemoryLadder:
     # --- rungs -------------------------------------------------------------------------------------------------------
 
     def _remat(self, at: Outcome) -> Iterator[Try]:
-        """Policies by FLOPs, the fewest first."""
-        policies = plan_candidates.policy_fields(self._job.config.experiment).values()
-        if all("save_nothing" in policy for policy in policies):
+        """The policies that save less, those with the fewest FLOPs first."""
+        if all("save_nothing" in p for p in plan_candidates.policy_fields(self._job.config.experiment).values()):
             return  # nothing to change, or nothing left to save
         kept, devices, found = self._trace(at.candidate)[1], self._job.partitioner.mesh.size, []
         with Phase("tracing rematerialisation policies", announce_after=2.0):
@@ -301,7 +300,7 @@ class MemoryLadder:
     def _first_that_fits(self, tries: Sequence[Try]) -> Iterator[Try]:
         """Yields the first that is predicted to fit; if it doesn't, the next one, and in the end the one with the fewest bytes.
 
-        What one needs beyond its prediction is added to the others': they too compute activations again.
+        What one needs beyond its prediction is added to the others': e.g. all policies compute a layer's activations again.
         """
         waiting = list(tries)
         while waiting:
@@ -310,13 +309,14 @@ class MemoryLadder:
             yield chosen
             if chosen is smallest and chosen.predicted:
                 return
-            waiting = self._corrected(waiting[waiting.index(chosen) + 1 :])
+            rest = waiting[waiting.index(chosen) + 1 :]
+            waiting = self._corrected(rest) if self.steps[-1].outcome.bytes or not chosen.predicted else [smallest]
 
     def _corrected(self, tries: Sequence[Try]) -> list[Try]:
         """Adds to predictions what the program compiled last has beyond its own."""
         last = self.steps[-1]
         more = last.outcome.bytes - last.predicted if last.outcome.bytes and last.predicted else 0
-        return [dataclasses.replace(tried, predicted=(tried.predicted or 0) + more) for tried in tries]
+        return [dataclasses.replace(tried, predicted=tried.predicted and tried.predicted + more) for tried in tries]
 
     def _compile(self, rung: str, candidate: Candidate, predicted: int | None = None) -> Outcome:
         """Compiles a program and adds it to the steps; one that can't be compiled has the reason in its outcome."""

@@ -281,7 +281,7 @@ class _Network:
         Args:
           kind: as in `Collective`.
           axes: axes larger than 1. Nothing is added if there is none.
-          num_bytes: bytes on a device, summed over all executions.
+          num_bytes: as in `Collective`, summed over all executions.
           times: number of executions.
           combined: True if the compiler merges them with others of the same kind, axes and times: their latency counts once.
         """

@@ -24,7 +24,7 @@ Fn = TypeVar("Fn", bound=Callable[..., PyTree])
 
 
 def with_policy(task: SingleTask, fn: Fn) -> Fn:
-    """Applies the task's policy for named activations to the rematerialised parts of `fn`; returns `fn` if the task names none.
+    """Returns `fn` with the task's policy in its rematerialised parts; `fn` itself if the task names no activations.
 
     Args:
       task: the task, with `train.saved_activations` and `train.offloaded_activations`.

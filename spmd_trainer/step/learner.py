@@ -173,7 +173,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         """Returns the updates and the new state of a valid step; zeros and the old state of a step that is skipped."""
         if not (self.enable_skip_step_on_gradient_anomalies and self.check_valid_step):
             return updates, new_states
-        # False is the zero. XLA would hold a constant, from its use at the start of loops that add up gradients until here.
+        # `valid` is 0 where it is used. XLA would share a constant of zeros with the start of the gradients' sums, and hold it.
         updates = jax.tree.map(lambda x: jnp.where(valid, x, valid.astype(x.dtype)), updates)
         return updates, jax.tree.map(lambda new, old: jnp.where(valid, new, old), new_states, states)
 

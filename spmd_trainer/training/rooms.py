@@ -1,4 +1,4 @@
-"""Rooms are the package's folders; all but the core's are optional, e.g. `watch/` and `hf/`.
+"""Finds the rooms that are there. Rooms are the package's folders; many are optional, such as `watch/` and `hf/`.
 
 A run uses those that are there, and trains without the others.
 """

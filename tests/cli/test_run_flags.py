@@ -42,6 +42,19 @@ def test_a_mode_that_looks_at_a_run_is_appended_to_its_command(more):
         parsed(*OF_A_RUN, "--budget=5m", *more)
 
 
+def test_a_prompt_alone_asks_for_its_answer():
+    def mode(*arguments):
+        flags.FLAGS(["spmd-trainer", *arguments])
+        run_flags.choose_mode(flags.FLAGS)
+        return flags.FLAGS.mode
+
+    assert mode("--job_log_dir=runs/mine", "--prompt=") == "train"
+    assert mode("--job_log_dir=runs/mine", "--prompt=Hello") == "chat"
+    assert mode("--mode=train", "--prompt=Hello") == "train"
+    with raises_naming(UserError, "--prompt goes with --mode=chat"):
+        parsed("--mode=train", "--prompt=Hello")
+
+
 def test_files_are_arguments_and_flags_may_follow_them():
     command = ["spmd-trainer", "--mode=tokenizer", "a.jsonl", "--output=runs/x", "b.jsonl", "--vocab_size=300"]
     rest = flag_parsing.parse_into(flags.FLAGS, pax_flags.define(), command)

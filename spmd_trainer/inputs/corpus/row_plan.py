@@ -227,7 +227,7 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
 
 
 def _values(pieces: Sequence[tuple[FramedDocument, int, int]], *, counted: bool = False) -> np.ndarray:
-    """Returns the tokens of all pieces, one after the other; with `counted` whether each counts in the loss, bool: a frame's do.
+    """Returns the tokens of all pieces, one after the other; with `counted`, whether each counts in the loss, bool: a frame's do.
 
     A piece is the tokens `start` to `stop` of a document with its frame: (document, start, stop).
     """

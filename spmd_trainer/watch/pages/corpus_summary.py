@@ -1,6 +1,6 @@
 """What `--mode=data` says about a `CorpusInput`: rate, fill, and the shares of its sources, from its first windows.
 
-Conversations and pairs are such inputs too. It is printed as text; `data.html` is a self-contained page of all corpora of an
+Conversations and pairs are such inputs too. The summary is printed; `data.html` is a self-contained page of all corpora of an
 experiment.
 """
 
