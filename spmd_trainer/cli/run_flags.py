@@ -155,7 +155,7 @@ def define() -> None:
 def choose_mode(flag_values: flags.FlagValues) -> None:
     """A `--prompt` without a mode asks for its answer. There is no such flag without `lm_eval/`."""
     if "prompt" in flag_values and flag_values.prompt and not flag_values["mode"].present:
-        flag_values.mode = "chat"
+        flag_values["mode"].value = "chat"
 
 
 def refuse_other_modes(flag_values: flags.FlagValues) -> None:
