@@ -108,9 +108,7 @@ class MemoryLadder:
     """
 
     def __init__(self, job: Job, found: Search, store: plan_report.Store):
-        self._job = job
-        self._search = found
-        self._store = store
+        self._job, self._search, self._store = job, found, store
         self._ends = 0.0
         self._traced: dict[Candidate, tuple[str, plan_prediction.Work]] = {}
         # Bytes of the programs with several minibatches, as (rows that a device computes at a time, bytes).
@@ -199,7 +197,7 @@ class MemoryLadder:
                     logging.info("%s: %s", policy.value, first_line(error))
                     continue
                 if (saved := int((kept.saved_bytes - work.saved_bytes) / devices)) > 0:
-                    found.append((work.step.flops, Try(f"remat {policy.value}", change, at.bytes and at.bytes - saved)))
+                    found.append((work.step.flops, Try(f"remat {policy.value}", change, at.bytes_without(saved))))
         yield from self._first_that_fits([tried for _, tried in sorted(found, key=lambda one: one[0])])
 
     def _moments(self, at: Outcome) -> Iterator[Try]:
@@ -208,7 +206,7 @@ class MemoryLadder:
         for dtype in dtypes[dtypes.index(self._job.task.train.learner.opt_state_dtype) + 1 :]:
             change = _setting(_OPT_STATE_DTYPE, dtype)
             saved = self._state(at.candidate) - self._state(change(at.candidate))
-            tries.append(Try(f"optimizer state in {dtype}", change, at.bytes and at.bytes - saved))
+            tries.append(Try(f"optimizer state in {dtype}", change, at.bytes_without(saved)))
         yield from self._first_that_fits(tries)
 
     def _host_memory(self, at: Outcome) -> Iterator[Try]:
@@ -228,8 +226,7 @@ class MemoryLadder:
             # Half of the sum, and of one minibatch's gradients where the model computes them in bfloat16 too.
             halves = 1 if self._job.task.model.fprop_dtype == jnp.float32 else 2
             saved = halves * plan_prediction.trained_bytes(self._search.job_of(at.candidate)) // 2
-            left = at.bytes and at.bytes - saved
-            yield Try("gradients added up in bfloat16", _setting(_ACCUMULATION, "bfloat16"), left)
+            yield Try("gradients added up in bfloat16", _setting(_ACCUMULATION, "bfloat16"), at.bytes_without(saved))
 
     def _minibatches(self, at: Outcome) -> Iterator[Try]:
         """Two minibatches, and as many as it takes, while a device has rows to divide.
@@ -302,15 +299,18 @@ class MemoryLadder:
 
         What one needs beyond its prediction is added to the others': e.g. all policies compute a layer's activations again.
         """
+        if any(tried.predicted is None for tried in tries):
+            yield from tries
+            return
         waiting = list(tries)
         while waiting:
             smallest = min(waiting, key=lambda tried: tried.predicted or 0)
             chosen = next((tried for tried in waiting if (tried.predicted or 0) <= self._search.memory), smallest)
             yield chosen
-            if chosen is smallest and chosen.predicted:
+            if chosen is smallest:
                 return
             rest = waiting[waiting.index(chosen) + 1 :]
-            waiting = self._corrected(rest) if self.steps[-1].outcome.bytes or not chosen.predicted else [smallest]
+            waiting = self._corrected(rest) if self.steps[-1].outcome.bytes else [smallest]
 
     def _corrected(self, tries: Sequence[Try]) -> list[Try]:
         """Adds to predictions what the program compiled last has beyond its own."""

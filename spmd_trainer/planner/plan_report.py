@@ -87,6 +87,10 @@ class Outcome:
         """Estimated seconds of a step / rows; infinite if it was not compiled or doesn't fit."""
         return math.inf if self.seconds is None else self.seconds / self.rows
 
+    def bytes_without(self, saved: int) -> int | None:
+        """Returns `bytes` less those that a change saves; None if the bytes aren't known."""
+        return None if self.bytes is None else self.bytes - saved
+
     def forget(self) -> None:
         for name, value in vars(Outcome(self.candidate)).items():
             setattr(self, name, value)
