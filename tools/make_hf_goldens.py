@@ -98,6 +98,7 @@ QWEN3_MOE, MISTRAL, MIXTRAL = "Qwen3MoeForCausalLM", "MistralForCausalLM", "Mixt
 GLM4_MOE = "Glm4MoeForCausalLM"
 GEMMA2, GEMMA3, GPT2 = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"
 GPT_OSS = "GptOssForCausalLM"
+DEEPSEEK = "DeepseekV3ForCausalLM"
 OLMO2, OLMO3 = "Olmo2ForCausalLM", "Olmo3ForCausalLM"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -263,6 +264,56 @@ CASES = (
             moe_intermediate_size=5,
             norm_topk_prob=False,
             rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25},
+        ),
+    ),
+    Case(
+        "deepseek_v3",
+        DEEPSEEK,
+        sizes(
+            89,
+            14,
+            23,
+            3,
+            3,
+            3,
+            q_lora_rank=11,
+            kv_lora_rank=9,
+            qk_nope_head_dim=6,
+            qk_rope_head_dim=4,
+            v_head_dim=5,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=7,
+            n_group=3,
+            topk_group=2,
+            first_k_dense_replace=1,
+            rope_parameters={**YARN, "rope_theta": 300.0, "mscale": 0.8, "mscale_all_dim": 1.2},
+        ),
+    ),
+    Case(
+        "deepseek_v3_direct",
+        DEEPSEEK,
+        sizes(
+            83,
+            18,
+            17,
+            2,
+            5,
+            5,
+            q_lora_rank=None,
+            kv_lora_rank=7,
+            qk_nope_head_dim=4,
+            qk_rope_head_dim=2,
+            v_head_dim=6,
+            n_routed_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=7,
+            n_shared_experts=2,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            rope_interleave=False,
+            rms_norm_eps=1e-3,
         ),
     ),
     Case(

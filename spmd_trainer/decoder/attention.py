@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -50,11 +50,29 @@ class Attention(SpecLayer):
 
     Attributes:
       layer_kind: 'global' or 'local'.
+      cached: names of the arrays in the decode cache.
     """
 
     layer_kind: str = "global"
+    cached: ClassVar[tuple[str, ...]] = ("key_state", "value_state")
 
     def setup(self) -> None:
+        spec = self.spec
+        self.create_inputs()
+        self.child(
+            "output",
+            Projection,
+            equation="btnh,nhd->btd",
+            shape=(spec.num_heads, spec.value_dims, spec.model_dims),
+            split_axes=("heads", "head_dims", "embed"),
+            bias_axes=("norm",) if spec.output_bias else (),
+            output_axes=("batch", "length", "activation_embed"),
+        )
+        if spec.attention_sinks:
+            self.add_weight("sinks", (spec.num_heads,), ("heads",), init=0.0)
+
+    def create_inputs(self) -> None:
+        """Creates the layers that compute queries, keys and values."""
         spec = self.spec
         for name in ("query", "key", "value"):
             heads, axis = (spec.num_heads, "heads") if name == "query" else (spec.num_kv_heads, "kv_heads")
@@ -72,27 +90,19 @@ class Attention(SpecLayer):
                 shape = (heads, spec.head_dims) if over_all else (spec.head_dims,)
                 split_axes = (axis, "head_dims") if over_all else ("head_dims",)
                 self.child(f"{name}_norm", Norm, shape=shape, split_axes=split_axes, kind="rms")
-        self.child(
-            "output",
-            Projection,
-            equation="btnh,nhd->btd",
-            shape=(spec.num_heads, spec.head_dims, spec.model_dims),
-            split_axes=("heads", "head_dims", "embed"),
-            bias_axes=("norm",) if spec.output_bias else (),
-            output_axes=("batch", "length", "activation_embed"),
-        )
-        if spec.attention_sinks:
-            self.add_weight("sinks", (spec.num_heads,), ("heads",), init=0.0)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """Attends over a whole row, and stores its keys and values if the decode cache is mutable. `x`: [batch, time,
         model_dims], in the order of `context.order`. Returns [batch, time, model_dims].
         """
         query, key, value = self._heads(x, context)
-        if self.is_mutable_collection(base_layer.DECODE_CACHE) and not self.is_initializing():
-            self._fill_cache(key, value, context)
+        self._fill_cache({"key_state": key, "value_state": value}, context)
+        return self._project(self._attend(query, key, value, context))
+
+    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context) -> jax.Array:
+        """Attends over whole rows. Returns [batch, time, heads, the values' width]."""
         drops = self.spec.attention_dropout and not self.do_eval
-        heads = attend(
+        return attend(
             query,
             key,
             value,
@@ -105,7 +115,6 @@ class Attention(SpecLayer):
             dropout=(lambda x: self.dropped(x, self.spec.attention_dropout)) if drops else None,
             name=self.layer_kind,
         )
-        return self._project(heads)
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
         """Attends from new tokens to the cache and to each other, and adds them to the cache. Takes and returns [batch, new
@@ -125,27 +134,33 @@ class Attention(SpecLayer):
         return self._project(heads)
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces keys and values in the cache by `transform_fn(state, batch_dim=0, time_dim=1)`."""
-        for name in ("key_state", "value_state"):
+        """Replaces each array of the cache by `transform_fn(array, batch_dim=0, time_dim=1)`."""
+        for name in self.cached:
             self.update_decode_state(name, transform_fn(self.get_decode_state(name), 0, 1))
 
     def _heads(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.spec.query_key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        if context.rotary:
-            sine, cosine = context.rotary[self.layer_kind]
-            query, key = rotary.rotate(query, sine, cosine), rotary.rotate(key, sine, cosine)
+        query, key = self._rotate(query, context), self._rotate(key, context)
         return (
             checkpoint_name(query, "query_proj"),
             checkpoint_name(key, "key_proj"),
             checkpoint_name(value, "value_proj"),
         )
 
-    def _fill_cache(self, key: jax.Array, value: jax.Array, context: Context) -> None:
-        """Stores the keys and values of whole rows, in row order."""
+    def _rotate(self, heads: jax.Array, context: Context) -> jax.Array:
+        if not context.rotary:
+            return heads
+        sine, cosine = context.rotary[self.layer_kind]
+        return rotary.rotate(heads, sine, cosine, pairs_adjacent=self.spec.rotary_pairs_adjacent)
+
+    def _fill_cache(self, states: dict[str, jax.Array], context: Context) -> None:
+        """Stores what is cached of whole rows, in row order, if the decode cache is mutable."""
+        if not self.is_mutable_collection(base_layer.DECODE_CACHE) or self.is_initializing():
+            return
         assert context.order is not None  # None only in decode steps
-        for name, heads in (("key_state", key), ("value_state", value)):
+        for name, heads in states.items():
             in_order = context.order.undo(heads)
             self._keep(name, self._cache_layout.padded(in_order, context.cache_length or in_order.shape[1]))
 
@@ -179,10 +194,14 @@ class Attention(SpecLayer):
         return Split(batch=batch, length=length, heads=heads)
 
     @property
+    def _cached_heads(self) -> int:
+        return self.spec.num_kv_heads
+
+    @property
     def _cache_layout(self) -> CacheLayout:
         return CacheLayout.on_mesh(
             num_heads=self.spec.num_heads,
-            num_kv_heads=self.spec.num_kv_heads,
+            num_kv_heads=self._cached_heads,
             kv_heads_axes=self.mesh_axes("activation_kv_heads"),
             length_axes=self.mesh_axes("length"),
         )

@@ -32,6 +32,7 @@ DEFAULT_AXES: dict[str, MeshAxes] = {
     "heads": "mdl",
     "kv_heads": "mdl",
     "head_dims": None,
+    "latent": ("data", SEQUENCE_AXIS),
     "mlp": "mdl",
     "experts": "mdl",
     "expert_mlp": None,
@@ -215,11 +216,13 @@ class Norm(SpecLayer):
       shape: the dimensions to normalise, which is also the shape of the scale.
       split_axes: logical axes of `shape`.
       kind: 'rms' or 'layer'; None for `spec.norm`.
+      epsilon: added to the mean square; None for `spec.norm_epsilon`.
     """
 
     shape: Any = ()
     split_axes: Any = ("norm",)
     kind: str | None = None
+    epsilon: float | None = None
 
     def setup(self) -> None:
         self.add_weight("scale", self.shape, self.split_axes, init=1.0 - self.spec.norm_scale_offset)
@@ -237,7 +240,8 @@ class Norm(SpecLayer):
         if self._kind == "layer":
             x = x - jnp.mean(x, axis=dims, keepdims=True)
         mean_square = jnp.sum(jnp.square(x), axis=dims, keepdims=True) / math.prod(self.shape)
-        x = x * jax.lax.rsqrt(mean_square + self.spec.norm_epsilon)
+        epsilon = self.spec.norm_epsilon if self.epsilon is None else self.epsilon
+        x = x * jax.lax.rsqrt(mean_square + epsilon)
         x = x * (self.theta.scale.astype(jnp.float32) + self.spec.norm_scale_offset)
         if self._kind == "layer":
             x = x + self.theta.bias.astype(jnp.float32)

@@ -9,6 +9,7 @@ from praxis import base_layer
 from spmd_trainer.decoder.attention import Attention, Context
 from spmd_trainer.decoder.axes import Norm, SpecLayer
 from spmd_trainer.decoder.feed_forward import FeedForward, MixtureOfExperts
+from spmd_trainer.decoder.latent_attention import LatentAttention
 
 
 class Embedding(SpecLayer):
@@ -68,7 +69,8 @@ class DecoderLayer(SpecLayer):
 
     def setup(self) -> None:
         shape = (self.spec.model_dims,)
-        self.child("attention", Attention, layer_kind=self.layer_kind)
+        attention = Attention if self.spec.latent is None else LatentAttention
+        self.child("attention", attention, layer_kind=self.layer_kind)
         if not self.has_experts:
             self.child("mlp", FeedForward)
         else:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) in the form that rotates the two halves of a head.
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864).
 
 Frequencies and their scalings are those of transformers' `modeling_rope_utils.py`, computed in float32 in the same order.
 """
@@ -60,13 +60,9 @@ def yarn_attention_factor(scaling: RotaryScaling) -> float:
     """Returns YaRN's factor of sine and cosine."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-
-    def coefficient(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
     if scaling.mscale and scaling.mscale_all_dim:
-        return coefficient(scaling.mscale) / coefficient(scaling.mscale_all_dim)
-    return coefficient(1.0)
+        return scaling.log_scale(scaling.mscale) / scaling.log_scale(scaling.mscale_all_dim)
+    return scaling.log_scale(1.0)
 
 
 def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -82,15 +78,20 @@ def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple
     return jnp.sin(angles) * factor, jnp.cos(angles) * factor
 
 
-def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array, *, pairs_adjacent: bool = False) -> jax.Array:
     """Rotates the first dimensions of each head, in float32. Returns the shape and dtype of x.
 
     Args:
       x: [batch, time, heads, head_dims].
       sine, cosine: float32 [batch, time, rotated dims / 2].
+      pairs_adjacent: rotate dimensions 2i and 2i + 1 together. In the result they are i and i + half of the rotated ones, which
+        changes no product of a query and a key.
     """
     half = sine.shape[-1]
     first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    if pairs_adjacent:
+        pairs = jnp.concatenate([first, second], axis=-1)
+        first, second = pairs[..., ::2], pairs[..., 1::2]
     sine, cosine = sine[:, :, None], cosine[:, :, None]
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine, rest], axis=-1)
     return rotated.astype(x.dtype)

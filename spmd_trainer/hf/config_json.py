@@ -13,6 +13,7 @@ from typing import Any
 from absl import logging
 
 from spmd_trainer.errors import did_you_mean
+from spmd_trainer.hf import quantised
 from spmd_trainer.hf.errors import HfError
 from spmd_trainer.hf.families import FAMILIES, ROUTING_OFF, Family
 from spmd_trainer.hf.family_settings import Settings, head_dims
@@ -60,7 +61,6 @@ _READ_IF_PRESENT = ("num_local_experts", "sliding_window_pattern", "_sliding_win
 _FLOATS = ("norm_epsilon", "attention_softcap", "final_softcap")
 # Unsupported options of transformers that change a model's output: {key: the values that switch it off}.
 _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
     "use_bidirectional_attention": (None, False),
     "add_cross_attention": (None, False),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -169,7 +169,7 @@ def _complete(settings: Settings, fields: Settings, family: Family) -> None:
     if family.fixed.get("positions") != "learned":
         if fields["num_kv_heads"] is None:
             fields["num_kv_heads"] = fields["num_heads"]
-        if fields["head_dims"] is None:
+        if fields.get("head_dims", 0) is None:
             fields["head_dims"] = head_dims(
                 fields["model_dims"], fields["num_heads"], "hidden_size", "num_attention_heads"
             )
@@ -182,6 +182,7 @@ def _complete(settings: Settings, fields: Settings, family: Family) -> None:
 
 
 def _refuse_options(config: Mapping[str, Any], family: Family, where: str) -> None:
+    quantised.refuse_unsupported(config, where, in_mxfp4=family.in_mxfp4)
     for key, off in {**_SWITCHED_OFF, **family.off}.items():
         if key in config and key not in family.defaults and config[key] not in off:
             raise HfError(f"{where}: {key}={config[key]!r:.200} is not supported; {off[-1]!r} is")
@@ -193,7 +194,7 @@ def _refuse_options(config: Mapping[str, Any], family: Family, where: str) -> No
         *family.without_effect,
         *_WITHOUT_EFFECT,
     }
-    known |= {"rope_theta", "rope_scaling", "rope_parameters"}
+    known |= {"rope_theta", "rope_scaling", "rope_parameters", "quantization_config"}
     unread = sorted(key for key, value in config.items() if key not in known and value not in (None, False))
     if unread:
         logging.warning("%s: these settings are not read: %s", where, ", ".join(unread))
@@ -211,9 +212,7 @@ def config_of(spec: DecoderSpec, architecture: str | None = None) -> Settings:
     """
     if architecture is not None and architecture not in FAMILIES:
         raise HfError(f"architecture={architecture!r} is not supported{did_you_mean(architecture, FAMILIES)}")
-    found = (
-        "no supported architecture of transformers describes" if architecture is None else f"{architecture} can't be"
-    )
+    found = "no architecture that is supported describes" if architecture is None else f"{architecture} can't be"
     differences, refusals = {}, {}
     for name in [architecture] if architecture else FAMILIES:
         try:

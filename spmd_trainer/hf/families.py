@@ -25,6 +25,7 @@ class Family:
       heads_divide_dims: True if transformers requires the number of heads to divide the hidden size.
       off: further unsupported options, as in `_SWITCHED_OFF` of `config_json.py`.
       without_effect: further keys without an effect.
+      in_mxfp4: True if its folders may have weights in MXFP4.
       read: adds fields that need more than a renaming: (config with defaults, fields).
       write: the inverse of `read`: (spec, config).
     """
@@ -40,6 +41,7 @@ class Family:
     heads_divide_dims: bool = False
     off: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     without_effect: frozenset[str] = frozenset()
+    in_mxfp4: bool = False
 
 
 _SHARED_KEYS = {
@@ -65,6 +67,14 @@ _SHARED_DEFAULTS = {
     "attention_bias": False,
 }
 _MOE_DEFAULTS = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
+# GLM and DeepSeek.
+_SIGMOID_DEFAULTS = {
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 0,
+}
+_SIGMOID_OFF = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
 # Settings of how experts are chosen, with the values of families that don't have them.
 ROUTING_OFF: Mapping[str, tuple[Any, ...]] = {
     "scoring_func": (None, "softmax"),
@@ -205,26 +215,51 @@ FAMILIES = {
             _SHARED_KEYS,
             {
                 **_SHARED_DEFAULTS,
+                **_SIGMOID_DEFAULTS,
                 "num_key_value_heads": 8,
                 "rms_norm_eps": 1e-5,
                 "max_position_embeddings": 131072,
                 "partial_rotary_factor": 0.5,
                 "use_qk_norm": False,
                 "n_routed_experts": 128,
-                "num_experts_per_tok": 8,
                 "moe_intermediate_size": 1408,
                 "first_k_dense_replace": 1,
-                "norm_topk_prob": True,
                 "routed_scaling_factor": 1.0,
                 "n_group": 1,
                 "topk_group": 1,
-                "n_shared_experts": 1,
-                "num_nextn_predict_layers": 0,
             },
             {},
             own.read_glm4_moe,
             own.write_glm4_moe,
-            off={"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
+            off=_SIGMOID_OFF,
+        ),
+        Family(
+            "DeepseekV3ForCausalLM",
+            "deepseek_v3",
+            {field: key for field, key in _SHARED_KEYS.items() if field != "head_dims"},
+            {
+                **_SHARED_DEFAULTS,
+                **_SIGMOID_DEFAULTS,
+                "num_key_value_heads": 128,
+                "max_position_embeddings": 4096,
+                "q_lora_rank": 1536,
+                "kv_lora_rank": 512,
+                "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64,
+                "v_head_dim": 128,
+                "rope_interleave": True,
+                "n_routed_experts": 256,
+                "moe_intermediate_size": 2048,
+                "first_k_dense_replace": 3,
+                "routed_scaling_factor": 2.5,
+                "n_group": 8,
+                "topk_group": 4,
+            },
+            {},
+            own.read_deepseek_v3,
+            own.write_deepseek_v3,
+            off={**_SIGMOID_OFF, "attention_bias": (None, False), "moe_layer_freq": (None, 1)},
+            without_effect=frozenset({"aux_loss_alpha", "ep_size", "head_dim", "qk_head_dim", "seq_aux"}),
         ),
         Family(
             "GptOssForCausalLM",
@@ -254,12 +289,12 @@ FAMILIES = {
                 "num_experts_per_tok": 4,
                 "swiglu_alpha": 1.702,
                 "swiglu_limit": 7.0,
-                "quantization_config": None,
             },
             {"attention_sinks": True},
             own.read_gpt_oss,
             own.write_gpt_oss,
             without_effect=frozenset({"experts_per_token", "initial_context_length"}),
+            in_mxfp4=True,
         ),
         Family(
             "Gemma2ForCausalLM",

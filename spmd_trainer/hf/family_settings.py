@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from spmd_trainer.hf.errors import HfError
-from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec, LatentSpec, MoeSpec
 
 Settings: TypeAlias = dict[str, Any]
 
@@ -134,7 +134,12 @@ def _write_moe(moe: MoeSpec, config: Settings) -> None:
 def read_glm4_moe(config: Settings, fields: Settings) -> None:
     fields["qkv_bias"] = bool(config["attention_bias"])
     fields["query_key_norm"] = "head" if config["use_qk_norm"] else None
-    fields["moe"] = MoeSpec(
+    fields["moe"] = _sigmoid_experts(config)
+
+
+def _sigmoid_experts(config: Settings) -> MoeSpec:
+    """GLM and DeepSeek: groups of experts, shared ones, and biases of the choice."""
+    return MoeSpec(
         num_experts=config["n_routed_experts"],
         num_experts_per_token=config["num_experts_per_tok"],
         hidden_dims=config["moe_intermediate_size"],
@@ -152,13 +157,16 @@ def read_glm4_moe(config: Settings, fields: Settings) -> None:
 
 
 def write_glm4_moe(spec: DecoderSpec, config: Settings) -> None:
-    moe = spec.moe
+    config["attention_bias"] = spec.qkv_bias
+    config["use_qk_norm"] = spec.query_key_norm is not None
+    _write_sigmoid_experts(spec.moe, config)
+
+
+def _write_sigmoid_experts(moe: MoeSpec | None, config: Settings) -> None:
     if moe is None:
         raise HfError("it has experts, and the model has none")
     if moe.shared_dims % moe.hidden_dims:
         raise HfError(f"moe.shared_dims={moe.shared_dims} is not a multiple of moe.hidden_dims={moe.hidden_dims}")
-    config["attention_bias"] = spec.qkv_bias
-    config["use_qk_norm"] = spec.query_key_norm is not None
     config["n_routed_experts"] = moe.num_experts
     config["num_experts_per_tok"] = moe.num_experts_per_token
     config["moe_intermediate_size"] = moe.hidden_dims
@@ -168,6 +176,35 @@ def write_glm4_moe(spec: DecoderSpec, config: Settings) -> None:
     config["n_group"], config["topk_group"] = moe.num_groups, moe.num_chosen_groups
     config["n_shared_experts"] = moe.shared_dims // moe.hidden_dims
     config["num_nextn_predict_layers"] = 0
+
+
+def read_deepseek_v3(config: Settings, fields: Settings) -> None:
+    fields["moe"] = _sigmoid_experts(config)
+    fields["head_dims"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    fields["rotary_dims"] = config["qk_rope_head_dim"]
+    fields["rotary_pairs_adjacent"] = config["rope_interleave"]
+    fields["latent"] = LatentSpec(
+        query_dims=config["q_lora_rank"] or 0, key_value_dims=config["kv_lora_rank"], value_dims=config["v_head_dim"]
+    )
+    scaling = fields["rotary_scaling"]
+    if scaling is not None and scaling.mscale_all_dim:
+        fields["query_scale"] = fields["head_dims"] ** -0.5 * scaling.log_scale(scaling.mscale_all_dim) ** 2
+
+
+def write_deepseek_v3(spec: DecoderSpec, config: Settings) -> None:
+    if spec.latent is None:
+        raise HfError("it has latent attention, and the model has none")
+    _write_sigmoid_experts(spec.moe, config)
+    config.pop("partial_rotary_factor", None)
+    for parameters in (config["rope_parameters"], config.get("rope_scaling", {})):
+        parameters.pop("partial_rotary_factor", None)
+    # transformers gives the rotated part's width the name of a head's.
+    config["head_dim"] = config["qk_rope_head_dim"] = spec.rotary_dims
+    config["qk_nope_head_dim"] = spec.head_dims - spec.rotary_dims
+    config["rope_interleave"] = spec.rotary_pairs_adjacent
+    config["q_lora_rank"] = spec.latent.query_dims or None
+    config["kv_lora_rank"], config["v_head_dim"] = spec.latent.key_value_dims, spec.latent.value_dims
+    config["attention_bias"] = False
 
 
 def read_mixtral(config: Settings, fields: Settings) -> None:
@@ -194,8 +231,6 @@ def read_gpt_oss(config: Settings, fields: Settings) -> None:
     _read_layer_types(config, fields)
     if fields["activation"] != "silu":
         raise HfError(f"hidden_act={config['hidden_act']!r}: gpt-oss has 'silu'")
-    if (quantised := config["quantization_config"]) is not None:
-        _refuse_other_than_mxfp4(quantised)
     fields["moe"] = MoeSpec(
         num_experts=config["num_local_experts"],
         num_experts_per_token=config["num_experts_per_tok"],
@@ -207,15 +242,6 @@ def read_gpt_oss(config: Settings, fields: Settings) -> None:
         swiglu_alpha=config["swiglu_alpha"],
         aux_loss_weight=config["router_aux_loss_coef"] if config["output_router_logits"] else 0.0,
     )
-
-
-def _refuse_other_than_mxfp4(settings: object) -> None:
-    """Which tensors are quantised, the tensors' names show."""
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if not isinstance(settings, dict) or method != "mxfp4":
-        raise HfError(f"quantization_config={settings!r:.200} is not supported; the quant_method 'mxfp4' is")
-    if unknown := sorted(set(settings) - {"quant_method", "modules_to_not_convert", "dequantize"}):
-        raise HfError(f"quantization_config.{unknown[0]} is not supported")
 
 
 def write_gpt_oss(spec: DecoderSpec, config: Settings) -> None:

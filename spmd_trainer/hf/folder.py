@@ -15,7 +15,7 @@ from etils import epath
 
 from spmd_trainer.checkpointing import mismatch, step_files
 from spmd_trainer.errors import did_you_mean
-from spmd_trainer.hf import config_json, mxfp4, tensor_names
+from spmd_trainer.hf import config_json, quantised, tensor_names
 from spmd_trainer.hf.errors import HfDamagedError, HfMismatchError, HfNotFoundError
 from spmd_trainer.hf.families import Family
 from spmd_trainer.hf.safetensors_file import Tensor, read_header
@@ -90,8 +90,7 @@ def open_folder(directory: epath.PathLike) -> HfFolder:
     config, family, spec = _described(path)
     tensors = {name: tensor for file in _files(path) for name, tensor in read_header(os.path.join(path, file)).items()}
     _refuse_beyond_files(path, config, spec)
-    if config.get("quantization_config") is not None:
-        tensors = mxfp4.combined(tensors)
+    tensors = quantised.combined(tensors, config)
     variables = tensor_names.variables_of(spec, family)
     base = tensor_names.names_of(spec, family).base
     if not any(name.startswith(base) for name in tensors):

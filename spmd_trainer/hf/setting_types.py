@@ -29,7 +29,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings original_max_position_embeddings sliding_window_pattern _sliding_window_pattern num_experts "
         "num_experts_per_tok num_local_experts moe_intermediate_size n_embd n_head n_inner n_layer n_positions "
-        "n_routed_experts n_group topk_group",
+        "n_routed_experts n_group topk_group q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
     ),
     # Some folders give 0 where there is no window.
     f"a whole number of 0 or more, at most {_LARGEST:,}": (
@@ -50,7 +50,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "true or false": (
         lambda value: isinstance(value, bool),
         "attention_bias mlp_bias norm_topk_prob output_router_logits scale_attn_weights tie_word_embeddings truncate "
-        "use_qk_norm use_sliding_window",
+        "use_qk_norm use_sliding_window rope_interleave",
     ),
     "a list of texts": (
         lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
@@ -64,6 +64,7 @@ _NULL_IS_NONE = frozenset(
         "head_dim",
         "n_inner",
         "num_local_experts",
+        "q_lora_rank",
         "sliding_window",
         "sliding_window_pattern",
         "_sliding_window_pattern",

@@ -1,9 +1,10 @@
 """The mapping between a Hugging Face folder's tensors and a decoder's variables, with the order of their dimensions.
 
 A layout writes both shapes as in einops: '(n h) d -> d n h' is a tensor with first dimension heads * head width, for a variable
-[D, N, H]. Letters: v vocabulary, p positions, d model width, n and k query and key/value heads, h head width, f feed-forward
-width, e experts, x an expert's width, s the shared experts' width; c parts fused in one tensor (GPT-2's query, key and value;
-gpt-oss' gate and up, in turns).
+[D, N, H]. Letters: v vocabulary, p positions, d model width, n and k query and key/value heads, h head width, u a value's width,
+f feed-forward width, e experts, x an expert's width, s the shared experts' width; c parts fused in one tensor (GPT-2's query,
+key and value; gpt-oss' gate and up, in turns). Of latent attention: q and r the widths of its vectors, l that of the second with
+the rotated part of a key, m that of a key's other part with its value.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from spmd_trainer.hf.families import Family
-from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec, LatentSpec, MoeSpec
 
 ROOT = "mdl_vars/params/lm/"
 # Of variables that don't learn.
@@ -152,23 +153,44 @@ def _llama_like(spec: DecoderSpec, model_type: str) -> Names:
     layer: list[Rule] = []
     for ours, theirs in _NORM_NAMES[spec.norm_placement].items():
         layer += _norm(ours, theirs)
-    for ours, n in (("query", "n"), ("key", "k"), ("value", "k")):
-        theirs = f"self_attn.{ours[0]}_proj"
-        layer.append(Rule(f"attention/{ours}/w", f"{theirs}.weight", f"({n} h) d -> d {n} h"))
-        if spec.qkv_bias:
-            layer.append(Rule(f"attention/{ours}/b", f"{theirs}.bias", f"({n} h) -> {n} h"))
-    layer.append(Rule("attention/output/w", "self_attn.o_proj.weight", "d (n h) -> n h d"))
+    layer += _attention_inputs(spec) if spec.latent is None else _latent_inputs(spec)
+    layer.append(Rule("attention/output/w", "self_attn.o_proj.weight", "d (n u) -> n u d"))
     if spec.output_bias:
         layer.append(Rule("attention/output/b", "self_attn.o_proj.bias", "d -> d"))
     if spec.attention_sinks:
         layer.append(Rule("attention/sinks", "self_attn.sinks", "n -> n"))
-    for ours, n in (("query", "n"), ("key", "k")):
-        if spec.query_key_norm is not None:
-            layout = "h -> h" if spec.query_key_norm == "head" else f"({n} h) -> {n} h"
-            layer.append(Rule(f"attention/{ours}_norm/scale", f"self_attn.{ours[0]}_norm.weight", layout))
     dense = (*layer, *_feed_forward(spec))
     usual = dense if spec.moe is None else (*layer, *_experts(spec.moe, model_type))
     return Names("model.", "layers.{layer}.", tuple(model), usual, dense)
+
+
+def _attention_inputs(spec: DecoderSpec) -> list[Rule]:
+    found = []
+    for ours, n in (("query", "n"), ("key", "k"), ("value", "k")):
+        theirs = f"self_attn.{ours[0]}_"
+        found.append(Rule(f"attention/{ours}/w", f"{theirs}proj.weight", f"({n} h) d -> d {n} h"))
+        if spec.qkv_bias:
+            found.append(Rule(f"attention/{ours}/b", f"{theirs}proj.bias", f"({n} h) -> {n} h"))
+        if spec.query_key_norm is not None and ours != "value":
+            layout = "h -> h" if spec.query_key_norm == "head" else f"({n} h) -> {n} h"
+            found.append(Rule(f"attention/{ours}_norm/scale", f"{theirs}norm.weight", layout))
+    return found
+
+
+def _latent_inputs(spec: DecoderSpec) -> list[Rule]:
+    found = [
+        Rule("attention/key_value_down/w", "self_attn.kv_a_proj_with_mqa.weight", "l d -> d l"),
+        Rule("attention/key_value_norm/scale", "self_attn.kv_a_layernorm.weight", "r -> r"),
+        Rule("attention/key_value/w", "self_attn.kv_b_proj.weight", "(n m) r -> r n m"),
+    ]
+    if spec.latent is None or not spec.latent.query_dims:
+        return [*found, Rule("attention/query/w", "self_attn.q_proj.weight", "(n h) d -> d n h")]
+    return [
+        *found,
+        Rule("attention/query_down/w", "self_attn.q_a_proj.weight", "q d -> d q"),
+        Rule("attention/query_down_norm/scale", "self_attn.q_a_layernorm.weight", "q -> q"),
+        Rule("attention/query/w", "self_attn.q_b_proj.weight", "(n h) q -> q n h"),
+    ]
 
 
 _NORM_NAMES = {
@@ -287,6 +309,7 @@ def parse_layout(layout: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, .
 
 
 def _sizes(spec: DecoderSpec) -> dict[str, int]:
+    latent = LatentSpec() if spec.latent is None else spec.latent
     return {
         "v": spec.vocab_size,
         "p": spec.max_positions,
@@ -294,8 +317,13 @@ def _sizes(spec: DecoderSpec) -> dict[str, int]:
         "n": spec.num_heads,
         "k": spec.num_kv_heads,
         "h": spec.head_dims,
+        "u": spec.value_dims,
         "f": spec.hidden_dims,
         "e": 0 if spec.moe is None else spec.moe.num_experts,
         "x": 0 if spec.moe is None else spec.moe.hidden_dims,
         "s": 0 if spec.moe is None else spec.moe.shared_dims,
+        "q": latent.query_dims,
+        "r": latent.key_value_dims,
+        "l": latent.key_value_dims + spec.rotary_dims,
+        "m": spec.head_dims - spec.rotary_dims + spec.value_dims,
     }

@@ -1,7 +1,7 @@
 """Settings that describe a decoder-only language model: a family of models is a table of these settings.
 
 The variables of a model, below `params/lm/`. V is the vocabulary, D the model's width, N and K the query and key/value heads,
-H the width of a head, F the feed-forward width, E the experts:
+H the width of a head, F the feed-forward width, E the experts; Q, R and U are the widths of `LatentSpec`, P the rotary_dims:
 
 | variable | shape | present if |
 |---|---|---|
@@ -9,10 +9,13 @@ H the width of a head, F the feed-forward width, E the experts:
 | `position_emb/w` | [max_positions, D] | positions='learned' |
 | LAYER/`attention_norm/scale`, LAYER/`mlp_norm/scale` | [D] | norm_placement 'pre' or 'pre_and_post' |
 | LAYER/`attention_post_norm/scale`, LAYER/`mlp_post_norm/scale` | [D] | norm_placement 'post' or 'pre_and_post' |
-| LAYER/`attention/query/w` | [D, N, H] | always |
-| LAYER/`attention/key/w`, LAYER/`attention/value/w` | [D, K, H] | always |
+| LAYER/`attention/query/w` | [D, N, H]; with Q [Q, N, H] | always |
+| LAYER/`attention/key/w`, LAYER/`attention/value/w` | [D, K, H] | no latent |
 | LAYER/`attention/query/b`; `.../key/b`, `.../value/b` | [N, H]; [K, H] | qkv_bias |
-| LAYER/`attention/output/w` | [N, H, D] | always |
+| LAYER/`attention/query_down/w`, `.../query_down_norm/scale` | [D, Q], [Q] | latent, Q > 0 |
+| LAYER/`attention/key_value_down/w`, `.../key_value_norm/scale` | [D, R + P], [R] | latent |
+| LAYER/`attention/key_value/w` | [R, N, H - P + U] | latent |
+| LAYER/`attention/output/w` | [N, H, D]; with latent [N, U, D] | always |
 | LAYER/`attention/output/b` | [D] | output_bias |
 | LAYER/`attention/sinks` | [N] | attention_sinks |
 | LAYER/`attention/query_norm/scale`, `.../key_norm/scale` | [H] | query_key_norm='head' |
@@ -41,7 +44,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from spmd_trainer.errors import UserError, did_you_mean
+from spmd_trainer.errors import UserError
+from spmd_trainer.models.layer_specs import LatentSpec, MoeSpec, RotaryScaling, not_one_of, not_positive
+
+__all__ = ["DecoderSpec", "LatentSpec", "MoeSpec", "RotaryScaling"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 NORMS = ("rms", "layer")
@@ -49,133 +55,6 @@ NORM_PLACEMENTS = ("pre", "pre_and_post", "post")
 QUERY_KEY_NORMS = (None, "head", "all")
 POSITIONS = ("rotary", "learned")
 LAYER_KINDS = ("global", "local")
-ROUTER_SCORES = ("softmax", "sigmoid")
-ROTARY_SCALINGS = ("linear", "llama3", "yarn")
-
-
-@dataclasses.dataclass
-class RotaryScaling:
-    """Changes of a rotary embedding's frequencies for sequences longer than in pretraining.
-
-    Attributes:
-      kind: 'linear' divides all positions by `factor` (arXiv:2306.15595). 'llama3' divides the low frequencies and
-        interpolates in between. 'yarn' (arXiv:2309.00071) does so by the number of rotations, and scales the embedding.
-      factor: new length / original length.
-      original_max_positions: sequence length of pretraining. 'llama3' and 'yarn' need it.
-      low_freq_factor, high_freq_factor: 'llama3': frequencies of fewer than low_freq_factor rotations in the original length
-        are divided by `factor`; those of more than high_freq_factor rotations stay.
-      beta_fast, beta_slow: 'yarn': frequencies of more than beta_fast rotations in the original length stay; those of fewer
-        than beta_slow are divided by `factor`.
-      attention_factor: 'yarn': scale of the embedding; None computes it from factor, mscale and mscale_all_dim.
-      mscale, mscale_all_dim: 'yarn': coefficients of log(factor) in the numerator and the denominator of attention_factor. 0
-        for both gives 0.1 log(factor) + 1.
-      truncate: 'yarn': round the bounds between the frequencies to whole dimensions.
-    """
-
-    kind: str = "linear"
-    factor: float = 1.0
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
-
-    def problems(self) -> list[str]:
-        """Returns the problems with the settings, one sentence each."""
-        found = _not_one_of("kind", self.kind, ROTARY_SCALINGS)
-        if not self.factor >= 1:
-            found.append(f"factor={self.factor}; give 1 or more")
-        if self.kind in ("llama3", "yarn") and self.original_max_positions < 1:
-            found.append(f"original_max_positions={self.original_max_positions}; kind={self.kind!r} needs 1 or more")
-        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
-            found.append(
-                f"low_freq_factor={self.low_freq_factor} must be less than high_freq_factor={self.high_freq_factor}"
-            )
-        return found
-
-
-@dataclasses.dataclass
-class MoeSpec:
-    """A mixture of experts in place of each feed-forward layer. No token is dropped.
-
-    Attributes:
-      num_experts: experts per layer, E.
-      num_experts_per_token: experts per token.
-      hidden_dims: width of an expert, F.
-      dense_layers: the first layers of the model, which have a feed-forward layer of `DecoderSpec.hidden_dims` and no experts.
-      score: how the router's logits become scores: 'softmax' over the experts, or 'sigmoid' of each.
-      normalise_top_k: divide the scores of a token's experts by their sum.
-      scaling_factor: factor of the routed experts' weights, after that division.
-      num_groups: groups of experts of equal size. A token's experts are of its best `num_chosen_groups` groups; a group's score
-        is the sum of the scores of its two best experts (DeepSeek V3, arXiv:2412.19437). 1: no groups.
-      num_chosen_groups: groups of a token.
-      shared_dims: width of a feed-forward layer that computes all tokens, beside the experts (shared experts); 0: none.
-      biases: the router and the experts have biases; shared experts have none.
-      swiglu_limit: clips an expert's gate to at most this, and its `up` to between minus and plus this. The expert is then
-        down(gate * sigmoid(swiglu_alpha * gate) * (up + 1)), as in gpt-oss (arXiv:2508.10925). None: `DecoderSpec.activation`.
-      swiglu_alpha: see there.
-      choice_bias: experts and groups are chosen by score + bias, one bias for each expert; an expert's weight doesn't have it.
-        After each training step, the bias of an expert with less than the mean load rises by `choice_bias_rate`, and that of one
-        with more falls by it (arXiv:2408.15664). The load is that of the whole batch, without padding. Adapters keep the biases
-        of their base.
-      choice_bias_rate: see there. 0 keeps the biases.
-      aux_loss_weight: weight of the load-balancing loss (arXiv:2101.03961, equation 4; averaged over the layers) in the total
-        loss. Scores of 'sigmoid' are divided by their sum for it.
-      z_loss_weight: weight of the mean square of the logits' log-sum-exp (arXiv:2202.08906, equation 5; averaged over the layers)
-        in the total loss.
-    """
-
-    num_experts: int = 0
-    num_experts_per_token: int = 0
-    hidden_dims: int = 0
-    dense_layers: int = 0
-    score: str = "softmax"
-    normalise_top_k: bool = True
-    scaling_factor: float = 1.0
-    num_groups: int = 1
-    num_chosen_groups: int = 1
-    shared_dims: int = 0
-    biases: bool = False
-    swiglu_limit: float | None = None
-    swiglu_alpha: float = 1.702
-    choice_bias: bool = False
-    choice_bias_rate: float = 0.001
-    aux_loss_weight: float = 0.0
-    z_loss_weight: float = 0.0
-
-    def problems(self) -> list[str]:
-        """Returns the problems with the settings, one sentence each."""
-        found = _not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims", "scaling_factor"))
-        if self.swiglu_limit is not None:
-            found += _not_positive(self, ("swiglu_limit", "swiglu_alpha"))
-        found += _not_one_of("score", self.score, ROUTER_SCORES)
-        if self.num_experts_per_token > self.num_experts:
-            found.append(
-                f"num_experts_per_token={self.num_experts_per_token} is greater than num_experts={self.num_experts}"
-            )
-        for field in ("shared_dims", "choice_bias_rate", "aux_loss_weight", "z_loss_weight", "dense_layers"):
-            if not getattr(self, field) >= 0:
-                found.append(f"{field}={getattr(self, field)}; give 0 or more")
-        return found or self._problems_of_groups()
-
-    def _problems_of_groups(self) -> list[str]:
-        if not 1 <= self.num_chosen_groups <= self.num_groups:
-            return [f"num_chosen_groups={self.num_chosen_groups}; give 1 to num_groups={self.num_groups}"]
-        if self.num_experts % self.num_groups:
-            return [f"num_groups={self.num_groups} does not divide num_experts={self.num_experts}"]
-        size = self.num_experts // self.num_groups
-        if size < 2 and self.num_groups > 1:
-            return [f"num_groups={self.num_groups}: a group of num_experts={self.num_experts} has fewer than 2 experts"]
-        if self.num_experts_per_token > size * self.num_chosen_groups:
-            return [
-                f"num_experts_per_token={self.num_experts_per_token} is greater than the {size * self.num_chosen_groups} "
-                f"experts of num_chosen_groups={self.num_chosen_groups}"
-            ]
-        return []
 
 
 @dataclasses.dataclass
@@ -208,7 +87,8 @@ class DecoderSpec:
       positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
       max_positions: longest sequence. With positions='learned' it is a dimension of a variable; otherwise it is only
         informative.
-      rotary_dims: the first dimensions of a head, which alone are rotated; 0: all.
+      rotary_dims: the first dimensions of a head, with `latent` the last, which alone are rotated; 0: all.
+      rotary_pairs_adjacent: dimensions 2i and 2i + 1 are rotated together; otherwise i and i + half of the rotated ones.
       rotary_base: base of the rotary frequencies (rope theta).
       rotary_scaling: change of the frequencies; None for none.
       local_rotary_base: base of the local layers, whose frequencies are then not scaled; None: local layers have the
@@ -220,6 +100,7 @@ class DecoderSpec:
       tied_embeddings: the token embedding is also the weight of the logits.
       embedding_scale: factor of the token embeddings.
       moe: mixture of experts in place of the feed-forward layers, or None.
+      latent: multi-head latent attention, or None. It needs num_kv_heads = num_heads.
       dropout: dropout probability of the embeddings, and of the outputs of attention and feed-forward layers.
       attention_dropout: dropout probability of the attention probabilities.
       initializer_range: standard deviation of the initial values of weights and embeddings.
@@ -247,6 +128,7 @@ class DecoderSpec:
     positions: str = "rotary"
     max_positions: int = 0
     rotary_dims: int = 0
+    rotary_pairs_adjacent: bool = False
     rotary_base: float = 10_000.0
     rotary_scaling: RotaryScaling | None = None
     local_rotary_base: float | None = None
@@ -257,6 +139,7 @@ class DecoderSpec:
     tied_embeddings: bool = False
     embedding_scale: float = 1.0
     moe: MoeSpec | None = None
+    latent: LatentSpec | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
@@ -293,9 +176,19 @@ class DecoderSpec:
         return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
 
     @property
+    def value_dims(self) -> int:
+        """Width of a head's values."""
+        return self.head_dims if self.latent is None else self.latent.value_dims
+
+    @property
+    def query_input_dims(self) -> int:
+        """Width of what queries are computed from."""
+        return self.model_dims if self.latent is None else self.latent.query_dims or self.model_dims
+
+    @property
     def num_values_at_least(self) -> int:
         """A lower bound of the values in all variables: the embedding, and each layer's largest weights."""
-        attention = 2 * self.model_dims * self.num_heads * self.head_dims
+        attention = self.num_heads * (self.model_dims * self.value_dims + self.query_input_dims * self.head_dims)
         moe, dense = self.moe, self.num_dense_layers
         width = self.hidden_dims if moe is None else moe.num_experts * moe.hidden_dims + moe.shared_dims
         widths = dense * self.hidden_dims + (self.num_layers - dense) * width
@@ -313,7 +206,9 @@ class DecoderSpec:
         lookups += self.max_positions * self.model_dims if self.positions == "learned" else 0
         window = min(self.window or length, length)
         keys = {"global": length / 2, "local": window - window * window / (2 * length)}
-        attention = 12.0 * self.num_heads * self.head_dims * sum(keys[kind] for kind in self.layer_kinds)
+        attention = (
+            6.0 * self.num_heads * (self.head_dims + self.value_dims) * sum(keys[kind] for kind in self.layer_kinds)
+        )
         # The lookup is of a variable that learns, or of one that doesn't.
         params, frozen = (num_params, num_frozen - lookups) if num_frozen else (num_params - lookups, 0.0)
         return 6.0 * params + 4.0 * frozen + attention
@@ -322,16 +217,16 @@ class DecoderSpec:
         """Returns the problems with the settings, one sentence each, beginning with the field."""
         sizes = ["vocab_size", "model_dims", "num_layers", "num_heads", "num_kv_heads", "head_dims"]
         has_dense = self.moe is None or self.moe.dense_layers
-        found = _not_positive(self, [*sizes, "hidden_dims"] if has_dense else sizes)
+        found = not_positive(self, [*sizes, "hidden_dims"] if has_dense else sizes)
         if self.num_dense_layers >= self.num_layers > 0:
             found.append(
                 f"moe.dense_layers={self.num_dense_layers}; num_layers={self.num_layers} leaves no layer with experts"
             )
-        found += _not_one_of("activation", self.activation, ACTIVATIONS)
-        found += _not_one_of("norm", self.norm, NORMS)
-        found += _not_one_of("norm_placement", self.norm_placement, NORM_PLACEMENTS)
-        found += _not_one_of("query_key_norm", self.query_key_norm, QUERY_KEY_NORMS)
-        found += _not_one_of("positions", self.positions, POSITIONS)
+        found += not_one_of("activation", self.activation, ACTIVATIONS)
+        found += not_one_of("norm", self.norm, NORMS)
+        found += not_one_of("norm_placement", self.norm_placement, NORM_PLACEMENTS)
+        found += not_one_of("query_key_norm", self.query_key_norm, QUERY_KEY_NORMS)
+        found += not_one_of("positions", self.positions, POSITIONS)
         if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
             found.append(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
         for field in ("dropout", "attention_dropout"):
@@ -340,8 +235,8 @@ class DecoderSpec:
         for field in ("attention_softcap", "final_softcap", "query_scale"):
             if getattr(self, field) is not None and not getattr(self, field) > 0:
                 found.append(f"{field}={getattr(self, field)}; give a number above 0, or None")
-        found += self._problems_of_positions() + self._problems_of_layers()
-        for field in ("rotary_scaling", "moe"):
+        found += self._problems_of_positions() + self._problems_of_layers() + self._problems_of_latent()
+        for field in ("rotary_scaling", "moe", "latent"):
             inner = getattr(self, field)
             found += [] if inner is None else [f"{field}.{problem}" for problem in inner.problems()]
         return found
@@ -357,8 +252,8 @@ class DecoderSpec:
 
     def _problems_of_positions(self) -> list[str]:
         if self.positions == "learned":
-            return _not_positive(self, ["max_positions"])
-        found = _not_positive(self, ["rotary_base"])
+            return not_positive(self, ["max_positions"])
+        found = not_positive(self, ["rotary_base"])
         if self.head_dims % 2:
             found.append(f"head_dims={self.head_dims} is odd; rotary embeddings need an even width")
         if self.rotary_dims % 2 or not 0 <= self.rotary_dims <= self.head_dims:
@@ -374,20 +269,27 @@ class DecoderSpec:
             return ["layer_pattern is empty; give e.g. ('global',)"]
         found = []
         for kind in self.layer_pattern:
-            found += _not_one_of("layer_pattern has a kind", kind, LAYER_KINDS)
+            found += not_one_of("layer_pattern has a kind", kind, LAYER_KINDS)
         if "local" in self.layer_pattern and (self.window is None or self.window < 1):
             found.append(f"window={self.window}; local layers need 1 or more")
         return found
 
-
-def _not_positive(spec: object, fields: list[str] | tuple[str, ...]) -> list[str]:
-    return [
-        f"{field}={getattr(spec, field)}; give a number above 0" for field in fields if not getattr(spec, field) > 0
-    ]
-
-
-def _not_one_of(field: str, value: object, known: tuple[str | None, ...]) -> list[str]:
-    if value in known:
-        return []
-    hint = did_you_mean(value, [name for name in known if name], otherwise="") if isinstance(value, str) else ""
-    return [f"{field}={value!r}; give one of {', '.join(map(repr, known))}{hint}"]
+    def _problems_of_latent(self) -> list[str]:
+        if self.latent is None:
+            return []
+        found = []
+        if self.num_kv_heads != self.num_heads:
+            found.append(f"num_kv_heads={self.num_kv_heads}; with latent it must be num_heads={self.num_heads}")
+        if self.latent.value_dims > self.head_dims:
+            found.append(f"latent.value_dims={self.latent.value_dims} is greater than head_dims={self.head_dims}")
+        if self.positions == "rotary" and not 0 < self.rotary_dims < self.head_dims:
+            found.append(
+                f"rotary_dims={self.rotary_dims}; with latent give more than 0 and less than head_dims={self.head_dims}"
+            )
+        given = {"qkv_bias": self.qkv_bias, "query_key_norm": self.query_key_norm, "positions": self.positions}
+        refused = {"qkv_bias": False, "query_key_norm": None, "positions": "rotary"}
+        return found + [
+            f"{field}={given[field]!r}; with latent it must be {value!r}"
+            for field, value in refused.items()
+            if given[field] != value
+        ]

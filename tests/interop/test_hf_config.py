@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from praxis import pax_fiddle
 
 from spmd_trainer.decoder import rotary
 from spmd_trainer.errors import UserError
+from spmd_trainer.experiments.lm import deepseek
 from spmd_trainer.hf import config_json
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 from spmd_trainer.training import experiment_config
@@ -98,6 +100,62 @@ GLM4_AIR = {
     "topk_group": 1,
     "use_qk_norm": False,
     "vocab_size": 151552,
+}
+
+
+# DeepSeek V3, as its makers wrote it.
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
 }
 
 
@@ -215,6 +273,16 @@ def test_experts_with_biases_groups_and_shared_ones():
     }  # fmt: skip
     with raises_naming(UserError, "scoring_func", "softmax", "sigmoid"):
         config_json.spec_of({**GLM4_AIR, "scoring_func": "softmax"}, "config.json")
+
+
+def test_deepseek_v3_is_the_experiment_of_its_size():
+    found = config_json.spec_of(DEEPSEEK_V3, "config.json")
+    wanted = pax_fiddle.build(deepseek.DeepSeekV3().spec())
+    assert config_json.differing_fields(found, wanted) == []
+    # arXiv:2412.19437, 4.2; the factor of the logits is in DeepSeek's own modeling_deepseek.py.
+    assert (found.head_dims, found.value_dims, found.first_layers) == (192, 128, ("global",) * 3)
+    assert found.query_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert config_json.differing_fields(config_json.spec_of(config_json.config_of(wanted), ""), wanted) == []
 
 
 def test_defaults_are_those_of_the_family():
@@ -350,7 +418,14 @@ def test_a_missing_setting_is_named():
         ("qwen3_moe", {"topk_group": 4}, "topk_group=4 is not supported"),
         ("qwen3_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5 is not supported"),
         ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "the quant_method 'mxfp4' is"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quant_method may be 'fp8' and 'mxfp4'"),
+        ("qwen3", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method may be 'fp8'"),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size=None; give the rows and"),
+        (
+            "qwen3",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8], "fmt": "e5m2"}},
+            "fmt='e5m2'; give 'e4m3'",
+        ),
         (
             "gpt_oss_mxfp4",
             {"quantization_config": {"quant_method": "mxfp4", "group": 2}},

@@ -27,6 +27,7 @@ FAMILIES = [
     "mistral_wide_heads",
     "mixtral",
     "glm4_moe_groups",
+    "deepseek_v3",
     "gpt_oss",
     "gemma2_no_caps",
     "gemma3",

@@ -10,7 +10,7 @@ from praxis.pax_fiddle import Config
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.decoder import lm
-from spmd_trainer.models.decoder_spec import MoeSpec, RotaryScaling
+from spmd_trainer.models.decoder_spec import LatentSpec, MoeSpec, RotaryScaling
 
 LENGTHS = np.array([5, 2, 1])
 STEPS = 4
@@ -41,6 +41,15 @@ FORMS = {
         "norm_placement": "pre_and_post",
     },
     "last layers only": {"num_layers": 1, "layer_pattern": ("local", "global"), "window": 3},
+    "latent": {
+        "num_kv_heads": 6,
+        "head_dims": 10,
+        "rotary_dims": 4,
+        "rotary_pairs_adjacent": True,
+        "latent": Config(LatentSpec, query_dims=7, key_value_dims=5, value_dims=3),
+        "layer_pattern": ("global", "local"),
+        "window": 3,
+    },
     "sinks": {**LOCAL, "attention_sinks": True},
     "experts": {"moe": Config(MoeSpec, num_experts=3, num_experts_per_token=2, hidden_dims=5), "query_key_norm": "all"},
     "all of a router": {
@@ -90,11 +99,18 @@ def assert_same_as_whole(decoder, logits):
 
 
 @pytest.mark.parametrize(
-    "form", [form if form == "window" else pytest.param(form, marks=pytest.mark.full) for form in FORMS]
+    "form", [form if form in ("window", "latent") else pytest.param(form, marks=pytest.mark.full) for form in FORMS]
 )
 def test_steps_give_the_logits_of_the_whole_text(form):
     decoder = Decoder(small_spec(**FORMS[form]))
     assert_same_as_whole(decoder, decoder.decode(incremental)[0])
+
+
+def test_latent_attention_caches_one_small_vector_of_each_token():
+    _, cache = Decoder(small_spec(**FORMS["latent"])).decode(incremental)
+    assert jax.tree.map(jnp.shape, cache["layers"]["sub"]["layer0"]["layer_0"]["attention"]) == {
+        "key_state": (3, 9, 1, 5 + 4)
+    }
 
 
 @pytest.mark.full

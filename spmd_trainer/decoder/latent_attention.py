@@ -1,0 +1,124 @@
+"""Multi-head latent attention (DeepSeek V2, arXiv:2405.04434): keys and values are computed from a small vector per token.
+
+Whole rows compute each head's keys and values. A decode step doesn't: its queries and its output go through the matrix that
+would compute them, so that all heads attend to the cached vectors themselves, as to one head that is key and value at once.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from spmd_trainer.decoder.attention import Attention, Context, attend_to_cache
+from spmd_trainer.decoder.axes import Norm, Projection
+from spmd_trainer.models.decoder_spec import LatentSpec
+
+
+class LatentAttention(Attention):
+    """Latent self-attention of one layer; see `LatentSpec` for the widths, and `DecoderSpec` for the variables.
+
+    The cache has one array, `key_state`, [batch, tokens, copies, key_value_dims + rotary_dims]: a copy for each device that the
+    heads are split over.
+    """
+
+    cached: ClassVar[tuple[str, ...]] = ("key_state",)
+
+    def create_inputs(self) -> None:
+        """See `Attention.create_inputs`."""
+        spec, latent, queries_from = self.spec, self._latent, "embed"
+        if latent.query_dims:
+            self._child_down("query_down", latent.query_dims)
+            self._child_norm("query_down_norm", latent.query_dims)
+            queries_from = "latent"
+        of_heads = ("batch", "length", "activation_heads", "head_dims")
+        self.child(
+            "query",
+            Projection,
+            equation="btd,dnh->btnh",
+            shape=(spec.query_input_dims, spec.num_heads, spec.head_dims),
+            split_axes=(queries_from, "heads", "head_dims"),
+            output_axes=of_heads,
+        )
+        self._child_down("key_value_down", latent.key_value_dims + spec.rotary_dims)
+        self._child_norm("key_value_norm", latent.key_value_dims)
+        self.child(
+            "key_value",
+            Projection,
+            equation="btr,rnh->btnh",
+            shape=(latent.key_value_dims, spec.num_heads, self._unrotated + latent.value_dims),
+            split_axes=("latent", "heads", "head_dims"),
+            output_axes=of_heads,
+        )
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        """See `Attention.__call__`."""
+        query, vectors = self._query(x, context), self._vectors(x, context)
+        self._fill_cache({"key_state": vectors[:, :, None]}, context)
+        width = self._latent.key_value_dims
+        unrotated, value = jnp.split(self.key_value(vectors[..., :width]), [self._unrotated], axis=-1)
+        rotated = jnp.broadcast_to(vectors[:, :, None, width:], (*query.shape[:3], self.spec.rotary_dims))
+        key = jnp.concatenate([unrotated, rotated], axis=-1)
+        # Kernels want values as wide as keys.
+        value = jnp.pad(value, [(0, 0)] * 3 + [(0, key.shape[-1] - value.shape[-1])])
+        key, value = checkpoint_name(key, "key_proj"), checkpoint_name(value, "value_proj")
+        return self._project(self._attend(query, key, value, context)[..., : self._latent.value_dims])
+
+    def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
+        """See `Attention.extend_step`."""
+        assert context.cache_index is not None  # always set in decode steps, like the next one
+        assert context.first_index is not None
+        query, layout, width = self._query(x, context), self._cache_layout, self._latent.key_value_dims
+        cache = self.get_decode_state("key_state")
+        cache = self._keep("key_state", layout.write(cache, self._vectors(x, context)[:, :, None], context.cache_index))
+        to_key, to_value = jnp.split(self.key_value.read("w"), [self._unrotated], axis=-1)
+        unrotated, rotated = jnp.split(query, [self._unrotated], axis=-1)
+        query = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", unrotated, to_key), rotated], axis=-1)
+        # The whole cache is the values: a part of it would be copied.
+        heads = attend_to_cache(
+            query, cache, cache, self._pattern, layout, context.cache_index, context.first_index, self._sinks
+        )
+        return self._project(jnp.einsum("btnr,rnh->btnh", heads[..., :width], to_value))
+
+    def _query(self, x: jax.Array, context: Context) -> jax.Array:
+        """Returns the queries, [batch, time, heads, head_dims], with their last dimensions rotated."""
+        if self._latent.query_dims:
+            x = self.query_down_norm(self.query_down(x))
+        unrotated, rotated = jnp.split(self.query(x), [self._unrotated], axis=-1)
+        query = jnp.concatenate([unrotated, self._rotate(rotated, context)], axis=-1)
+        return checkpoint_name(query, "query_proj")
+
+    def _vectors(self, x: jax.Array, context: Context) -> jax.Array:
+        """Returns what is cached: each token's vector, normalised, and the rotated part of its key."""
+        vector, rotated = jnp.split(self.key_value_down(x), [self._latent.key_value_dims], axis=-1)
+        return jnp.concatenate(
+            [self.key_value_norm(vector), self._rotate(rotated[:, :, None], context)[:, :, 0]], axis=-1
+        )
+
+    def _child_down(self, name: str, width: int) -> None:
+        self.child(
+            name,
+            Projection,
+            equation="btd,dr->btr",
+            shape=(self.spec.model_dims, width),
+            split_axes=("embed", "norm"),
+            output_axes=("batch", "length", "norm"),
+        )
+
+    def _child_norm(self, name: str, width: int) -> None:
+        self.child(name, Norm, shape=(width,), kind="rms", epsilon=self._latent.norm_epsilon)
+
+    @property
+    def _latent(self) -> LatentSpec:
+        assert self.spec.latent is not None  # what makes a layer one of this class
+        return self.spec.latent
+
+    @property
+    def _unrotated(self) -> int:
+        return self.spec.head_dims - self.spec.rotary_dims
+
+    @property
+    def _cached_heads(self) -> int:
+        return 1

@@ -1,0 +1,136 @@
+"""Folders with quantised weights, which are read as bfloat16: FP8 by blocks, as in DeepSeek V3's folder, or MXFP4 (`mxfp4.py`).
+
+In FP8 a tensor NAME [outputs, inputs] of float8_e4m3fn has a second one beside it: `NAME_scale_inv`, float32 [blocks of outputs,
+blocks of inputs], the factors of a block's values. DeepSeek's and transformers' own conversions give the same bfloat16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from spmd_trainer.hf import mxfp4
+from spmd_trainer.hf.errors import HfDamagedError, HfError
+from spmd_trainer.hf.safetensors_file import Tensor
+from spmd_trainer.hf.setting_types import is_whole
+
+# {quant_method: {setting: (True for a valid value, what it may be)}}. `activation_scheme` is for those who compute in FP8.
+_SETTINGS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "fp8": {
+        "activation_scheme": (lambda value: value in (None, "dynamic"), "'dynamic'"),
+        "fmt": (lambda value: value in (None, "e4m3"), "'e4m3'"),
+        "weight_block_size": (
+            lambda value: isinstance(value, list) and len(value) == 2 and all(is_whole(n) and n > 0 for n in value),
+            "the rows and the columns of a block",
+        ),
+    },
+    "mxfp4": {},
+}
+# Settings of each method without an effect here: the tensors' names show which are quantised.
+_WITHOUT_EFFECT = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
+_FACTORS = "_scale_inv"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Tensor(Tensor):
+    """A tensor of bfloat16 that is made of its values and factors while it is read; see `Tensor`.
+
+    Attributes:
+      values, factors: the stored tensors.
+      block: rows and columns of a block.
+    """
+
+    values: Tensor
+    factors: Tensor
+    block: tuple[int, int]
+
+    def read_rows(self, first: int, last: int) -> npt.NDArray[ml_dtypes.bfloat16]:
+        """See `Tensor.read_rows`."""
+        rows, columns = self.block
+        of_blocks = self.factors.read_rows(first // rows, -(-last // rows))
+        of_rows = of_blocks[np.arange(first, last) // rows - first // rows]
+        factors = np.repeat(of_rows, columns, axis=1)[:, : self.shape[1]]
+        found: npt.NDArray[ml_dtypes.bfloat16] = self.values.read_rows(first, last).astype(np.float32) * factors
+        return found.astype(ml_dtypes.bfloat16)
+
+
+def refuse_unsupported(config: Mapping[str, Any], where: str, *, in_mxfp4: bool) -> None:
+    """Checks the `quantization_config` of a config.json, if there is one.
+
+    Args:
+      config: the content of config.json.
+      where: its path, for messages.
+      in_mxfp4: True if weights may be in MXFP4, too.
+
+    Raises:
+      HfError: the method, or one of its settings, is not supported.
+    """
+    settings = config.get("quantization_config")
+    if settings is None:
+        return
+    method = str(settings.get("quant_method")) if isinstance(settings, dict) else ""
+    methods = ("fp8", "mxfp4") if in_mxfp4 else ("fp8",)
+    if not isinstance(settings, dict) or method not in methods:
+        supported = " and ".join(map(repr, methods))
+        raise HfError(
+            f"{where}: quantization_config={settings!r:.200} is not supported; quant_method may be {supported}"
+        )
+    if unknown := sorted(set(settings) - {*_WITHOUT_EFFECT, *_SETTINGS[method]}):
+        raise HfError(f"{where}: quantization_config.{unknown[0]} is not supported")
+    for key, (is_valid, right) in _SETTINGS[method].items():
+        if not is_valid(settings.get(key)):
+            raise HfError(f"{where}: quantization_config.{key}={settings.get(key)!r:.200}; give {right}")
+
+
+def combined(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the tensors of a folder, each of those that are quantised as one tensor of bfloat16.
+
+    Args:
+      tensors: the stored tensors by name.
+      config: the content of config.json, as `refuse_unsupported` admits it.
+
+    Raises:
+      HfDamagedError: quantised values have no factors, or factors no values; or their shapes or dtypes don't fit.
+    """
+    settings = config.get("quantization_config")
+    if settings is None:
+        return dict(tensors)
+    if settings["quant_method"] == "mxfp4":
+        return mxfp4.combined(tensors)
+    return _from_fp8(tensors, tuple(settings["weight_block_size"]))
+
+
+def _from_fp8(tensors: Mapping[str, Tensor], block: tuple[int, int]) -> dict[str, Tensor]:
+    found = dict(tensors)
+    for name, values in tensors.items():
+        if name.endswith(_FACTORS) and name.removesuffix(_FACTORS) not in tensors:
+            raise HfDamagedError(
+                f"{values.path} has {name} and no {name.removesuffix(_FACTORS)}. Copy the folder again."
+            )
+        if values.dtype != ml_dtypes.float8_e4m3fn:
+            continue
+        factors = found.pop(name + _FACTORS, None)
+        if factors is None:
+            raise HfDamagedError(f"{values.path} has {name} in FP8 and no {name + _FACTORS}. Copy the folder again.")
+        wanted = tuple(-(-size // part) for size, part in zip(values.shape, block, strict=False))
+        if len(values.shape) != 2 or factors.shape != wanted or factors.dtype != np.float32:
+            raise HfDamagedError(
+                f"{values.path}: {name} is {values.shape}, and {factors.name} {factors.dtype.name} {factors.shape}; blocks of "
+                f"{block} need float32 {wanted}"
+            )
+        found[name] = Fp8Tensor(
+            name,
+            np.dtype(ml_dtypes.bfloat16),
+            values.shape,
+            values.path,
+            values.start,
+            values=values,
+            factors=factors,
+            block=block,
+        )
+    return found

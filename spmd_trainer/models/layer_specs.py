@@ -1,0 +1,179 @@
+"""Settings of parts of a decoder's layers: rotary embeddings, experts, latent attention. `DecoderSpec` has them as fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from spmd_trainer.errors import did_you_mean
+
+ROUTER_SCORES = ("softmax", "sigmoid")
+ROTARY_SCALINGS = ("linear", "llama3", "yarn")
+
+
+@dataclasses.dataclass
+class RotaryScaling:
+    """Changes of a rotary embedding's frequencies for sequences longer than in pretraining.
+
+    Attributes:
+      kind: 'linear' divides all positions by `factor` (arXiv:2306.15595). 'llama3' divides the low frequencies and
+        interpolates in between. 'yarn' (arXiv:2309.00071) does so by the number of rotations, and scales the embedding.
+      factor: new length / original length.
+      original_max_positions: sequence length of pretraining. 'llama3' and 'yarn' need it.
+      low_freq_factor, high_freq_factor: 'llama3': frequencies of fewer than low_freq_factor rotations in the original length
+        are divided by `factor`; those of more than high_freq_factor rotations stay.
+      beta_fast, beta_slow: 'yarn': frequencies of more than beta_fast rotations in the original length stay; those of fewer
+        than beta_slow are divided by `factor`.
+      attention_factor: 'yarn': scale of the embedding; None computes it from factor, mscale and mscale_all_dim.
+      mscale, mscale_all_dim: 'yarn': coefficients of log(factor) in the numerator and the denominator of attention_factor. 0
+        for both gives 0.1 log(factor) + 1.
+      truncate: 'yarn': round the bounds between the frequencies to whole dimensions.
+    """
+
+    kind: str = "linear"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+    def log_scale(self, mscale: float) -> float:
+        """Returns YaRN's 0.1 mscale log(factor) + 1, which scales embeddings, and attention logits in DeepSeek V3."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def problems(self) -> list[str]:
+        """Returns the problems with the settings, one sentence each."""
+        found = not_one_of("kind", self.kind, ROTARY_SCALINGS)
+        if not self.factor >= 1:
+            found.append(f"factor={self.factor}; give 1 or more")
+        if self.kind in ("llama3", "yarn") and self.original_max_positions < 1:
+            found.append(f"original_max_positions={self.original_max_positions}; kind={self.kind!r} needs 1 or more")
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            found.append(
+                f"low_freq_factor={self.low_freq_factor} must be less than high_freq_factor={self.high_freq_factor}"
+            )
+        return found
+
+
+@dataclasses.dataclass
+class MoeSpec:
+    """A mixture of experts in place of each feed-forward layer. No token is dropped.
+
+    Attributes:
+      num_experts: experts per layer, E.
+      num_experts_per_token: experts per token.
+      hidden_dims: width of an expert, F.
+      dense_layers: the first layers of the model, which have a feed-forward layer of `DecoderSpec.hidden_dims` and no experts.
+      score: how the router's logits become scores: 'softmax' over the experts, or 'sigmoid' of each.
+      normalise_top_k: divide the scores of a token's experts by their sum.
+      scaling_factor: factor of the routed experts' weights, after that division.
+      num_groups: groups of experts of equal size. A token's experts are of its best `num_chosen_groups` groups; a group's score
+        is the sum of the scores of its two best experts (DeepSeek V3, arXiv:2412.19437). 1: no groups.
+      num_chosen_groups: groups of a token.
+      shared_dims: width of a feed-forward layer that computes all tokens, beside the experts (shared experts); 0: none.
+      biases: the router and the experts have biases; shared experts have none.
+      swiglu_limit: clips an expert's gate to at most this, and its `up` to between minus and plus this. The expert is then
+        down(gate * sigmoid(swiglu_alpha * gate) * (up + 1)), as in gpt-oss (arXiv:2508.10925). None: `DecoderSpec.activation`.
+      swiglu_alpha: see there.
+      choice_bias: experts and groups are chosen by score + bias, one bias for each expert; an expert's weight doesn't have it.
+        After each training step, the bias of an expert with less than the mean load rises by `choice_bias_rate`, and that of one
+        with more falls by it (arXiv:2408.15664). The load is that of the whole batch, without padding. Adapters keep the biases
+        of their base.
+      choice_bias_rate: see there. 0 keeps the biases.
+      aux_loss_weight: weight of the load-balancing loss (arXiv:2101.03961, equation 4; averaged over the layers) in the total
+        loss. Scores of 'sigmoid' are divided by their sum for it.
+      z_loss_weight: weight of the mean square of the logits' log-sum-exp (arXiv:2202.08906, equation 5; averaged over the layers)
+        in the total loss.
+    """
+
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    hidden_dims: int = 0
+    dense_layers: int = 0
+    score: str = "softmax"
+    normalise_top_k: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    shared_dims: int = 0
+    biases: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+    choice_bias: bool = False
+    choice_bias_rate: float = 0.001
+    aux_loss_weight: float = 0.0
+    z_loss_weight: float = 0.0
+
+    def problems(self) -> list[str]:
+        """Returns the problems with the settings, one sentence each."""
+        found = not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims", "scaling_factor"))
+        if self.swiglu_limit is not None:
+            found += not_positive(self, ("swiglu_limit", "swiglu_alpha"))
+        found += not_one_of("score", self.score, ROUTER_SCORES)
+        if self.num_experts_per_token > self.num_experts:
+            found.append(
+                f"num_experts_per_token={self.num_experts_per_token} is greater than num_experts={self.num_experts}"
+            )
+        for field in ("shared_dims", "choice_bias_rate", "aux_loss_weight", "z_loss_weight", "dense_layers"):
+            if not getattr(self, field) >= 0:
+                found.append(f"{field}={getattr(self, field)}; give 0 or more")
+        return found or self._problems_of_groups()
+
+    def _problems_of_groups(self) -> list[str]:
+        if not 1 <= self.num_chosen_groups <= self.num_groups:
+            return [f"num_chosen_groups={self.num_chosen_groups}; give 1 to num_groups={self.num_groups}"]
+        if self.num_experts % self.num_groups:
+            return [f"num_groups={self.num_groups} does not divide num_experts={self.num_experts}"]
+        size = self.num_experts // self.num_groups
+        if size < 2 and self.num_groups > 1:
+            return [f"num_groups={self.num_groups}: a group of num_experts={self.num_experts} has fewer than 2 experts"]
+        if self.num_experts_per_token > size * self.num_chosen_groups:
+            return [
+                f"num_experts_per_token={self.num_experts_per_token} is greater than the {size * self.num_chosen_groups} "
+                f"experts of num_chosen_groups={self.num_chosen_groups}"
+            ]
+        return []
+
+
+@dataclasses.dataclass
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek V2, arXiv:2405.04434): keys and values are computed from one small vector per token.
+
+    A decode step caches that vector and the rotated part of the key, which all heads share, instead of keys and values.
+
+    Attributes:
+      query_dims: width of the vector that queries are computed from, Q. 0: they are computed from the residual stream.
+      key_value_dims: width of the vector that keys and values are computed from, R.
+      value_dims: width of a head's values, U; at most `DecoderSpec.head_dims`.
+      norm_epsilon: added to the mean square of these vectors' RMS norms.
+    """
+
+    query_dims: int = 0
+    key_value_dims: int = 0
+    value_dims: int = 0
+    norm_epsilon: float = 1e-6
+
+    def problems(self) -> list[str]:
+        """Returns the problems with the settings, one sentence each."""
+        found = not_positive(self, ("key_value_dims", "value_dims"))
+        return found if self.query_dims >= 0 else [*found, f"query_dims={self.query_dims}; give 0 or more"]
+
+
+def not_positive(spec: object, fields: list[str] | tuple[str, ...]) -> list[str]:
+    """Returns a sentence for each field that is not above 0."""
+    return [
+        f"{field}={getattr(spec, field)}; give a number above 0" for field in fields if not getattr(spec, field) > 0
+    ]
+
+
+def not_one_of(field: str, value: object, known: tuple[str | None, ...]) -> list[str]:
+    """Returns a sentence if `value` is not in `known`, with the nearest name; otherwise []."""
+    if value in known:
+        return []
+    hint = did_you_mean(value, [name for name in known if name], otherwise="") if isinstance(value, str) else ""
+    return [f"{field}={value!r}; give one of {', '.join(map(repr, known))}{hint}"]
