@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import jax
+from absl import logging
 
 from spmd_trainer import multihost
 from spmd_trainer.decoder.generation.decode import eos_ids
@@ -27,9 +28,12 @@ from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.models.base import vocabulary_size
 from spmd_trainer.training import averages, checkpoints
 from spmd_trainer.training.job import Job
+from spmd_trainer.training.phases import Phase
 
 # Tokens of a piece.
 _PIECE = 16
+# Rows are padded to this many tokens, or twice, four times, ... as many, so that a conversation compiles few programs.
+_LEAST_WIDTH = 128
 # Seconds that the other processes wait for what a person types at process 0.
 _PATIENCE = 24 * 3600.0
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends."
@@ -50,7 +54,7 @@ def chat(job: Job) -> None:
             text = multihost.broadcast(piped, name="the prompt", timeout=_PATIENCE)
         if not text:
             raise UserError('--mode=chat has no prompt: give --prompt="...", write one into its input, or type one')
-        _show(talk.answer(text))
+        _show_answer(talk, text)
         return
     _show(
         [f"step {talk.step}; {'a conversation' if talk.has_template else 'the model continues each prompt'}. {_HELP}"]
@@ -60,7 +64,7 @@ def chat(job: Job) -> None:
             talk.reset()
         elif line:
             try:
-                _show(talk.answer(line))
+                _show_answer(talk, line)
             except UserError as error:  # a prompt that is too long doesn't end the conversation
                 _show([str(error)])
 
@@ -72,6 +76,12 @@ def _typed() -> str | None:
         with contextlib.suppress(EOFError):
             line = input("> ").strip()
     return multihost.broadcast(line, name="the prompt", timeout=_PATIENCE)
+
+
+def _show_answer(talk: Talk, text: str) -> None:
+    _show(talk.answer(text))
+    if talk.was_cut:
+        logging.info("the answer was cut after %d tokens; --max_tokens=N allows more", talk.max_tokens)
 
 
 def _show(pieces: Sequence[str] | Iterator[str]) -> None:
@@ -88,6 +98,8 @@ class Talk:
     Attributes:
       step: the training step of the checkpoint.
       has_template: True if prompts are written with the tokenizer's chat template.
+      max_tokens: most tokens of an answer.
+      was_cut: True if the last answer was not at its end after `max_tokens`.
     """
 
     def __init__(
@@ -104,6 +116,7 @@ class Talk:
         """
         self.step = int(source.state.step)
         self.has_template = texts.template is not None
+        self.max_tokens, self.was_cut = settings.max_tokens, False
         self._requests, self._texts, self._settings, self._source = requests, texts, settings, source
         self._ends = eos_ids(settings, texts.tokenizer)
         self._seen: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -173,30 +186,46 @@ class Talk:
 
     def _texts_of(self, prompt: list[int]) -> Iterator[str]:
         """Yields the generated text, longer each time; what may still become part of a stop string is kept back."""
-        longest = self._requests.max_length - min(_PIECE, self._settings.max_tokens)
-        if len(prompt) > longest:
+        room = self._requests.max_length
+        piece = min(_PIECE, self.max_tokens)
+        if len(prompt) > room - piece:
             fix = "forget the conversation (/reset)" if self._messages != self._first else "shorten it"
             raise UserError(
-                f"the prompt has {len(prompt)} tokens, and a row of this model {self._requests.max_length}, "
-                f"{self._requests.max_length - longest} of them for the answer; {fix}"
+                f"the prompt has {len(prompt)} tokens, and a row of this model {room}, {piece} of them for the answer; {fix}"
             )
         # Equal prompts get different random numbers, but not where the most likely token is taken.
         occurrence = 0 if self._settings.greedy else self._seen[tuple(prompt)]
         self._seen[tuple(prompt)] += 1
         made: list[int] = []
         held = max((len(stop) - 1 for stop in self._settings.stop), default=0)
-        most = min(self._settings.max_tokens, self._requests.max_length - len(prompt))
+        most = min(self.max_tokens, room - len(prompt))
         while len(made) < most:
-            number = min(_PIECE, most - len(made))
-            settings = dataclasses.replace(self._settings, max_tokens=number, stop=())
-            row = Prompt((*prompt, *made), occurrence)
-            (tokens,) = self._requests.continuations([row], settings, self._source)
-            made += tokens
-            has_ended = len(tokens) < number or tokens[-1] in self._ends or len(made) >= most
+            # The last piece may be longer than what is left: a shorter one would be a program of its own.
+            number = min(_PIECE, room - len(prompt) - len(made))
+            tokens = self._continued(Prompt((*prompt, *made), occurrence), number, is_first=not made)
+            made = [*made, *tokens][:most]
+            has_ended = len(tokens) < number or made[-1] in self._ends or len(made) >= most
             text = self._texts.decode(made)
             ends = [found for stop in self._settings.stop if (found := text.find(stop)) >= 0]
             if ends or has_ended:
+                self.was_cut = not ends and len(made) >= most and made[-1] not in self._ends
                 yield text[: min(ends)] if ends else text
                 return
             # A character may have only a part of its bytes yet.
             yield text[: max(0, len(text) - held)].rstrip("\N{REPLACEMENT CHARACTER}")
+
+    def _continued(self, prompt: Prompt, number: int, *, is_first: bool) -> list[int]:
+        """Returns the next tokens, `number` of them or those up to the end of the text. Says what the first ones wait for."""
+        settings = dataclasses.replace(self._settings, max_tokens=number, stop=())
+        length, width = len(prompt.tokens), _LEAST_WIDTH
+        while width < length:
+            width *= 2
+        source = dataclasses.replace(self._source, progress=_first_piece) if is_first else self._source
+        least_width = min(width, self._requests.max_length - number)
+        return self._requests.continuations([prompt], settings, source, least_width=least_width)[0]
+
+
+def _first_piece(what: str, total: int) -> Phase:
+    """A `Progress`."""
+    del what
+    return Phase("generating text", "compiling, if no such text was generated before", announce_after=2.0, total=total)

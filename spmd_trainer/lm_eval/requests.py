@@ -197,13 +197,16 @@ class Requests:
         found = self._answers(run, source)
         return [(found[key][0], found[key][1]) for key in keys]
 
-    def continuations(self, prompts: Sequence[Prompt], settings: GenerationSettings, source: Source) -> list[list[int]]:
+    def continuations(
+        self, prompts: Sequence[Prompt], settings: GenerationSettings, source: Source, *, least_width: int = 0
+    ) -> list[list[int]]:
         """Continues prompts, one sample each.
 
         Args:
           prompts: at most `max_length` - `settings.max_tokens` tokens each.
           settings: how to continue them.
           source: the model state.
+          least_width: compile for rows of this many tokens or more.
 
         Returns:
           The generated tokens of each prompt, including the one that ended it.
@@ -224,7 +227,7 @@ class Requests:
         step_fn = functools.partial(generate_step, settings=settings, tokenizer=self._tokenizer)
         run = _Run(
             what="requests to generate text",
-            lengths={key: len(prompt.tokens) for key, prompt in distinct.items()},
+            lengths={key: max(len(prompt.tokens), least_width) for key, prompt in distinct.items()},
             arrays=lambda batch_keys, shape: _prompt_arrays(batch_keys, [distinct[key] for key in batch_keys], shape),
             step=lambda arrays, shape: self._step((described, shape), step_fn, arrays),
             answer=lambda outputs, row: outputs[0][row, : outputs[1][row]].tolist(),

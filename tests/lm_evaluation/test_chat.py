@@ -21,6 +21,7 @@ from spmd_trainer.inputs.tokenizers import ByteTokenizer
 from spmd_trainer.lm_eval import chat
 from spmd_trainer.lm_eval.chat import Talk
 from spmd_trainer.lm_eval.requests import Prompt
+from spmd_trainer.lm_eval.requests import Source, no_progress
 from spmd_trainer.lm_eval.texts import Texts
 
 OVERRIDES = [
@@ -39,9 +40,10 @@ class Spoken:
     """Stands for `Requests`: a model that says a text, whatever it is asked. Keeps the prompts."""
 
     def __init__(self, says, max_length=200):
-        self.says, self.max_length, self.prompts = says.encode(), max_length, []
+        self.says, self.max_length, self.prompts, self.widths = says.encode(), max_length, [], set()
 
-    def continuations(self, prompts, settings, source):
+    def continuations(self, prompts, settings, source, *, least_width):
+        self.widths.add(least_width)
         (prompt,) = prompts
         text = bytes(token for token in prompt.tokens if token < 256)
         before = self.prompts[-1] if self.prompts else b"nothing"
@@ -68,7 +70,7 @@ def talk(says, *, has_template=False, system="", max_length=200, **settings):
     texts.template = Template() if has_template else None
     spoken = Spoken(says, max_length)
     state = types.SimpleNamespace(step=3)
-    source = types.SimpleNamespace(state=state)
+    source = Source(state, "", None, no_progress)
     return Talk(spoken, texts, GenerationSettings(**settings), source, system=system), spoken
 
 
@@ -90,8 +92,18 @@ def test_pieces_join_to_the_text(says):
     assert len([piece for piece in pieces if piece]) >= len(says.encode()) // 16
 
 
-def test_max_tokens_ends_an_answer():
-    assert "".join(talk("x" * 100, max_tokens=37)[0].answer("go on")) == "x" * 37
+@pytest.mark.parametrize(("max_tokens", "was_cut"), [(37, True), (100, True), (101, False), (200, False)])
+def test_max_tokens_ends_an_answer(max_tokens, was_cut):
+    found, _ = talk("x" * 100, max_tokens=max_tokens)
+    assert "".join(found.answer("go on")) == "x" * min(max_tokens, 100)
+    assert found.was_cut == was_cut
+
+
+def test_the_pieces_of_a_conversation_have_few_widths():
+    found, spoken = talk("x" * 60, has_template=True, max_length=1000)
+    for _ in range(8):
+        list(found.answer("go on"))
+    assert spoken.widths == {128, 256, 512, 984}
 
 
 @pytest.mark.parametrize("stop", ["END", "pieces of", "a"])
