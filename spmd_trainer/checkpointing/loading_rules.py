@@ -65,12 +65,15 @@ class LoadReport:
 
     def __str__(self) -> str:
         counts = collections.Counter(row.status for row in self.rows)
-        shown = [row for row in self.rows if row.note or not (row.path.startswith(_OPT) and row.status == LEFT)]
-        unshown = len(self.rows) - len(shown)
+        left = [row for row in self.rows if row.status == LEFT]
+        adapters = [row for row in left if is_adapter(row.path) and not row.path.startswith(_OPT)]
+        states = [row for row in left if row.path.startswith(_OPT) and not row.note]
+        shown = [row for row in self.rows if row not in adapters and row not in states]
         lines = [", ".join(f"{counts[status]} {status}" for status in (LOADED, SKIPPED, LEFT))]
         lines += table_lines([(f"  {row.path}", row.status, row.note) for row in shown])
-        if unshown:
-            lines.append(f"  and {unshown} optimizer states left at init")
+        for what, rows in (("variables of new adapters", adapters), ("optimizer states", states)):
+            if rows:
+                lines.append(f"  and {len(rows)} {what} left at init")
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
@@ -231,7 +234,8 @@ def _nothing_loaded(source: CheckpointSource, rows: Mapping[str, LoadRow]) -> st
 def _describe(source: CheckpointSource, saved_path: str, spec: VariableSpec) -> str:
     saved, dtype = source.saved[saved_path], records.dtype_name(spec.dtype)
     converted = f", converted from {saved.dtype} to {dtype}" if saved.dtype != dtype else ""
-    return f"{saved_path} of {source.name}{converted}"
+    renamed = "" if saved_path == spec.path else f"{saved_path} of "
+    return f"{renamed}{source.name}{converted}"
 
 
 def _resolve_variables(

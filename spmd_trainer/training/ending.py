@@ -22,6 +22,8 @@ from spmd_trainer.training.run_config import RunConfig
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from spmd_trainer.training.experiment_config import ResolvedExperiment
+
 # Metrics of an evaluation that do not describe the model.
 TIMING = ("eval_batches", "eval_seconds")
 # praxis' models give the same loss under these names.
@@ -76,7 +78,7 @@ def log_summary(
     if evaluated is not None:
         shown = "; ".join(f"{dataset}: {text}" for dataset, text in found.items())
         lines.append(f"last evaluation, at step {evaluated}: {shown}")
-    commands = [*_results(config.job_log_dir), *next_commands(config)]
+    commands = [*_results(config.job_log_dir), *next_commands(config, evaluated=evaluated)]
     if live.display is not None:
         of_step = {f"{dataset} at step {evaluated}": text.replace("  ", "\n") for dataset, text in found.items()}
         live.display.print(_table(outcome, next_step, last, of_step))
@@ -148,24 +150,35 @@ def _by_dataset(results: Mapping[str, float], names: Iterable[str]) -> dict[str,
     return {dataset: shown(values) for dataset, values in datasets.items()}
 
 
-def next_commands(config: RunConfig) -> Iterator[str]:
-    """Yields the commands that evaluate and decode the run's checkpoints.
+def next_commands(config: RunConfig, *, evaluated: int | None = None) -> Iterator[str]:
+    """Yields the commands that evaluate and decode the run's checkpoints, and that talk to a model of texts.
 
     If another process can't find the experiment by its name (a notebook's own class, one that isn't registered), it yields Python
     calls instead.
+
+    Args:
+      config: of the run.
+      evaluated: the step of its last evaluation; None for none. The newest checkpoint is not evaluated a second time.
     """
     experiment = config.experiment
-    if not steps.present(config.job_log_dir / "checkpoints"):
+    if not (saved := steps.present(config.job_log_dir / "checkpoints")):
         return
     has_command = experiment.name in experiment_registry.get_all() and not experiment.name.startswith("__main__.")
     for what, mode, function, datasets in (
         ("to evaluate:", "eval", "evaluate", experiment.config.eval_datasets),
         ("to decode:", "decode_once", "decode", experiment.config.decode_datasets),
     ):
-        if datasets:
+        if datasets and not (mode == "eval" and evaluated == saved[-1]):
             # The run's directory knows the rest of its command.
             command = ["spmd-trainer", f"--job_log_dir={config.job_log_dir}", f"--mode={mode}"]
             yield f"  {what:<19} {shlex.join(command) if has_command else _python_call(config, function)}"
+    if has_command and hasattr(experiment.task_p.model, "generation") and _reads_texts(experiment):
+        yield f'  {"to talk to it:":<19} {shlex.join(["spmd-trainer", f"--job_log_dir={config.job_log_dir}"])} --prompt="..."'
+
+
+def _reads_texts(experiment: ResolvedExperiment) -> bool:
+    """Returns True if an input has a tokenizer."""
+    return any(hasattr(input_p, "tokenizer") for input_p in experiment.config.train_datasets)
 
 
 def _table(how: str, then: str, loss: str, evaluated: Mapping[str, str]) -> Table:

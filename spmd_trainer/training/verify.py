@@ -256,8 +256,9 @@ def _compare_runs(
       SystemExit: with status 1 if they are not.
     """
     tolerance = Tolerance.for_task(job.task)
-    losses = [f"loss, {name}" for name in names]
-    terminal.write(_row("step", *losses, "grad norm", "grad norm", "deviation", "of variable"))
+    numbers_of = [f"{what}, {name}" for what in ("loss", "norm") for name in names]
+    terminal.write("norm: of the gradient\n")
+    terminal.write(_row("step", *numbers_of, "deviation", "of variable"))
     failed: Comparison | None = None
     same_bits = True
     for one, other in zip(first, second, strict=True):

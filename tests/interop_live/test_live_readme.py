@@ -21,8 +21,8 @@ def commands(containing: str) -> str:
     """The block of shell commands of docs/hugging_face.md that contains a text, for the environment of the tests."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs/hugging_face.md").read_text(), re.DOTALL | re.MULTILINE)
     (found,) = [block for block in blocks if containing in block]
-    found = found.replace("uv run python tools/", f"{sys.executable} {ROOT}/tools/")
-    return found.replace("uv run spmd-trainer", f"{sys.executable} -m spmd_trainer.main")
+    found = re.sub(r"^python -m", f"{sys.executable} -m", found, flags=re.MULTILINE)
+    return re.sub(r"^spmd-trainer", f"{sys.executable} -m spmd_trainer.main", found, flags=re.MULTILINE)
 
 
 def answer(folder: pathlib.Path) -> str:
@@ -33,7 +33,7 @@ def answer(folder: pathlib.Path) -> str:
 
 
 def test_a_chat_answer_changes(tmp_path, torch_side):
-    setup = commands("tools/make_tiny_llama.py").splitlines()[:2]
+    setup = commands("lm.tiny_llama").splitlines()[:2]
     script = "\n".join(["set -e", *setup, commands("lm.finetune.ChatFromFolder")])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=True)

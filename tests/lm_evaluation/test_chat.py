@@ -20,8 +20,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
 from spmd_trainer.lm_eval import chat
 from spmd_trainer.lm_eval.chat import Talk
-from spmd_trainer.lm_eval.requests import Prompt
-from spmd_trainer.lm_eval.requests import Source, no_progress
+from spmd_trainer.lm_eval.requests import Prompt, Source, no_progress
 from spmd_trainer.lm_eval.texts import Texts
 
 OVERRIDES = [

@@ -9,6 +9,7 @@ from rich.console import Console
 from trained_helpers import make_job
 
 from spmd_trainer import experiment_registry
+from spmd_trainer.experiments.lm.own_text import OwnText
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.training import ending
 from spmd_trainer.training.live_status import live
@@ -33,14 +34,14 @@ def own_registry(monkeypatch):
         monkeypatch.setattr(experiment_registry, name, own)
 
 
-def commands(directory, cls, *, registered):
+def commands(directory, cls, *, registered, fields=OVERRIDES):
     """What is printed for a class, after a run that has saved."""
     if registered:
         experiment_registry.register(cls)
     name = experiment_registry.full_name(cls) if registered else cls
     (directory / "checkpoints" / "2").mkdir(parents=True)
     (directory / "checkpoints" / "2" / "_CHECKPOINT_METADATA").write_text("{}")
-    return list(ending.next_commands(make_job(directory, exp=name, fields=OVERRIDES).config))
+    return list(ending.next_commands(make_job(directory, exp=name, fields=fields).config))
 
 
 def experiment(module, name):
@@ -53,6 +54,20 @@ def test_a_command_needs_the_runs_directory_alone(tmp_path):
         ["evaluate:", f"spmd-trainer --job_log_dir={tmp_path} --mode=eval"],
         ["decode:", f"spmd-trainer --job_log_dir={tmp_path} --mode=decode_once"],
     ]
+
+
+def test_a_step_that_was_evaluated_is_not_offered_again(tmp_path):
+    commands(tmp_path, StdlibBytesTiny, registered=False)
+    config = make_job(tmp_path).config
+    for evaluated, offered in ((None, True), (1, True), (2, False)):
+        lines = list(ending.next_commands(config, evaluated=evaluated))
+        assert any("to evaluate:" in line for line in lines) == offered
+        assert any("to decode:" in line for line in lines)
+
+
+def test_a_model_of_texts_can_be_talked_to(tmp_path):
+    lines = commands(tmp_path, OwnText, registered=False, fields=())
+    assert f'  to talk to it:      spmd-trainer --job_log_dir={tmp_path} --prompt="..."' in lines
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Makes a Hugging Face folder for experiments: a tiny Llama of random weights, with a tokenizer and a chat template.
+"""Makes a Hugging Face folder for rehearsals: a tiny Llama of random weights, with a tokenizer and a chat template.
 
-    python tools/make_tiny_llama.py --text 'text/*.txt' models/tiny
+    python -m spmd_trainer.experiments.lm.tiny_llama --text 'text/*.txt' models/tiny
 
 Needs the extra `hf`. The tokenizer, a byte-level BPE trained on the text files, encodes any text.
 """
@@ -15,7 +15,7 @@ import sys
 
 import numpy as np
 
-import spmd_trainer  # noqa: F401  (the bridge, before anything imports praxis)
+from spmd_trainer.errors import terminal
 from spmd_trainer.hf import config_json, tensor_names
 from spmd_trainer.hf.families import FAMILIES
 from spmd_trainer.models.decoder_spec import DecoderSpec
@@ -89,7 +89,7 @@ def main() -> int:
         parser.error(f"{args.folder} is not empty; give a new folder")
     args.folder.mkdir(parents=True, exist_ok=True)
     make_folder(args.folder, texts, args.seed)
-    print(f"wrote {args.folder}: a Llama with random weights, a tokenizer and a chat template")
+    terminal.write(f"wrote {args.folder}: a Llama with random weights, a tokenizer and a chat template\n")
     return 0
 
 
