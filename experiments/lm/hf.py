@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -100,7 +101,8 @@ class FromFolder(OnDocuments, experiment.DecoderExperiment):
     def task(self) -> Config[tasks_lib.SingleTask]:
         task_p = super().task()
         task_p.train.init_from_checkpoint_rules = {self._folder(): CheckpointLoadingRules(load_rules=[LOAD_ALL])}
-        task_p.train.eval_skip_train = True
+        # A short fine-tuning has a curve, too.
+        task_p.train.set(eval_skip_train=True, summary_interval_steps=max(1, min(100, self.NUM_TRAIN_STEPS // 20)))
         return task_p
 
     def model(self) -> Config[DecoderLanguageModel]:
@@ -117,11 +119,9 @@ class FromFolder(OnDocuments, experiment.DecoderExperiment):
 
     def spec(self) -> Config[DecoderSpec]:
         _, _, spec = hf_folder.read_model(self._folder())
-        fields = dict(vars(spec))
-        for name in ("rotary_scaling", "moe"):
-            if fields[name] is not None:
-                fields[name] = Config(type(fields[name]), **vars(fields[name]))
-        return Config(DecoderSpec, **fields)
+        # Configs, so that overrides can reach their fields.
+        parts = {name: Config(type(x), **vars(x)) for name, x in vars(spec).items() if dataclasses.is_dataclass(x)}
+        return Config(DecoderSpec, **{**vars(spec), **parts})
 
     def _folder(self) -> str:
         if not self.FOLDER:

@@ -66,7 +66,9 @@ class LoadReport:
     def __str__(self) -> str:
         counts = collections.Counter(row.status for row in self.rows)
         left = [row for row in self.rows if row.status == LEFT]
-        adapters = [row for row in left if is_adapter(row.path) and not row.path.startswith(_OPT)]
+        adapters = [row for row in self.rows if is_adapter(row.path) and not row.path.startswith(_OPT)]
+        if any(row.status != LEFT for row in adapters):
+            adapters = []  # some are loaded, so that each one matters
         states = [row for row in left if row.path.startswith(_OPT) and not row.note]
         shown = [row for row in self.rows if row not in adapters and row not in states]
         lines = [", ".join(f"{counts[status]} {status}" for status in (LOADED, SKIPPED, LEFT))]

@@ -60,10 +60,10 @@ class LatentAttention(Attention):
         width = self._latent.key_value_dims
         unrotated, value = jnp.split(self.key_value(vectors[..., :width]), [self._unrotated], axis=-1)
         rotated = jnp.broadcast_to(vectors[:, :, None, width:], (*query.shape[:3], self.spec.rotary_dims))
-        key = jnp.concatenate([unrotated, rotated], axis=-1)
+        key = checkpoint_name(jnp.concatenate([unrotated, rotated], axis=-1), "key_proj")
+        value = checkpoint_name(value, "value_proj")
         # Kernels want values as wide as keys.
         value = jnp.pad(value, [(0, 0)] * 3 + [(0, key.shape[-1] - value.shape[-1])])
-        key, value = checkpoint_name(key, "key_proj"), checkpoint_name(value, "value_proj")
         return self._project(self._attend(query, key, value, context)[..., : self._latent.value_dims])
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
@@ -93,9 +93,8 @@ class LatentAttention(Attention):
     def _vectors(self, x: jax.Array, context: Context) -> jax.Array:
         """Returns what is cached: each token's vector, normalised, and the rotated part of its key."""
         vector, rotated = jnp.split(self.key_value_down(x), [self._latent.key_value_dims], axis=-1)
-        return jnp.concatenate(
-            [self.key_value_norm(vector), self._rotate(rotated[:, :, None], context)[:, :, 0]], axis=-1
-        )
+        rotated = self._rotate(rotated[:, :, None], context)[:, :, 0]
+        return checkpoint_name(jnp.concatenate([self.key_value_norm(vector), rotated], axis=-1), "key_value_down")
 
     def _child_down(self, name: str, width: int) -> None:
         self.child(
@@ -103,8 +102,8 @@ class LatentAttention(Attention):
             Projection,
             equation="btd,dr->btr",
             shape=(self.spec.model_dims, width),
-            split_axes=("embed", "norm"),
-            output_axes=("batch", "length", "norm"),
+            split_axes=("embed", "latent_out"),
+            output_axes=("batch", "length", "activation_latent"),
         )
 
     def _child_norm(self, name: str, width: int) -> None:

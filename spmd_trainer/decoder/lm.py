@@ -12,8 +12,9 @@
 
 `prefill` moves prompts to the right end of [0, T), so that all rows' tokens at a step have the same index in the cache, T + step.
 Variables of the collection, below `lm`: `time_step`, int32, the next index to write; `first_index`, int32 [B], of each row's
-first token; and for each layer `attention/key_state` and `attention/value_state`, [B, cache_length, K, H] (stacked layers have a
-leading dimension of R; with `unroll_in_decode` they have separate variables below `layer{r}`).
+first token; and for each layer `attention/key_state` and `attention/value_state`, [B, cache_length, K, H], or with latent
+attention `attention/key_state` alone (stacked layers have a leading dimension of R; with `unroll_in_decode` they have separate
+variables below `layer{r}`).
 """
 
 from __future__ import annotations

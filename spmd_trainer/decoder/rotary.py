@@ -79,7 +79,7 @@ def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple
 
 
 def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array, *, pairs_adjacent: bool = False) -> jax.Array:
-    """Rotates the first dimensions of each head, in float32. Returns the shape and dtype of x.
+    """Rotates the first dimensions, in float32. Returns the shape and dtype of x.
 
     Args:
       x: [batch, time, heads, head_dims].

@@ -6,6 +6,7 @@ family_settings.py   settings that need more than a renaming
 setting_types.py     the types of the settings
 tensor_names.py      which tensors hold which variables, and in which order of dimensions
 safetensors_file.py  the format of the files
+quantised.py         tensors in FP8, and in MXFP4 (mxfp4.py), read as bfloat16
 folder.py            opens a folder and checks its tensors
 placing.py           reads tensors onto a mesh
 source.py            HfSource: a folder as a source of `checkpointing.restore` and `init_from_checkpoint_rules`

@@ -319,7 +319,8 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any], *, by_laye
     longest = fields["max_positions"]
     # transformers 5 keeps it among the rotary settings.
     rotated = parameters.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1
-    fields["rotary_dims"] = 0 if rotated == 1 else int(fields["head_dims"] * rotated)
+    # A family without head_dims here reads it later, and rotates whole heads or a part that it names.
+    fields["rotary_dims"] = 0 if rotated == 1 else int(fields.get("head_dims", 2) * rotated)
     local_base = settings.get("rope_local_base_freq") or (settings["rope_theta"] if by_layer_type else None)
     if (_GLOBAL in parameters or _LOCAL in parameters) and (by_layer_type or not older):
         # transformers gives rope_scaling to the global layers alone.

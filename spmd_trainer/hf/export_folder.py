@@ -148,8 +148,9 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
     if not differing and architecture in (None, family.architecture):
         if "torch_dtype" not in config:
             del dtypes["torch_dtype"]
-        found = {**config, "architectures": [family.architecture], **dtypes}
+        found = {**config, "architectures": [family.architecture], "model_type": family.model_type, **dtypes}
         found.pop("quantization_config", None)  # an export is not quantised
+        found.pop("auto_map", None)  # names Python files that are not copied; transformers has the architecture
         if spec.max_positions not in (0, there.max_positions):
             found[family.keys["max_positions"]] = spec.max_positions
         # The length may also be that of the rotary scaling.

@@ -205,6 +205,8 @@ def write_deepseek_v3(spec: DecoderSpec, config: Settings) -> None:
     config["q_lora_rank"] = spec.latent.query_dims or None
     config["kv_lora_rank"], config["v_head_dim"] = spec.latent.key_value_dims, spec.latent.value_dims
     config["attention_bias"] = False
+    # vLLM reads them, and takes other values where they are missing.
+    config["scoring_func"], config["topk_method"], config["moe_layer_freq"] = "sigmoid", "noaux_tc", 1
 
 
 def read_mixtral(config: Settings, fields: Settings) -> None:

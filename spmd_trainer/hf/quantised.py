@@ -1,12 +1,13 @@
 """Folders with quantised weights, which are read as bfloat16: FP8 by blocks, as in DeepSeek V3's folder, or MXFP4 (`mxfp4.py`).
 
-In FP8 a tensor NAME [outputs, inputs] of float8_e4m3fn has a second one beside it: `NAME_scale_inv`, float32 [blocks of outputs,
-blocks of inputs], the factors of a block's values. DeepSeek's and transformers' own conversions give the same bfloat16.
+In FP8 a tensor NAME [outputs, inputs] of float8_e4m3fn has a second one beside it: `NAME_scale_inv`, [blocks of outputs, blocks
+of inputs], the factor of each block (float32 in DeepSeek V3, bfloat16 in Qwen 3). Products are float32, rounded to bfloat16.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,14 +20,16 @@ from spmd_trainer.hf.errors import HfDamagedError, HfError
 from spmd_trainer.hf.safetensors_file import Tensor
 from spmd_trainer.hf.setting_types import is_whole
 
-# {quant_method: {setting: (True for a valid value, what it may be)}}. `activation_scheme` is for those who compute in FP8.
+# {quant_method: {setting: (True for a valid value, what is supported)}}. How activations are quantised is for those who compute
+# in FP8, but a fixed scale of theirs is stored in the folder.
 _SETTINGS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "fp8": {
-        "activation_scheme": (lambda value: value in (None, "dynamic"), "'dynamic'"),
-        "fmt": (lambda value: value in (None, "e4m3"), "'e4m3'"),
+        "activation_scheme": (lambda value: value in (None, "dynamic"), "'dynamic' is"),
+        "fmt": (lambda value: value in (None, "e4m3"), "'e4m3' is"),
+        "scale_fmt": (lambda value: value in (None, "float", "ue8m0"), "'float' and 'ue8m0' are"),
         "weight_block_size": (
             lambda value: isinstance(value, list) and len(value) == 2 and all(is_whole(n) and n > 0 for n in value),
-            "the rows and the columns of a block",
+            "factors of blocks are, [rows, columns]",
         ),
     },
     "mxfp4": {},
@@ -34,6 +37,7 @@ _SETTINGS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 # Settings of each method without an effect here: the tensors' names show which are quantised.
 _WITHOUT_EFFECT = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
 _FACTORS = "_scale_inv"
+_FACTOR_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +56,15 @@ class Fp8Tensor(Tensor):
     def read_rows(self, first: int, last: int) -> npt.NDArray[ml_dtypes.bfloat16]:
         """See `Tensor.read_rows`."""
         rows, columns = self.block
-        of_blocks = self.factors.read_rows(first // rows, -(-last // rows))
-        of_rows = of_blocks[np.arange(first, last) // rows - first // rows]
+        of_rows = self._of_blocks[np.arange(first, last) // rows]
         factors = np.repeat(of_rows, columns, axis=1)[:, : self.shape[1]]
         found: npt.NDArray[ml_dtypes.bfloat16] = self.values.read_rows(first, last).astype(np.float32) * factors
         return found.astype(ml_dtypes.bfloat16)
+
+    @functools.cached_property
+    def _of_blocks(self) -> npt.NDArray[np.float32]:
+        """All factors: one request for a tensor that is read in many parts."""
+        return self.factors.read_rows(0, self.factors.shape[0]).astype(np.float32)
 
 
 def refuse_unsupported(config: Mapping[str, Any], where: str, *, in_mxfp4: bool) -> None:
@@ -84,7 +92,7 @@ def refuse_unsupported(config: Mapping[str, Any], where: str, *, in_mxfp4: bool)
         raise HfError(f"{where}: quantization_config.{unknown[0]} is not supported")
     for key, (is_valid, right) in _SETTINGS[method].items():
         if not is_valid(settings.get(key)):
-            raise HfError(f"{where}: quantization_config.{key}={settings.get(key)!r:.200}; give {right}")
+            raise HfError(f"{where}: quantization_config.{key}={settings.get(key)!r:.200} is not supported; {right}")
 
 
 def combined(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -118,10 +126,10 @@ def _from_fp8(tensors: Mapping[str, Tensor], block: tuple[int, int]) -> dict[str
         if factors is None:
             raise HfDamagedError(f"{values.path} has {name} in FP8 and no {name + _FACTORS}. Copy the folder again.")
         wanted = tuple(-(-size // part) for size, part in zip(values.shape, block, strict=False))
-        if len(values.shape) != 2 or factors.shape != wanted or factors.dtype != np.float32:
+        if len(values.shape) != 2 or factors.shape != wanted or factors.dtype.name not in _FACTOR_DTYPES:
             raise HfDamagedError(
                 f"{values.path}: {name} is {values.shape}, and {factors.name} {factors.dtype.name} {factors.shape}; blocks of "
-                f"{block} need float32 {wanted}"
+                f"{block} need {wanted}, {', '.join(_FACTOR_DTYPES)}"
             )
         found[name] = Fp8Tensor(
             name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import fiddle as fdl
 import numpy as np
 
 from spmd_trainer.errors import UserError
@@ -14,6 +15,12 @@ from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.inputs.corpus import text_files as corpus_texts
 
 HEAD_BYTES = file_formats.HEAD_BYTES
+
+
+def reads_texts(input_p: Any) -> bool:
+    """Returns True for the config of a `TokenizedInput`."""
+    kind = fdl.get_callable(input_p) if isinstance(input_p, fdl.Buildable) else None
+    return isinstance(kind, type) and issubclass(kind, TokenizedInput)
 
 
 class TokenizedInput(indexed.IndexedInput):

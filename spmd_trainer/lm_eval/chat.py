@@ -26,6 +26,7 @@ from spmd_trainer.lm_eval.settings import ChatSettings
 from spmd_trainer.lm_eval.steps import training_rows
 from spmd_trainer.lm_eval.texts import Texts
 from spmd_trainer.models.base import vocabulary_size
+from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.training import averages, checkpoints
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
@@ -80,8 +81,8 @@ def _typed() -> str | None:
 
 def _show_answer(talk: Talk, text: str) -> None:
     _show(talk.answer(text))
-    if talk.was_cut:
-        logging.info("the answer was cut after %d tokens; --max_tokens=N allows more", talk.max_tokens)
+    if talk.cut:
+        logging.info("the answer was cut %s", talk.cut)
 
 
 def _show(pieces: Sequence[str] | Iterator[str]) -> None:
@@ -98,8 +99,7 @@ class Talk:
     Attributes:
       step: the training step of the checkpoint.
       has_template: True if prompts are written with the tokenizer's chat template.
-      max_tokens: most tokens of an answer.
-      was_cut: True if the last answer was not at its end after `max_tokens`.
+      cut: where the last answer was cut before its end, and what allows more, for messages; '' if it was at its end.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Talk:
         """
         self.step = int(source.state.step)
         self.has_template = texts.template is not None
-        self.max_tokens, self.was_cut = settings.max_tokens, False
+        self.cut = ""
         self._requests, self._texts, self._settings, self._source = requests, texts, settings, source
         self._ends = eos_ids(settings, texts.tokenizer)
         self._seen: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -187,7 +187,7 @@ class Talk:
     def _texts_of(self, prompt: list[int]) -> Iterator[str]:
         """Yields the generated text, longer each time; what may still become part of a stop string is kept back."""
         room = self._requests.max_length
-        piece = min(_PIECE, self.max_tokens)
+        piece = min(_PIECE, self._settings.max_tokens)
         if len(prompt) > room - piece:
             fix = "forget the conversation (/reset)" if self._messages != self._first else "shorten it"
             raise UserError(
@@ -198,7 +198,7 @@ class Talk:
         self._seen[tuple(prompt)] += 1
         made: list[int] = []
         held = max((len(stop) - 1 for stop in self._settings.stop), default=0)
-        most = min(self.max_tokens, room - len(prompt))
+        most = min(self._settings.max_tokens, room - len(prompt))
         while len(made) < most:
             # The last piece may be longer than what is left: a shorter one would be a program of its own.
             number = min(_PIECE, room - len(prompt) - len(made))
@@ -208,11 +208,18 @@ class Talk:
             text = self._texts.decode(made)
             ends = [found for stop in self._settings.stop if (found := text.find(stop)) >= 0]
             if ends or has_ended:
-                self.was_cut = not ends and len(made) >= most and made[-1] not in self._ends
+                self.cut = "" if ends or len(made) < most or made[-1] in self._ends else self._cut_text(most)
                 yield text[: min(ends)] if ends else text
                 return
             # A character may have only a part of its bytes yet.
             yield text[: max(0, len(text) - held)].rstrip("\N{REPLACEMENT CHARACTER}")
+
+    def _cut_text(self, made: int) -> str:
+        if made == self._settings.max_tokens:
+            return f"after {count_text(made, 'token')}; --max_tokens=N allows more"
+        return (
+            f"after {count_text(made, 'token')}, where a row of this model ends; a shorter prompt or /reset allows more"
+        )
 
     def _continued(self, prompt: Prompt, number: int, *, is_first: bool) -> list[int]:
         """Returns the next tokens, `number` of them or those up to the end of the text. Says what the first ones wait for."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import fiddle as fdl
 import jax
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.text_base import TokenizedInput
+from spmd_trainer.inputs.text_base import reads_texts
 from spmd_trainer.inputs.tokenizer_field import default_start, make_tokenizer, start_token
 from spmd_trainer.inputs.tokenizers import Tokenizer
 from spmd_trainer.lm_eval.harness_runner import HarnessRunner, Tasks
@@ -77,7 +76,7 @@ def tokenizer_of(experiment: ResolvedExperiment, given: str | None = None) -> tu
     """
     config = experiment.config
     datasets = [*config.train_datasets, *config.eval_datasets, *config.decode_datasets]
-    of_texts: Any = next(filter(_reads_texts, datasets), None)
+    of_texts: Any = next(filter(reads_texts, datasets), None)
     if of_texts is None and given is None:
         raise UserError(
             f"no input of experiment {experiment.label} has a tokenizer, to write and read texts with; lm-eval takes "
@@ -88,8 +87,3 @@ def tokenizer_of(experiment: ResolvedExperiment, given: str | None = None) -> tu
         return tokenizer, start_token(tokenizer, default_start(tokenizer))
     tokenizer = make_tokenizer(given) if given else make_tokenizer(of_texts.tokenizer, of_texts.eos_id)
     return tokenizer, start_token(tokenizer, of_texts.start)
-
-
-def _reads_texts(input_p: Any) -> bool:
-    kind = fdl.get_callable(input_p) if isinstance(input_p, fdl.Buildable) else None
-    return isinstance(kind, type) and issubclass(kind, TokenizedInput)

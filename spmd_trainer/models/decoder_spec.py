@@ -68,7 +68,7 @@ class DecoderSpec:
       num_layers: number of layers.
       num_heads: query heads, N.
       num_kv_heads: key and value heads, K; divides num_heads.
-      head_dims: width of a head, H.
+      head_dims: width of a head's queries and keys, H; without `latent` also of its values.
       activation: of the feed-forward layers: 'silu', 'gelu', 'gelu_tanh' (the approximation) or 'relu'.
       gated: the feed-forward layer is down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
       norm: 'rms' (root mean square, only a scale) or 'layer' (mean and variance, scale and bias).
@@ -87,7 +87,7 @@ class DecoderSpec:
       positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
       max_positions: longest sequence. With positions='learned' it is a dimension of a variable; otherwise it is only
         informative.
-      rotary_dims: the first dimensions of a head, with `latent` the last, which alone are rotated; 0: all.
+      rotary_dims: the first dimensions of a head, with `latent` the last, which alone are rotated; 0: all (not with `latent`).
       rotary_pairs_adjacent: dimensions 2i and 2i + 1 are rotated together; otherwise i and i + half of the rotated ones.
       rotary_base: base of the rotary frequencies (rope theta).
       rotary_scaling: change of the frequencies; None for none.
@@ -254,7 +254,7 @@ class DecoderSpec:
         if self.positions == "learned":
             return not_positive(self, ["max_positions"])
         found = not_positive(self, ["rotary_base"])
-        if self.head_dims % 2:
+        if not self.rotary_dims and self.head_dims % 2:
             found.append(f"head_dims={self.head_dims} is odd; rotary embeddings need an even width")
         if self.rotary_dims % 2 or not 0 <= self.rotary_dims <= self.head_dims:
             found.append(

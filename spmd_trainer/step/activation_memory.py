@@ -1,7 +1,8 @@
 """Which named activations a step keeps for the backward pass, which it moves to host memory, and which it computes again.
 
 Models name activations with `jax.ad_checkpoint.checkpoint_name` inside of rematerialised parts (`jax.checkpoint`, `nn.remat`,
-praxis' repeated layers): the decoder's are 'query_proj', 'key_proj', 'value_proj', 'context', 'out_proj', 'ffn1' and 'ffn2'.
+praxis' repeated layers): the decoder's are 'query_proj', 'key_proj', 'value_proj', 'context', 'out_proj', 'ffn1' and 'ffn2', and
+'key_value_down' of latent attention.
 `task.train.saved_activations` and `offloaded_activations` take the place of the policies of these parts, for any model.
 """
 

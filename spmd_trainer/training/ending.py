@@ -172,13 +172,18 @@ def next_commands(config: RunConfig, *, evaluated: int | None = None) -> Iterato
             # The run's directory knows the rest of its command.
             command = ["spmd-trainer", f"--job_log_dir={config.job_log_dir}", f"--mode={mode}"]
             yield f"  {what:<19} {shlex.join(command) if has_command else _python_call(config, function)}"
-    if has_command and hasattr(experiment.task_p.model, "generation") and _reads_texts(experiment):
+    if has_command and _answers(experiment):
         yield f'  {"to talk to it:":<19} {shlex.join(["spmd-trainer", f"--job_log_dir={config.job_log_dir}"])} --prompt="..."'
 
 
-def _reads_texts(experiment: ResolvedExperiment) -> bool:
-    """Returns True if an input has a tokenizer."""
-    return any(hasattr(input_p, "tokenizer") for input_p in experiment.config.train_datasets)
+def _answers(experiment: ResolvedExperiment) -> bool:
+    """Returns True if `--prompt` can be answered: the model generates, and an input has a tokenizer."""
+    from spmd_trainer.inputs.text_base import reads_texts  # imports what reads texts
+
+    lora, config = experiment.task_p.lora, experiment.config
+    if not hasattr(experiment.task_p.model, "generation") or (lora is not None and lora.adapters):
+        return False
+    return any(map(reads_texts, (*config.train_datasets, *config.eval_datasets, *config.decode_datasets)))
 
 
 def _table(how: str, then: str, loss: str, evaluated: Mapping[str, str]) -> Table:

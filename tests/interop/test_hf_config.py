@@ -282,7 +282,46 @@ def test_deepseek_v3_is_the_experiment_of_its_size():
     # arXiv:2412.19437, 4.2; the factor of the logits is in DeepSeek's own modeling_deepseek.py.
     assert (found.head_dims, found.value_dims, found.first_layers) == (192, 128, ("global",) * 3)
     assert found.query_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
-    assert config_json.differing_fields(config_json.spec_of(config_json.config_of(wanted), ""), wanted) == []
+    written = config_json.config_of(wanted)
+    assert config_json.differing_fields(config_json.spec_of(written, ""), wanted) == []
+    # vLLM reads these.
+    assert {key: written[key] for key in ("scoring_func", "topk_method")} == {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    newer = {**DEEPSEEK_V3["quantization_config"], "scale_fmt": "ue8m0"}  # of DeepSeek V3.1
+    assert config_json.spec_of({**DEEPSEEK_V3, "quantization_config": newer}, "") == found
+    with raises_naming(UserError, "partial_rotary_factor"):
+        config_json.spec_of({**DEEPSEEK_V3, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (
+            "KimiK2",
+            {
+                "first_k_dense_replace": 1, "max_position_embeddings": 262144, "model_type": "kimi_k2", "n_group": 1,
+                "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+                "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0, "factor": 64.0},
+                "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
+            },
+        ),
+        (
+            "Moonlight16B",
+            {
+                "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192,
+                "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+                "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+                "q_lora_rank": None, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 50000.0,
+                "routed_scaling_factor": 2.446, "topk_group": 1, "vocab_size": 163840,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_other_models_of_its_architecture(name, changes):
+    found = config_json.spec_of({**DEEPSEEK_V3, **changes}, "config.json")
+    assert config_json.differing_fields(found, pax_fiddle.build(getattr(deepseek, name)().spec())) == []
 
 
 def test_defaults_are_those_of_the_family():
@@ -420,11 +459,15 @@ def test_a_missing_setting_is_named():
         ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported"),
         ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quant_method may be 'fp8' and 'mxfp4'"),
         ("qwen3", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method may be 'fp8'"),
-        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size=None; give the rows and"),
+        (
+            "qwen3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "weight_block_size=None is not supported; factors of",
+        ),
         (
             "qwen3",
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8], "fmt": "e5m2"}},
-            "fmt='e5m2'; give 'e4m3'",
+            "fmt='e5m2' is not supported; 'e4m3' is",
         ),
         (
             "gpt_oss_mxfp4",

@@ -91,11 +91,21 @@ def test_pieces_join_to_the_text(says):
     assert len([piece for piece in pieces if piece]) >= len(says.encode()) // 16
 
 
-@pytest.mark.parametrize(("max_tokens", "was_cut"), [(37, True), (100, True), (101, False), (200, False)])
-def test_max_tokens_ends_an_answer(max_tokens, was_cut):
-    found, _ = talk("x" * 100, max_tokens=max_tokens)
-    assert "".join(found.answer("go on")) == "x" * min(max_tokens, 100)
-    assert found.was_cut == was_cut
+@pytest.mark.parametrize(
+    ("max_tokens", "length", "cut"),
+    [
+        (37, 37, "37 tokens; --max_tokens"),
+        (100, 100, "--max_tokens"),
+        (101, 100, ""),
+        (200, 100, ""),
+        (64, 55, "55 tokens, where a row"),
+    ],
+)
+def test_an_answer_that_is_cut_says_where(max_tokens, length, cut):
+    found, _ = talk("x" * 100, max_tokens=max_tokens, max_length=60 if length == 55 else 200)
+    assert "".join(found.answer("go on")) == "x" * length
+    assert cut in found.cut
+    assert bool(cut) == bool(found.cut)
 
 
 def test_the_pieces_of_a_conversation_have_few_widths():

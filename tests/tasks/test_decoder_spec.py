@@ -9,11 +9,16 @@ from praxis import layers, pax_fiddle
 from praxis.pax_fiddle import Config
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.models.decoder_spec import MoeSpec, RotaryScaling
+from spmd_trainer.models.decoder_spec import LatentSpec, MoeSpec, RotaryScaling
 
 
 def problems(**fields):
     return pax_fiddle.build(small_spec(**fields)).problems()
+
+
+def latent(value_dims=3, **fields):
+    heads = {"num_kv_heads": 6, "head_dims": 10, "rotary_dims": 4}
+    return {**heads, "latent": Config(LatentSpec, key_value_dims=5, value_dims=value_dims), **fields}
 
 
 def moe(**fields):
@@ -26,6 +31,13 @@ def moe(**fields):
         ({"vocab_size": 0}, "vocab_size=0; give a number above 0"),
         ({"num_kv_heads": 4}, "num_kv_heads=4 does not divide num_heads=6"),
         ({"head_dims": 5}, "head_dims=5 is odd"),
+        (latent(num_kv_heads=3), "num_kv_heads=3; with latent it must be num_heads=6"),
+        (latent(11), "latent.value_dims=11 is greater than head_dims=10"),
+        (latent(0), "latent.value_dims=0; give a number above 0"),
+        (latent(rotary_dims=0), "rotary_dims=0; with latent give more than 0"),
+        (latent(qkv_bias=True), "qkv_bias=True; with latent it must be False"),
+        (latent(query_key_norm="head"), "query_key_norm='head'; with latent it must be None"),
+        (latent(positions="learned", max_positions=9), "positions='learned'; with latent"),
         ({"activation": "silo"}, "activation='silo'; give one of .*; did you mean silu"),
         ({"norm": "batch"}, "norm='batch'; give one of 'rms', 'layer'"),
         ({"norm_placement": "before"}, "norm_placement='before'"),
