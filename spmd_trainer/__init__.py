@@ -3,10 +3,10 @@
     import spmd_trainer as st
     result = st.train("lm.stdlib.StdlibBytesTiny", "runs/mine", overrides=["task.train.num_train_steps=200"])
 
-Importing this package is cheap: it brings in neither JAX, praxis nor TensorFlow. It installs the praxis bridge, which acts when
-something imports praxis (see `pax.bridge`). The functions below are imported from `api` when they are first used. Import
-names that only Pax has, such as `spmd_trainer.trainer_lib`, are in the folder `pax/import_names`, or in the table of
-`pax/import_table.py` if they have no code of their own.
+Importing this package is cheap: it imports neither JAX, praxis nor TensorFlow. It installs an import hook that makes praxis run
+on a current JAX (see `pax.bridge`). The functions in `__all__` are imported from `api` when they are first used. Modules that
+only Pax has, such as `spmd_trainer.trainer_lib`, are in the folder `pax/import_names`. Those without code are entries of the
+table in `pax/import_table.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The trainer from a notebook or a script: `import spmd_trainer as st; st.train("lm.stdlib.StdlibBytesTiny", "runs/mine")`.
 
-Each function does what the command of its name does, shows the same progress lines, and returns what came out. Experiments are
-given by name, as a class (registered or not), or as an instance.
+Each function but `load_variables` does the work of one `--mode`, shows the same progress lines, and returns the results. An
+experiment is given by its name, as a class (registered or not), or as an instance.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ tensorflow_bridge.keep_quiet()
 
 @dataclasses.dataclass(frozen=True)
 class EvalResult:
-    """What `evaluate` returns.
+    """The result of `evaluate`.
 
     Attributes:
       step: the training step of the checkpoint.
@@ -58,7 +58,7 @@ class EvalResult:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeResult:
-    """What `decode` returns.
+    """The result of `decode`.
 
     Attributes:
       step: the training step of the checkpoint.
@@ -70,9 +70,9 @@ class DecodeResult:
 
 
 def _message_last(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Makes a function's errors end with their message, which says what to do, after the user's own frames.
+    """Decorator that reduces the traceback of a UserError or CheckpointError to the user's own frames, before the message.
 
-    The full log has the whole traceback; JAX_TRACEBACK_FILTERING=off shows it here too.
+    The full log has the whole traceback; JAX_TRACEBACK_FILTERING=off also shows it here.
     """
 
     @functools.wraps(function)
@@ -89,18 +89,19 @@ def _message_last(function: Callable[_Arguments, _Result]) -> Callable[_Argument
 
 @_message_last
 def train(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] = (), **settings: Any) -> TrainResult:
-    """Trains an experiment, from the newest checkpoint in `job_log_dir` if there is one. Ctrl-C saves and returns.
+    """Trains an experiment, from the newest checkpoint in `job_log_dir` if there is one. On Ctrl-C, saves and returns.
 
     Args:
       exp: a registered name, an experiment class or an instance.
-      job_log_dir: where checkpoints, summaries and the log go.
-      overrides: as `--fdl.set`, e.g. ['task.train.num_train_steps=200'].
+      job_log_dir: the run's directory, for checkpoints, summaries and the log.
+      overrides: changes to the config, as for `--fdl.set`, e.g. ['task.train.num_train_steps=200'].
       **settings: fields of `TrainConfig`, named as the flags of `--mode=train`, e.g. mesh='data:4,mdl:2' or
-        {'data': 4, 'mdl': 2}, track=['wandb', 'mlflow'], num_minibatches=2; and callbacks=[...], called after those of
+        {'data': 4, 'mdl': 2}, track=['wandb', 'mlflow'], num_minibatches=2. callbacks=[...] are called after those of
         `task.train.callbacks`.
 
     Raises:
-      UserError: something in the arguments, the experiment or its files is wrong; the message says what would be right.
+      UserError: an error in the arguments, the experiment or its files; the message says how to fix it.
+      CheckpointError: a checkpoint could not be read or written.
     """
     from spmd_trainer.training import train as program
 
@@ -114,8 +115,9 @@ def evaluate(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str
 
     Args:
       exp, job_log_dir, overrides: see `train`.
-      **settings: fields of `RunConfig`: mesh; restore_checkpoint_dir, the checkpoints to read instead of those in `job_log_dir`;
-        restore_checkpoint_step, the step instead of the newest; eval_averages='ema', 'schedule_free' or 'last:5'; ...
+      **settings: fields of `RunConfig`, e.g. mesh, restore_checkpoint_dir (read these checkpoints instead of those in
+        `job_log_dir`), restore_checkpoint_step (read this step instead of the newest) and eval_averages ('ema', 'schedule_free'
+        or 'last:5').
 
     Raises:
       UserError: as `train`; there is no checkpoint, or nothing to evaluate.
@@ -157,14 +159,14 @@ def decode(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] 
 def export(
     exp: Experiment, job_log_dir: Directory, export_dir: Directory, *, overrides: Iterable[str] = (), **settings: Any
 ) -> int:
-    """Writes one checkpoint as a Hugging Face folder, which transformers opens. Returns its step.
+    """Writes one checkpoint as a Hugging Face folder that transformers can open. Returns the checkpoint's step.
 
     Args:
       exp, job_log_dir, overrides: see `train`.
       export_dir: the folder; new or empty.
-      **settings: fields of `ExportConfig`: dtype='float32', 'bfloat16' or 'float16';
-        adapter=True writes the adapters of `task.lora` alone, in PEFT's format and float32; checkpoint=True
-        writes a checkpoint for warm starts; and those of `evaluate`.
+      **settings: the settings of `evaluate`, and fields of `ExportConfig`: dtype='float32', 'bfloat16' or 'float16';
+        adapter=True writes only the adapters of `task.lora`, in PEFT's format and float32; checkpoint=True writes a checkpoint
+        for warm starts instead of a folder.
 
     Raises:
       UserError: as `train`; there is no checkpoint, the folder is not empty, or transformers has no architecture for the model.
@@ -178,12 +180,12 @@ def export(
 def generate(
     exp: Experiment, job_log_dir: Directory, prompts: Iterable[str], *, overrides: Iterable[str] = (), **settings: Any
 ) -> list[str]:
-    """Returns the model's answer to each prompt, as `--mode=chat` gives it to the first of a conversation.
+    """Returns the model's answer to each prompt, as in `--mode=chat`. Each prompt begins a new conversation.
 
     Args:
       exp, job_log_dir, overrides: see `train`.
-      prompts: the texts; with a chat template, what a user says.
-      **settings: fields of `ChatSettings`: max_tokens, temperature, top_p, system; and those of `evaluate`.
+      prompts: the texts; with a chat template, user messages.
+      **settings: the settings of `evaluate`, and fields of `ChatSettings`: max_tokens, temperature, top_p, system.
 
     Raises:
       UserError: as `train`; there is no checkpoint, the model can't generate text, or a prompt is too long.
@@ -199,17 +201,17 @@ def generate(
 
 @_message_last
 def sweep(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] = (), **settings: Any) -> list[Trial]:
-    """Trains an experiment once for each trial of a sweep, each in a process of its own, and returns the trials.
+    """Trains an experiment once for each trial of a sweep, every trial in a separate process, and returns the trials.
 
     Args:
-      exp: a registered name, or the class of a module that the trials' processes can import.
-      job_log_dir: where the trials' runs and `sweep.html` go. A sweep that was ended goes on from there.
+      exp: a registered name, or a class in a module that the trials' processes can import.
+      job_log_dir: directory for the trials' runs and `sweep.html`. An interrupted sweep in it is continued.
       overrides: see `train`; for all trials.
-      **settings: fields of `SweepConfig`: sweep={'LEARNING_RATE': [1e-3, 1e-2]}, what to vary; sweep_method, sweep_trials,
-        sweep_metric, sweep_goal, sweep_prune, sweep_seed; and those of `train`, without callbacks.
+      **settings: the settings of `train` except callbacks, and fields of `SweepConfig`: sweep, the values to try, e.g.
+        {'LEARNING_RATE': [1e-3, 1e-2]}; sweep_method, sweep_trials, sweep_metric, sweep_goal, sweep_prune, sweep_seed.
 
     Raises:
-      UserError: as `train`; there is nothing to vary, or all trials are broken.
+      UserError: as `train`; there is nothing to vary, or all trials failed.
     """
     program = rooms.need("sweeps.run")
     with _job("sweep", exp, job_log_dir, overrides, settings) as prepared:
@@ -219,7 +221,7 @@ def sweep(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] =
 
 @_message_last
 def inspect(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> sharding.ShardingReport:
-    """Returns where every variable lives on the mesh, and why, and how inputs are split. Trains nothing and writes nothing.
+    """Returns the sharding of every variable, with the reason for it, and of the inputs. Trains nothing and writes nothing.
 
     Args:
       exp, overrides: see `train`.
@@ -236,15 +238,15 @@ def inspect(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) 
 
 @_message_last
 def plan(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> Plan:
-    """Compiles the train step and returns what it needs of one chip. Trains nothing and writes nothing.
+    """Compiles the train step and returns its memory, FLOPs, collectives and estimated time per chip. Does not train or write.
 
     Args:
       exp, overrides: see `train`.
-      **settings: fields of `InspectConfig`: mesh; topology, chips that aren't here, e.g. 'v5e:16x16' (extra `tpu`) or
-        'h100:32x8', 32 hosts with 8 GPUs each (extra `plan-gpu`); num_slices, the number of slices of `topology`; ...
+      **settings: fields of `InspectConfig`, e.g. mesh, num_slices (the number of slices of `topology`) and topology, for chips
+        that this machine lacks: 'v5e:16x16' (extra `tpu`), or 'h100:32x8' for 32 hosts with 8 GPUs each (extra `plan-gpu`).
 
     Raises:
-      UserError: as `train`; an unknown topology, or the step does not fit.
+      UserError: as `train`; the topology is unknown, or the step does not fit the chip's memory.
     """
     program = rooms.need("planner.plan")
     with _job("inspect", exp, ".", overrides, settings) as job:
@@ -254,17 +256,17 @@ def plan(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> 
 
 @_message_last
 def load_variables(job_log_dir: Directory, step: int | None = None) -> dict[str, Any]:
-    """Returns the model's variables of a run's checkpoint, on the host. Needs neither the run's mesh nor its experiment.
+    """Returns the model's variables from a run's checkpoint, on the host. Needs neither the run's mesh nor its experiment.
 
     Args:
-      job_log_dir: the run's directory, its `checkpoints`, or one step in it.
-      step: the training step; None for the newest whole one.
+      job_log_dir: the run's directory, its folder `checkpoints`, or the folder of one step.
+      step: the training step; None for the newest complete one.
 
     Returns:
       {'params': {...}, 'non_trainable': {...}}, nested by the parts of the variables' paths: NumPy arrays without padding.
 
     Raises:
-      CheckpointError: there is no such checkpoint, it is damaged, or it holds adapters alone, as those of a run with `task.lora`.
+      CheckpointError: there is no such checkpoint, it is damaged, or it holds only adapters (of a run with `task.lora`).
     """
     from spmd_trainer.checkpointing import frozen_base, own_steps
 
@@ -283,7 +285,7 @@ def load_variables(job_log_dir: Directory, step: int | None = None) -> dict[str,
 def _job(
     mode: str, exp: Experiment, job_log_dir: Directory, overrides: Iterable[str], settings: dict[str, Any], **more: Any
 ) -> Iterator[Job]:
-    """Builds the job of a call, and shows its log lines as the command line does."""
+    """Context manager that builds the job of a call, and shows its log lines as the command line does."""
     count, index = multihost.joined()
     # Of several processes, the first one tells the progress.
     with log_lines.shown(warnings_only=index > 0) as run_log:
@@ -305,7 +307,7 @@ def _job(
 
 @contextlib.contextmanager
 def _named_as_in_python(mode: str) -> Iterator[None]:
-    """Names the caller's keywords in errors that name the flags of a mode."""
+    """Context manager that replaces flags in error messages by the caller's keywords, e.g. `--fdl.set` by `overrides`."""
     own = {about.flag: name for name, about in settings_of(config_class(mode)).items() if name not in _NO_KEYWORDS}
     names = {**own, "job_log_dir": "job_log_dir", "export_dir": "export_dir", "exp": "exp", "fdl.set": "overrides"}
     try:

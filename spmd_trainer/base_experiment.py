@@ -1,7 +1,7 @@
-"""What an experiment declares: its datasets, its task, and (through the task's model) its mesh.
+"""The base class of experiments, which declare their datasets, their task, and (through the task's model) their mesh.
 
-The programs of Pax stand here too, because Pax's experiments return them. This trainer has one training, one evaluation and one
-decode loop (`training/`), so that a program only stands for one of these; `check_overrides` refuses programs of one's own.
+Pax's program classes are here too, because Pax's experiments return them. This trainer has one training, one evaluation and one
+decode loop (in `training/`). A program is only a placeholder for one of the loops; `check_overrides` refuses custom programs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INSTEAD_OF_PROGRAMS = (
 
 
 class Program:
-    """Pax's base class of programs. A program here stands for a loop of `training/`, and has no code to run."""
+    """Pax's base class of programs. Here, a program is a placeholder for a loop in `training/` and can't be run."""
 
     def setup(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises UserError, like `run`, `should_run` and `shutdown`."""
@@ -44,7 +44,7 @@ class BaseTrainProgram(Program):
 
 
 class SingleTaskTrainProgram(BaseTrainProgram):
-    """Stands for the training loop, `training/train.py`."""
+    """Placeholder for the training loop, `training/train.py`."""
 
 
 class BaseEvalProgram(Program):
@@ -55,25 +55,25 @@ class BaseEvalProgram(Program):
 
 
 class SingleTaskEvalProgram(BaseEvalProgram):
-    """Stands for the evaluation of one dataset, `training/evaluate.py`."""
+    """Placeholder for the evaluation of one dataset, `training/evaluate.py`."""
 
 
 class SingleTaskDecodeProgram(Program):
-    """Stands for the decode of one dataset, `training/decode.py`."""
+    """Placeholder for the decoding of one dataset, `training/decode.py`."""
 
     def __init__(self, input_p: InputConfig):
         self.input_p = input_p
 
 
 class BaseExperiment(metaclass=abc.ABCMeta):
-    """An experiment: a class whose methods return configs. Nothing is built and no device is touched until it runs.
+    """Base class of experiments, whose methods return configs. No object is built and no device is touched before a run.
 
     As in Pax, subclasses define class attributes in capitals (`ICI_MESH_SHAPE`, `PERCORE_BATCH_SIZE`, `NUM_LAYERS`, ...),
     which `datasets()` and `task()` read.
 
     Attributes:
       XLA_FLAGS: compiler flags of the train step, e.g. {"xla_gpu_enable_latency_hiding_scheduler": True}. Names that begin with
-        xla_gpu_, xla_tpu_ or xla_cpu_ only apply to these devices. A flag that the installed XLA doesn't know is an error.
+        xla_gpu_, xla_tpu_ or xla_cpu_ apply only on devices of that kind. A flag that the installed XLA doesn't know is an error.
       sweep: what `--mode=sweep` varies, e.g. {"LEARNING_RATE": [1e-3, 1e-2], "task.train.random_seed": [1, 2, 3]}.
     """
 
@@ -89,7 +89,7 @@ class BaseExperiment(metaclass=abc.ABCMeta):
         """Returns the config of the task: model, mesh, learner, intervals."""
 
     def training_dataset(self) -> InputConfig:
-        """Returns the only training input; Pax's older name.
+        """Returns the only training input. An older method of Pax; `train_datasets` returns the same in a list.
 
         Raises:
           ValueError: the number of training datasets is not one.
@@ -112,11 +112,11 @@ class BaseExperiment(metaclass=abc.ABCMeta):
         return self.decoder_datasets()
 
     def decoder_datasets(self) -> list[InputConfig]:
-        """Returns the same as `decode_datasets`; this is Pax's older name."""
+        """Returns the inputs for `decode_datasets`, under Pax's older name. The default is []."""
         return []
 
     def get_input_specs_provider_params(self) -> pax_fiddle.Config[base_input.BaseInputSpecsProvider]:
-        """Returns the config of the provider of shapes and dtypes of one process's batch.
+        """Returns the config of the object that provides the shapes and dtypes of one process's batch.
 
         The default calls the training input's `input_specs()`, or reads its first batch if it has no such method. An experiment
         for evaluation alone, without a training dataset, sets `task.train.always_use_train_for_model_init=False`: the default
@@ -167,7 +167,7 @@ class BaseExperiment(metaclass=abc.ABCMeta):
         return None
 
     def mesh_for_devices(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-        """Returns the mesh for another number of devices.
+        """Returns the mesh to use when the number of devices of an elastic run changes.
 
         The default changes the size of one axis: 'data' if the mesh has it, otherwise the largest.
 
@@ -188,39 +188,39 @@ class BaseExperiment(metaclass=abc.ABCMeta):
         return {**mesh_shape, axis: num_devices // others}
 
     def train_programs(self) -> list[BaseTrainProgram]:
-        """Returns what stands for the training loop; a program of one's own is refused, see `check_overrides`."""
+        """Returns the placeholder for the training loop. Custom programs are refused, see `check_overrides`."""
         return [SingleTaskTrainProgram()]
 
     def eval_programs(self) -> list[BaseEvalProgram]:
-        """Returns what stands for the evaluations of `eval_datasets()`, which decide what is evaluated."""
+        """Returns one placeholder for each of `eval_datasets()`. The datasets alone decide what is evaluated."""
         return [SingleTaskEvalProgram(input_p) for input_p in self.eval_datasets()]
 
     def decode_programs(self) -> list[SingleTaskDecodeProgram]:
-        """Returns what stands for the decodes of `decode_datasets()`, which decide what is decoded."""
+        """Returns one placeholder for each of `decode_datasets()`. The datasets alone decide what is decoded."""
         return [SingleTaskDecodeProgram(input_p) for input_p in self.decode_datasets()]
 
     def executor(self) -> Any | None:
-        """Returns None: the loops in `training/` take the place of Pax's executors; see `check_overrides`."""
+        """Returns None, because the loops in `training/` replace Pax's executors; see `check_overrides`."""
         return None
 
     def search(self) -> Any:
-        """Returns the `automl.SearchHParams` of `--mode=sweep`, as in Pax. Raises NotImplementedError if it declares none."""
+        """Returns the `automl.SearchHParams` for `--mode=sweep`, as in Pax. The default raises NotImplementedError."""
         raise NotImplementedError("this experiment declares no search")
 
     def sub_experiments(self) -> dict[str, type[BaseExperiment]]:
-        """Returns the experiment itself; others are not run, see `check_overrides`."""
+        """Returns {'': the experiment's class}. An override is ignored with a warning, see `check_overrides`."""
         return {"": type(self)}
 
 
 def check_overrides(experiment: BaseExperiment) -> None:
-    """Refuses what an experiment overrides if training would differ without it, and warns of what has no effect.
+    """Checks an experiment's overrides of Pax's methods: refuses unsupported ones, and warns of one without effect.
 
     Args:
-      experiment: the experiment, its overrides applied.
+      experiment: the experiment, with the class attributes of `--fdl.set` applied.
 
     Raises:
-      UserError: it returns programs or an executor of its own, or programs for other datasets than its own, or a class attribute
-        is a search space.
+      UserError: the experiment returns custom programs or an executor, or its programs are for other datasets than its eval and
+        decode datasets, or a class attribute is a PyGlove search space.
     """
     name, cls = type(experiment).__name__, type(experiment)
     train = experiment.train_programs()

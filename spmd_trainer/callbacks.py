@@ -1,13 +1,13 @@
-"""Callbacks: objects that a training run calls at its moments. The trainer has its own; experiments and callers add theirs.
+"""Callbacks: objects that a training run calls at fixed points, e.g. after each step. Experiments and callers can add some.
 
-`Callback` has one method for each moment of a run, and each method gets a `Run`: the run's state, mesh, task and directory. An
+`Callback` has one method for each of these points, and each method gets a `Run`: the run's state, mesh, task and directory. An
 experiment adds callbacks as configs in `task.train.callbacks`, a caller as objects in `spmd_trainer.train(callbacks=[...])`.
-`StepWatch` follows each step more closely, from inside the loop.
+`StepWatch` has further methods that the loop calls within each step.
 
 The trainer's own callbacks serve as examples. Those of every run are in `training/`: `summaries.py`, `saving.py`,
-`early_stopping.py` and `invalid_steps.py`. A run trains without the others: `watch/run.py` lists those that watch it,
-`watch/tracking/` tells trackers of it (`--track`), and `lm_eval/` judges the model every N steps, where an experiment adds
-it. `training/callback_list.py` calls a run's callbacks.
+`early_stopping.py` and `invalid_steps.py`. The others are optional: `watch/run.py` lists callbacks that monitor a run,
+`watch/tracking/` reports it to experiment trackers (`--track`), and `lm_eval/` evaluates the model every N steps if the
+experiment adds it. `training/callback_list.py` calls a run's callbacks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CallbackError(UserError):
 
 
 class Run:
-    """A training run, as its callbacks see it.
+    """A training run: the object that callbacks get.
 
     Attributes:
       experiment: the experiment's full registered name.
@@ -54,23 +54,24 @@ class Run:
       batch: ShapeDtypeStructs of the global training batch, without padding.
       num_steps: training is complete at this step.
       eval_names: names of the evaluation datasets.
-      eval_averages: what evaluation takes instead of the variables; see `training.averages`.
+      eval_averages: averages of the variables that evaluation uses, e.g. 'ema'; 'none': the variables. See `training.averages`.
       saves: True if the run saves checkpoints.
-      summaries: writes scalars; see `SummaryWriters.write`. Process 0 writes, the others drop what they are given.
-      origin: what the run's checkpoints note of where its first variables came from.
+      summaries: writes scalars; see `SummaryWriters.write`. Only process 0 writes; the other processes discard the scalars.
+      origin: metadata of the run's checkpoints about the source of its initial variables.
       input: the training input; its `state` is its position after the batch of `step`.
       config_lines: the resolved config, one 'path: value' a line.
       began: `time.monotonic()` when the run began.
-      activity: what the run does now, e.g. 'training step 12', and `time.monotonic()` when it began to.
-      times: adds up where this process' time goes.
-      first_step: the step of the state that this start of the run began with.
+      activity: (what the run does now, e.g. 'training step 12'; `time.monotonic()` when that began).
+      times: adds up the seconds that this process spends in each part of the run.
+      first_step: the step of the state that was initialised or restored when this process started.
       step: the number of training steps that `state` has taken.
-      dispatched: the batch of the step that was handed to the devices last; for `after_dispatch`.
-      stop_reason: why training ends; empty while it goes on.
-      waits_for_devices: returns True while the loop waits for a step that it has dispatched. Any thread may ask.
-      step_watch: follows each step from inside the loop.
-      fail: does for a run that hangs what is done for one that fails; the loop itself may be blocked for ever.
-      hangs: True once the process is ending because the run hangs; errors after this are not the reason.
+      dispatched: the batch of the step that was dispatched last; for `after_dispatch`.
+      stop_reason: why training ends before `num_steps`; '' if it has not been stopped.
+      waits_for_devices: returns True while the loop waits for a dispatched step. Thread-safe.
+      step_watch: the `StepWatch` that the loop calls within each step.
+      fail: handles a hang as a failure, with the given error: records it and calls every callback's `on_failure`. Called from
+        another thread, because the loop may be blocked for ever.
+      hangs: True once the process is ending because the run hangs. Errors after this are consequences.
     """
 
     def __init__(
@@ -116,10 +117,10 @@ class Run:
 
     @property
     def state(self) -> TrainState:
-        """The newest train state, at padded shapes; from `on_start` on.
+        """The newest train state, at padded shapes; available from `on_start` on.
 
-        Its step may be ahead of the step that `after_step` is called for. The next training step donates its buffers: read it
-        within a callback, don't keep it.
+        `state.step` may be ahead of the step that `after_step` is called for. The next training step donates the state's buffers:
+        read the state within a callback, don't keep it.
         """
         if self._state is None:
             raise RuntimeError("run.state is not there yet: it is restored or initialised between on_open and on_start")
@@ -139,24 +140,24 @@ class Run:
         return int(jax.tree.leaves(self.batch)[0].shape[0])
 
     def begin(self, activity: str, part: str = "other") -> None:
-        """Notes that one activity has ended and the next one begins. Cheap.
+        """Records that the current activity has ended and the next one begins. Cheap enough to call at every step.
 
         Args:
           activity: what the run does now; for messages.
-          part: what its time counts as, one of `PARTS`.
+          part: the part of `times` that the activity's seconds count towards, one of `PARTS`.
         """
         self.activity = (activity, self.times.begin(part))
 
     @property
     def is_complete(self) -> bool:
-        """Whether training is complete: the last step was taken, or something has stopped it for good."""
+        """True if training is complete: the last step was taken, or `stop` was called."""
         return self.step >= self.num_steps or bool(self.stop_reason)
 
     def end(self, error: BaseException | None = None) -> Status:
         """Returns how the run has ended: 'finished', 'failed', or 'stopped' by a signal or Ctrl-C.
 
         Args:
-          error: what ended it; None for a run that was not ended by an exception.
+          error: the exception that ended the run, or None.
         """
         if error is not None:
             return "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -165,21 +166,21 @@ class Run:
     def log(self, scalars: Mapping[str, float]) -> None:
         """Adds scalars to the training summary of the step that `after_step` is called for.
 
-        They are written where that step's summary is written: at multiples of `task.train.summary_interval_steps`. The step at
-        which the run ends has a summary with what was logged after the last of these.
+        Summaries are written at step 1 and at multiples of `task.train.summary_interval_steps`. Scalars of other steps are left
+        out, except those logged after the last summary: they are written when the run ends.
         """
         self._logged.update(scalars)
 
     def take_logged(self) -> dict[str, float]:
-        """Returns what `log` was given since the last call."""
+        """Returns the scalars that `log` got since the last call."""
         logged, self._logged = self._logged, {}
         return logged
 
     def stop(self, reason: str) -> None:
         """Ends training after the step in progress, with a checkpoint and a last evaluation.
 
-        With several processes, every one of them must call this at the same step. Callbacks that decide by their scalars do:
-        scalars are the same on all processes.
+        With several processes, all of them must call this at the same step. A decision by the scalars of `after_step` ensures
+        that, because scalars are the same on all processes.
 
         Args:
           reason: a clause for the log, e.g. 'early_stopping_fn ended training'.
@@ -188,7 +189,7 @@ class Run:
 
 
 class Turn(enum.IntEnum):
-    """When a run calls a callback among its others: those that write come after those that say what is to be written."""
+    """Position of a callback in the calling order. Callbacks that write come after those that log scalars or stop the run."""
 
     FIRST = 0
     SAYS = 1
@@ -198,18 +199,18 @@ class Turn(enum.IntEnum):
 
 
 class Callback:
-    """What a training run calls at its moments. Every method does nothing; override the ones you need.
+    """Base class of callbacks, which a training run calls at fixed points. Every method does nothing; override any of them.
 
     Callbacks are called in this order: the trainer's own, then the experiment's (`task.train.callbacks`), then the caller's
     (`spmd_trainer.train(callbacks=...)`), then the trainer's summaries, checkpoints, times and page, then trackers. Each process
-    of a job calls its own. An exception in a callback ends the run; the error names the callback.
+    of a job calls its own callbacks. An exception in a callback ends the run; the error names the callback.
 
     On GPUs and TPUs, copies from a device to the host between two steps are refused unless they are explicit: in
-    `after_dispatch` and `after_step`, read arrays with `jax.device_get` (JAX does not check this on CPU). It waits for the
-    devices, so don't do it at every step.
+    `after_dispatch` and `after_step`, read arrays with `jax.device_get` (JAX does not check this on CPU). `device_get`
+    waits for the devices, so don't call it at every step.
 
     Attributes:
-      turn: when it is called among the other callbacks.
+      turn: position of the callback in the calling order.
     """
 
     turn: ClassVar[Turn] = Turn.SAYS
@@ -218,10 +219,10 @@ class Callback:
         """Called first, before the state is restored or initialised and before the step is compiled."""
 
     def on_start(self, run: Run) -> None:
-        """Called when `run.state` is restored or initialised."""
+        """Called when `run.state` has been restored or initialised."""
 
     def after_dispatch(self, run: Run, step: int) -> None:
-        """Called when a step was handed to the devices. They are still working on it: don't wait for them."""
+        """Called when a step has been dispatched. The devices are still computing it: don't wait for them."""
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
         """Called when a step's scalars have arrived, usually while the devices work on a later step.
@@ -229,14 +230,14 @@ class Callback:
         Args:
           run: the run.
           step: the step, counted from 1.
-          scalars: its scalars on the host, a mapping from name to float: 'loss', the task's metrics, the layers' summaries.
+          scalars: the step's scalars on the host, by name: 'loss', the task's metrics, the layers' summaries.
         """
 
     def before_save(self, run: Run, step: int) -> None:
         """Called before the state of `step` is saved."""
 
     def after_save(self, run: Run, step: int) -> None:
-        """Called when the checkpoint of `step` is whole on disk: between two later steps, or at the end of the run."""
+        """Called when the checkpoint of `step` is complete on disk, between two later steps or at the end of the run."""
 
     def after_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Called after an evaluation during training.
@@ -263,59 +264,60 @@ class Callback:
         return False
 
     def on_pause(self, run: Run, step: int) -> None:
-        """Called in each pause, after the step's save, evaluation and decode: the moment for long work.
+        """Called in each pause, after the step's save, evaluation and decode. Do long work here.
 
-        Training pauses where one of these is due or a callback asks for it. The devices have finished `step`, and the time of
-        the pause does not count in the steps per second.
+        Training pauses when a save, evaluation or decode is due, or when a callback asks for a pause. The devices have finished
+        `step`, and the time of the pause does not count in the steps per second.
         """
 
     def after_pause(self, run: Run, step: int) -> None:
-        """Called when training goes on after a pause: the start, an evaluation, a decode, a save, a change of devices."""
+        """Called before training starts, and before it continues after a pause or a change of devices or batch shape."""
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Called when an exception ends the run, Ctrl-C pressed twice included. `on_end` is not called then."""
+        """Called when an exception ends the run, including a second Ctrl-C. `on_end` is not called then."""
 
     def on_end(self, run: Run) -> None:
-        """Called last, when training is complete or a signal has ended it and all checkpoints are on disk."""
+        """Called last, after training was completed or ended by a signal, when all checkpoints are on disk."""
 
 
 class StepWatch:
-    """Watches nothing. A callback may put a subclass into `run.step_watch` in its `on_open`.
+    """Methods that the training loop calls within each step. They do nothing here; subclasses override them.
 
-    The loop calls `begin`, `took_input`, `dispatching`, `dispatched` and `waits` in this order for each step, and hands out
-    scalars through what `reports` returns. Times are those of `time.monotonic`.
+    A callback may set `run.step_watch` to an instance of a subclass in `on_open`. The loop calls `begin`, `took_input`,
+    `dispatching`, `dispatched` and `waits` in this order for each step, and reports scalars through the function that `reports`
+    returns. Times are in seconds, by `time.monotonic`.
     """
 
     def begin(self, began: float, for_others: float) -> None:
-        """Called when the step before has ended, and the loop asks for the next batch.
+        """Called when the previous step has ended and the loop asks for the next batch.
 
         Args:
-          began: when, in seconds.
-          for_others: how long this process's input has waited for other processes' since the run began, in seconds.
+          began: the time of the call, in seconds.
+          for_others: seconds that this process's input has waited for the inputs of other processes since the run began.
         """
 
     def took_input(self, now: float, for_others: float) -> None:
-        """Called when the batch is there. Arguments as in `begin`."""
+        """Called when the batch has arrived, at the time `now`. `for_others`: as in `begin`."""
 
     def around(self, fn: StepFn, run: Run) -> StepFn:
-        """Returns the function that the loop calls at each step instead of `fn`; it takes the step after `run.step`."""
+        """Wraps the step function: returns the function that the loop calls instead of `fn`, to take step `run.step + 1`."""
         return fn
 
     def dispatching(self) -> None:
-        """Called when the loop is about to hand a step to the devices."""
+        """Called before the loop dispatches a step."""
 
     def dispatched(self, step: int, packed: Packed) -> None:
-        """Called when it has; `packed` are the step's scalars, which aren't donated to the next one."""
+        """Called after the loop has dispatched `step`. `packed`: the step's scalars, which the next step doesn't donate."""
 
     def waits(self) -> None:
-        """Called when the loop is about to wait for the scalars of an older step."""
+        """Called before the loop waits for the scalars of an older step."""
 
     def reports(self, report: Callable[[int, Scalars], object]) -> Callable[[int, Scalars], object]:
-        """Returns a function to call with a step and its scalars when the wait for them has ended; it calls `report`."""
+        """Wraps `report`: returns the function that the loop calls with a step and its scalars once they have arrived."""
         return report
 
     def end(self) -> None:
-        """Called when the step has ended, before a pause for instance. What follows until `begin` belongs to no step."""
+        """Called when a step has ended, e.g. before a pause. The time from here to the next `begin` belongs to no step."""
 
 
 class RunTimes:
@@ -324,11 +326,11 @@ class RunTimes:
     `begin` costs one clock reading and one addition, cheap enough to call at every step.
 
     Attributes:
-      current: the active part and its start on the clock. One attribute, so that other threads see a consistent pair.
+      current: (active part, its start on the clock). A single attribute, so that other threads see a consistent pair.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        """Begins with 'start'. `clock` returns the time in seconds."""
+        """Makes 'start' the active part. `clock` returns the time in seconds."""
         self._clock = clock
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self.current = ("start", clock())

@@ -1,4 +1,4 @@
-"""Imports the module of an experiment's name, and explains names that don't exist.
+"""Imports the modules that may define an experiment of a given name, and explains unknown names.
 
 The search order is: the module in the name itself (the user's own before a shipped one, and Pax's `tasks` last), the shipped
 experiments, the packages that installed distributions announce in the entry-point group `spmd_trainer.experiments`, and the
@@ -66,7 +66,7 @@ def import_package(package: str) -> None:
     """Imports a module and, if it is a package, every module in it.
 
     Raises:
-      UserError: there is no such module, or some can't be imported; all others are imported.
+      UserError: there is no such module, or some modules in it can't be imported. All others are imported.
     """
     root = _import(package)
     if root is None:
@@ -92,7 +92,7 @@ def _import_below(package: types.ModuleType) -> Iterator[str]:
 
 
 def import_for(name: str) -> Iterator[types.ModuleType]:
-    """Imports the modules that an experiment's name contains, one after the other: the user's, the shipped one, Pax's.
+    """Imports the modules that an experiment's name may refer to, one after the other: the user's, the shipped one, Pax's.
 
     Yields:
       The modules that exist.
@@ -121,7 +121,7 @@ def import_for(name: str) -> Iterator[types.ModuleType]:
 
 
 def _exists(module_name: str) -> bool:
-    """Returns True if a module can be found. Does not run the packages that contain it."""
+    """Returns True if a module can be found. Does not import the packages that contain it."""
     parts, spec = module_name.split("."), None
     for end, _ in enumerate(parts, start=1):
         parent, name = ".".join(parts[: end - 1]), ".".join(parts[:end])
@@ -140,12 +140,12 @@ def _exists(module_name: str) -> bool:
 def unknown(
     name: str, imported: Sequence[types.ModuleType], known: Mapping[str, Sequence[str]], failures: Sequence[str]
 ) -> UserError:
-    """Returns the error for an unknown name, which says whether its module, its class or the registration is wrong.
+    """Returns the error for an unknown experiment name. It says whether the module, the class or the registration is wrong.
 
     Args:
       name: the name that the user gave.
       imported: the modules from `import_for`.
-      known: full names of the registered experiments by every name that they can be given by.
+      known: {accepted name: full names of the registered experiments that have this name}.
       failures: the messages from `import_packages`.
     """
     module_name, _, class_name = name.rpartition(".")
@@ -165,7 +165,7 @@ def unknown(
 
 
 def short_name(name: str) -> str:
-    """Returns a full name without the package of the shipped experiments."""
+    """Returns a full name without the prefix `EXPERIMENTS_PACKAGE` of the shipped experiments."""
     return name.removeprefix(f"{EXPERIMENTS_PACKAGE}.")
 
 
@@ -194,7 +194,7 @@ def _import(name: str) -> types.ModuleType | None:
     """Imports a module; returns None if it does not exist.
 
     Raises:
-      UserError: the module exists but its import fails; the message has the user's line.
+      UserError: the module exists but its import fails; the message names the user's line that failed.
     """
     user_code.claim(name)
     try:
@@ -211,7 +211,7 @@ def _import(name: str) -> types.ModuleType | None:
 
 
 def _class_text(module: types.ModuleType, class_name: str) -> str:
-    """Returns what is wrong with a class name of an existing module."""
+    """Returns the message for a name in an existing module that is not a registered experiment class."""
     from spmd_trainer.base_experiment import BaseExperiment
 
     cls = getattr(module, class_name, None)
@@ -238,7 +238,7 @@ def _class_text(module: types.ModuleType, class_name: str) -> str:
 
 
 def _no_module_text(module_name: str) -> str:
-    """Returns which part of a dotted module name does not exist, and which modules do."""
+    """Returns the message for a module that does not exist: the missing part of its dotted name, and the modules beside it."""
     parts = module_name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         parent_name = ".".join(parts[:end])

@@ -45,9 +45,9 @@ def register(
 
     Args:
       experiment_class: a `BaseExperiment` subclass.
-      tags: arbitrary strings to keep with the experiment, see `get_registry_tags`; not regexes.
-      allow_overwrite: replace another class of the same full name. Running a notebook's cell again and reloading a module
-        always replace it.
+      tags: arbitrary strings to store with the experiment, see `get_registry_tags`; not regexes.
+      allow_overwrite: replace another class of the same full name. Running a notebook's cell again or reloading a module
+        always replaces the class.
 
     Returns:
       The class itself, or a decorator when called with keyword arguments only.
@@ -155,7 +155,7 @@ def _matches(name: str) -> list[str]:
 
 
 def _matches_after_imports(name: str) -> list[str]:
-    """Returns the same after importing modules until one matches; at least one name."""
+    """Imports modules until `name` matches. Returns the matches as `_matches` does; raises UserError if there is none."""
     imported = []
     for module in experiment_modules.import_for(name):
         imported.append(module)

@@ -1,4 +1,4 @@
-"""The entry point of the `spmd-trainer` command. Its flags: `training/run_config.py`, `cli/run_flags.py`."""
+"""The entry point of the `spmd-trainer` command. `training/run_config.py` and `cli/run_flags.py` define its flags."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _flush_or_discard() -> None:
-    """Drops output that can't be written because the terminal is gone."""
+    """Flushes stdout and stderr. Discards output that can't be written because the terminal is gone."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -73,7 +73,7 @@ def _flush_or_discard() -> None:
 
 
 def _port(config: PortConfig) -> NoReturn:
-    """Prints what a file written for paxml needs; exits with status 0 if renaming its imports is enough, otherwise 1."""
+    """Prints the changes that a file written for paxml needs. Exits with status 0 if renamed imports are enough, else 1."""
     from spmd_trainer.pax import port
 
     raise SystemExit(0 if port.print_reports(config.module) else 1)

@@ -1,7 +1,7 @@
-"""Settings: fields of frozen dataclasses, each stated once, with its default and a sentence of help.
+"""Settings: fields of frozen dataclasses, each declared once, with its default and a sentence of help.
 
-The field determines its flag, its entry in `--help`, its check, its keyword in Python, and the lines by which processes and
-restarts compare it.
+The declaration determines the setting's flag, its entry in `--help`, its check, its keyword in Python, and the lines by which
+processes and restarts compare its value.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Setting:
     kind: type = str
 
     def problem(self, value: Any) -> str:
-        """Returns what would be a right value; '' for one that is."""
+        """Returns a clause that describes the valid values, or '' if `value` is valid."""
         if self.kind is bool:
             return "" if isinstance(value, bool) else "give True or False"
         if self.kind in (int, float):
@@ -86,10 +86,10 @@ class Setting:
         return ""
 
     def checked(self, value: Any) -> Any:
-        """Returns the field's value of what was given.
+        """Reads and checks a given value, and returns the field's value.
 
         Raises:
-          UserError: it is not valid.
+          UserError: the value is not valid, or a required value is missing.
         """
         if self.required and value in (None, ""):
             raise UserError(self.required)
@@ -106,12 +106,12 @@ class Setting:
 
 
 def setting(default: Any, help: str, group: str, **about: Any) -> Any:
-    """Returns a dataclass field that is a setting; see `Setting` for what `about` may say."""
+    """Returns a dataclass field that is a setting. `about`: further fields of `Setting`."""
     return dataclasses.field(default=default, metadata={"setting": Setting(help, group, **about)})
 
 
 def settings_of(cls: type) -> dict[str, Setting]:
-    """Returns the settings of a class by the names of their fields. Fields made without `setting` are left out."""
+    """Returns the settings of a class by field name. Fields that were not made by `setting` are left out."""
     found = {}
     for field in dataclasses.fields(cls):
         if about := field.metadata.get("setting"):
@@ -132,28 +132,28 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
-        """Replaces texts by what they stand for."""
+        """Replaces the value of every field by its parsed and checked value."""
         for name, about in settings_of(type(self)).items():
             object.__setattr__(self, name, about.checked(getattr(self, name)))
 
     def of(self, kind: type[SettingsT]) -> SettingsT:
-        """Returns these settings as those of a mode, for a program that only this mode has.
+        """Returns `self`, typed as the settings class of one mode.
 
         Raises:
-          TypeError: they are another mode's.
+          TypeError: `self` has the settings of another mode.
         """
         if not isinstance(self, kind):
             raise TypeError(f"{type(self).__name__} has not the settings of {kind.__name__}")
         return self
 
     def compared_lines(self) -> Iterator[str]:
-        """Yields '--flag: value' of every setting in which all processes must agree."""
+        """Yields '--flag: value' for every setting that must be equal on all processes."""
         for name, about in settings_of(type(self)).items():
             if about.compared:
                 yield f"--{about.flag}: {getattr(self, name)}"
 
     def given(self) -> dict[str, Any]:
-        """Returns the settings that differ from their defaults, by field, as JSON values that the fields read again."""
+        """Returns {field: JSON value} of the settings that differ from their defaults, except `job_log_dir`. See `arguments`."""
         return {
             name: _as_json(value)
             for name, about in settings_of(type(self)).items()
@@ -161,14 +161,14 @@ class Settings:
         }
 
     def noted_lines(self) -> Iterator[str]:
-        """Yields '--flag: value' of the settings for `config.txt`."""
+        """Yields '--flag: value' for every setting that `config.txt` records."""
         for name, about in settings_of(type(self)).items():
             if about.noted:
                 yield f"--{about.flag}: {getattr(self, name)}"
 
 
 def _as_json(value: Any) -> Any:
-    """Returns a number, a bool, a list of names, or the text of the flag: 'data:4,mdl:2' for pairs."""
+    """Returns a setting's value as a number, a bool, a list of strings, or the flag's text ('data:4,mdl:2' for pairs)."""
     if isinstance(value, tuple | list):
         pairs = [":".join(map(str, item)) for item in value if isinstance(item, tuple)]
         return ",".join(pairs) if pairs else list(map(str, value))
@@ -176,20 +176,20 @@ def _as_json(value: Any) -> Any:
 
 
 def arguments(cls: type, given: Mapping[str, Any]) -> list[str]:
-    """Returns flags for settings of a class, given as `Settings.given` returns them; a flag for each text of a list."""
+    """Returns the command-line flags for the settings that `Settings.given` returned. A list gives one flag for each item."""
     about = settings_of(cls)
     flat = ((name, one) for name, value in given.items() for one in (value if isinstance(value, list) else [value]))
     return [f"--{about[name].flag}={one}" for name, one in flat]
 
 
 def refuse_unknown(known: Sequence[str], given: Mapping[str, object], where: str) -> None:
-    """Raises UserError, with the nearest names, for a keyword that is not known."""
+    """Raises UserError, with the nearest known names, for a keyword in `given` that is not in `known`."""
     for name in [name for name in given if name not in known]:
         raise UserError(f"{where} has no setting {name!r} (given: {given[name]!r:.100}){did_you_mean(name, known)}")
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    """Returns the texts of a list, or raises UserError for anything else."""
+    """Returns the strings of a list as a tuple. Raises UserError for anything else, e.g. a single string."""
     if isinstance(value, str):
         raise UserError(f"{name}={value!r} is one text; give a list, e.g. {name}=[{value!r}]")
     found = tuple(value) if isinstance(value, Iterable) else (None,)
@@ -199,7 +199,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def names(flag: str, value: Any) -> tuple[str, ...]:
-    """Reads names from a list of texts, in each of which commas separate them. Each name stands in the result once."""
+    """Returns the names in a list of comma-separated strings, without duplicates."""
     return split_names(texts(flag.removeprefix("--"), value))
 
 
@@ -208,7 +208,7 @@ def split_names(lists: Sequence[str]) -> tuple[str, ...]:
 
 
 def size(flag: str, value: Any) -> int:
-    """Reads '500GB', '1.5TB' or '200GiB', or a number of bytes."""
+    """Returns a size in bytes, given as '500GB', '1.5TB' or '200GiB', or as a number of bytes."""
     number = math.nan
     if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT]i?)?B?", value)):
         number = float(found[1]) * _BYTES.get(found[2], 1)
@@ -220,7 +220,7 @@ def size(flag: str, value: Any) -> int:
 
 
 def seconds(flag: str, value: Any) -> float:
-    """Reads '90s', '20m' or '1.5h', or a number of seconds."""
+    """Returns a duration in seconds, given as '90s', '20m' or '1.5h', or as a number of seconds."""
     if isinstance(value, str):
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", value)
         number = float(found[1]) * _UNITS[found[2]] if found else math.nan

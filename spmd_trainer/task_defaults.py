@@ -1,6 +1,7 @@
 """Settings that experiments share: mesh and sharding, default optimizers, mixtures of experts.
 
-The public names of `model_params` have the signatures and values of paxml 1.4.0 (`paxml/tasks/lm/model_params.py`).
+The functions that `spmd_trainer.tasks.lm.model_params` exports have the signatures and values of paxml 1.4.0
+(`paxml/tasks/lm/model_params.py`).
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def set_sharding_annotations_with_expert_parallelism(
 ) -> None:
     """Sets a task's mesh ('replica', 'data', 'data_expert', 'mdl') and splits inputs, variables and activations over it.
 
-    A name of newer versions of paxml. The model's layer decides the split of its variables in
-    `set_sharding_params_with_expert_parallelism`, which praxis 1.4.0 lacks.
+    Newer versions of paxml have this function. The class of the model's `lm_tpl` splits the variables in its method
+    `set_sharding_params_with_expert_parallelism`, which the layers of praxis 1.4.0 lack.
 
     Args:
       task_p, training_optimized: as in `set_sharding_annotations_v1`.
@@ -83,7 +84,7 @@ def set_sharding_annotations_with_expert_parallelism(
 
     Raises:
       UserError: a mesh shape does not have 4 sizes.
-      UnsupportedError: the model's layer does not have the method.
+      UnsupportedError: the class of `lm_tpl` lacks this method.
     """
     model_p, method = task_p.model, "set_sharding_params_with_expert_parallelism"
     set_mesh(task_p, (REPLICA_AXIS, DATA_AXIS, "data_expert", MDL_AXIS), ici_mesh_shape, dcn_mesh_shape)
@@ -120,7 +121,7 @@ def set_mesh(
 def shard_lm_v1(
     model_p: Any, training_optimized: bool, method: str = "set_sharding_params_v1", **other_axes: str
 ) -> None:
-    """Calls a method of the model's `lm_tpl` class that splits its variables, with the mesh that `model_p` declares."""
+    """Splits a model's variables over the mesh that `model_p` declares, by the `method` of its `lm_tpl` class. In place."""
     model_p.lm_tpl = getattr(fdl.get_callable(model_p.lm_tpl), method)(
         model_p.lm_tpl,
         **other_axes,
@@ -240,7 +241,7 @@ def set_adam_with_cosine_decay(
 
 
 def _set_learner(task_p: Any, optimizer_p: Any, learning_rate: float, steps: tuple[int, int, int]) -> None:
-    """Sets the optimizer, with Pax's default schedule; `steps`: warmup_steps, decay_start and decay_end."""
+    """Sets the optimizer, with Pax's default schedule. `steps`: (warmup_steps, decay_start, decay_end)."""
     schedule = Config(schedules.LinearRampupExponentialDecay, min_ratio=0.1, max=1.0)
     schedule.warmup_steps, schedule.decay_start, schedule.decay_end = steps
     optimizer_p.learning_rate, optimizer_p.lr_schedule = learning_rate, schedule
@@ -249,9 +250,9 @@ def _set_learner(task_p: Any, optimizer_p: Any, learning_rate: float, steps: tup
 
 
 def maybe_setup_moe_params(model_p: Config[base_layer.BaseLayer]) -> None:
-    """Gives the experts of a layer stack the settings of the feed-forward layer that they replace.
+    """Copies the settings of a layer stack's feed-forward layer to the experts that replace it.
 
-    Does nothing if the stack has no experts. Copies `hidden_dims` only if the experts have none.
+    Does nothing if the stack has no experts. Copies `hidden_dims` only if it is not set for the experts.
 
     Args:
       model_p: config of a StackedTransformer, or of a StackedTransformerRepeated around one. Changed in place.

@@ -1,6 +1,6 @@
 """The task: a model and the settings to train, evaluate and decode it. Field names and defaults are Pax's.
 
-`CheckpointLoadingRules` and `LOAD_ALL`, which Pax has here, are those of `checkpointing`.
+`CheckpointLoadingRules` and `LOAD_ALL`, which Pax defines here, are re-exported from `checkpointing`.
 """
 
 from __future__ import annotations
@@ -79,19 +79,19 @@ class SingleTask(BaseTask):
 
     Attributes:
       model: the praxis model. Its `ici_mesh_shape`, `dcn_mesh_shape` and `mesh_axis_names` declare the mesh; without them
-        it runs data-parallel on one axis over all devices.
+        the task runs data-parallel on one axis over all devices.
       train: see `Train`.
       evaluate: see `Evaluate`.
       decode: see `Decode`.
       infer: see `Infer`.
-      metrics: config of a callable that takes the step's {name: (value, weight)} and returns the same form; None: the
+      metrics: config of a callable that maps the step's metrics {name: (value, weight)} to a dict of the same form; None: the
         model's metrics unchanged.
       vn: a field of Pax; its `vn_scale` must be 0.
       early_stopping_fn: called after each evaluation during training. If it returns True, training saves a checkpoint and
         ends. `training.early_stopping.EarlyStopping` watches one metric. A function with Pax's five arguments works too, see
         `task_fields.PaxEarlyStopping`.
-      lora: config of a `decoder.lora.Lora`: adapters to learn, on a frozen model; None: the model itself learns.
-      mup: config of a `step.mup.Mup`: the settings of a small width, the base, serve at this one; None: no multipliers.
+      lora: config of a `decoder.lora.Lora`, to train adapters on a frozen model; None: the model itself is trained.
+      mup: config of a `step.mup.Mup`, so that hyperparameters tuned at a small width (the base) hold at this width; None: no muP.
       summary_verbosity: drop layers' `add_summary` calls above this verbosity.
     """
 
@@ -116,12 +116,12 @@ class SingleTask(BaseTask):
           summary_accumulate_interval_steps: None: write the values of the step itself. N: average every N-th step since the
             last summary and write the average; 1 averages all steps.
           variable_norm_summary: write the norm of every variable with the summaries.
-          update_ratio_summary: write the gradient's norm, the norm and the relative change of every variable with the
-            summaries, layer by layer; see `step/step_fns.py`.
+          update_ratio_summary: write each variable's gradient norm, norm and relative change with the summaries, layer by
+            layer; see `step/step_fns.py`.
           saved_activations: names of activations that the model's rematerialised parts keep on the device for the backward
-            pass, see `step/activation_memory.py`. If a name is here or in `offloaded_activations`, all others are computed
-            again; otherwise the model's own policies decide.
-          offloaded_activations: names of activations that they move to host memory until the backward pass.
+            pass, see `step/activation_memory.py`. If this or `offloaded_activations` has a name, all other activations are
+            recomputed; otherwise the model's own policies decide.
+          offloaded_activations: names of activations that the rematerialised parts move to host memory until the backward pass.
           gradient_accumulation_dtype: dtype in which the gradients of several minibatches are added up: 'float32', or
             'bfloat16', which needs half the memory and loses small gradients beside large sums. `ShardMapPartitioner` adds
             these sums up over devices in float32.
@@ -140,11 +140,11 @@ class SingleTask(BaseTask):
           init_from_checkpoint_rules: {checkpoint directory: CheckpointLoadingRules}.
           profiler_capture_step: first step to profile; None: never.
           profiler_num_steps: number of steps to profile.
-          profiler_min_duration_sec: least duration of the profile in seconds.
+          profiler_min_duration_sec: minimum duration of the profile in seconds.
           batch_ramp: {step: rows of the global batch}: {0: 64, 1000: 128} trains with 64 rows, and with 128 after 1,000 steps.
-            They take the place of the training dataset's `batch_size`. See `training/ramps.py`.
-          sequence_ramp: {step: tokens of a row}: rows of the training dataset are cut into rows of as many tokens, so that a step
-            keeps its tokens.
+            The ramp replaces the training dataset's `batch_size`. See `training/ramps.py`.
+          sequence_ramp: {step: tokens of a row}: from each step on, rows of the training dataset are cut into rows of this many
+            tokens. The tokens of a batch stay the same.
           random_seed: seed of initialisation and of all randomness in training.
           enable_input_checkpointing: save the input's position with each checkpoint.
           enforce_input_specs: raise an error if the first batch differs from the declared names, shapes and dtypes.
@@ -221,7 +221,7 @@ class SingleTask(BaseTask):
 
     @dataclasses.dataclass(frozen=True)
     class Infer:
-        """Settings of `--mode=infer`; all others are those of `decode_once`.
+        """Settings of `--mode=infer`, which otherwise does the same as `--mode=decode_once`.
 
         Attributes:
           random_seed: seed of sampling, instead of `Decode.random_seed`.
@@ -307,17 +307,17 @@ class SingleTask(BaseTask):
 
     @property
     def learner(self) -> Learner:
-        """The learner, built."""
+        """The built learner."""
         return self._learner
 
     def with_learner(self, learner: Learner) -> SingleTask:
-        """Returns the same task with another learner, built."""
+        """Returns a copy of the task with another, built learner."""
         task = copy.copy(self)
         task._learner = learner
         return task
 
     def with_model(self, model: Any) -> SingleTask:
-        """Returns the same task with another model of the same variables, e.g. with other settings of its generation."""
+        """Returns a copy of the task with another model that has the same variables, e.g. other generation settings."""
         task = copy.copy(self)
         task.model = model
         if self.lora is not None:
@@ -332,7 +332,7 @@ class SingleTask(BaseTask):
 
     @property
     def model_for_steps(self) -> Model:
-        """The model that steps run: `model`, or `model` with the adapters of `lora`."""
+        """The model that train, eval and decode steps run: `model`, with the adapters of `lora` if that is set."""
         return as_model(self.model) if self.lora is None else self.lora_model
 
     @property

@@ -1,4 +1,4 @@
-"""The training state: what a step reads and returns, and what a checkpoint holds."""
+"""The training state: input and output of a train step, and the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADAPTERS = "params/lora/"
 
 
 def is_adapter(path: str) -> bool:
-    """Returns True for the path of an adapter, with or without 'mdl_vars/' in front."""
+    """Returns True if a variable's path, with or without the prefix 'mdl_vars/', is an adapter's."""
     return path.removeprefix("mdl_vars/").startswith(_ADAPTERS)
 
 
@@ -45,7 +45,7 @@ class TrainState:
     extra_state: PyTree = ()
 
     def __repr__(self) -> str:
-        """Sizes instead of the values of every array."""
+        """Returns counts of arrays and elements instead of all values."""
         variables = jax.tree.leaves(self.mdl_vars)
         elements = sum(math.prod(getattr(x, "shape", ())) for x in variables)
         return (
@@ -68,7 +68,7 @@ class TrainState:
 
 
 def _step_text(step: Any) -> str:
-    """Returns the step number, or what stands in its place: a tracer, a shape, or a donated buffer."""
+    """Returns the step number, 'deleted' for a donated buffer, or the type's name for a tracer, a shape or a spec."""
     if isinstance(step, jax.core.Tracer) or not isinstance(step, int | np.generic | np.ndarray | jax.Array):
         return type(step).__name__
     return "deleted" if isinstance(step, jax.Array) and step.is_deleted() else str(int(step))

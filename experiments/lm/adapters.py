@@ -21,7 +21,7 @@ class WithAdapters(experiment.DecoderExperiment):
       LORA_ALPHA: the adapters' product is multiplied by LORA_ALPHA / LORA_RANK.
       LORA_DROPOUT: dropout of the adapters' input.
       LORA_RANK_AXIS: mesh axes that may split the rank dimension, where no other dimension uses them; None: not split.
-      DORA: learn the norm of each output's weights separately.
+      DORA: learn the norm of each output's weights separately from their direction (DoRA).
     """
 
     LORA_TARGETS: str | Sequence[str] | None = None

@@ -1,4 +1,4 @@
-"""From text to a model that answers: one dial, DEPTH, and stages that each continue from the run of the stage before.
+"""Trains a chat model in stages: DEPTH decides all sizes, and each stage starts from the run of the stage before.
 
     make chat
 
@@ -14,8 +14,8 @@ runs `tools/chat.py`, which prints each stage's command. The stages, with the fo
 | choices | `--exp=lm.chat.Choose --mode=eval ...` | `ROAD/answers`, `ROAD/prefer` | `ROAD/choose_answers`, `ROAD/choose_prefer` |
 
 The rules of `Sizes` are those of nanochat (Karpathy 2025, github.com/karpathy/nanochat, `scripts/base_train.py`), where not said
-otherwise. Its d12 is the reference, whose rates and batch were measured; here D is the width, N the parameters of the matrices
-and of the logits, without the embedding:
+otherwise. The reference is nanochat's d12 (DEPTH 12), whose learning rates and batch size were measured. D is the width, and N
+the number of parameters of the matrices and of the logits, without the embedding:
 
 | size | rule |
 |---|---|
@@ -67,10 +67,10 @@ _MOST_HELDOUT_ROWS = 32
 
 
 def _check_count(name: str, value: object, example: int) -> int:
-    """Returns a number of something.
+    """Returns `value`, checked to be a count. `example`: a value for the message.
 
     Raises:
-      UserError: it isn't a whole number from 1 on.
+      UserError: `value` is not a whole number of 1 or more.
     """
     if type(value) is not int or value < 1:
         raise UserError(f"{name}={value!r}; give a whole number, 1 or more, e.g. --fdl.{name}={example}")
@@ -79,10 +79,10 @@ def _check_count(name: str, value: object, example: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Everything that DEPTH decides; see the module's table.
+    """The sizes, rates and steps that DEPTH decides; see the module's table.
 
     Attributes:
-      depth: layers.
+      depth: number of layers.
       tokens_per_parameter: tokens of pretraining for each parameter of the matrices and the logits.
     """
 
@@ -114,24 +114,24 @@ class Sizes:
 
     @property
     def scaling_parameters(self) -> int:
-        """Parameters of the matrices and the logits."""
+        """Number of parameters of the matrices and the logits."""
         return self.depth * (4 * self.width**2 + 3 * self.width * self.hidden) + self.width * self.vocabulary
 
     @property
     def rows(self) -> int:
-        """Rows of a batch."""
+        """Rows of a global batch."""
         reference = Sizes(_REFERENCE_DEPTH).scaling_parameters
         tokens = _REFERENCE_BATCH * (self.scaling_parameters / reference) ** 0.383
         return max(1, 2 ** round(math.log2(tokens / self.row)))
 
     @property
     def minibatches(self) -> int:
-        """Parts of a batch of `rows`, one after the other, with which one GPU of 80 GB can pretrain."""
+        """Number of minibatches into which one GPU of 80 GB must divide a batch of `rows` to pretrain."""
         activations = self.rows * self.row * self.width * self.depth
         return min(self.rows, 2 ** max(0, math.ceil(math.log2(activations / _MOST_ACTIVATIONS))))
 
     def steps(self, rows: int) -> int:
-        """Returns the steps of pretraining with batches of this many rows."""
+        """Returns the number of pretraining steps with batches of `rows` rows."""
         return max(10, round(self.tokens_per_parameter * self.scaling_parameters / (rows * self.row)))
 
     @property
@@ -151,15 +151,15 @@ class Stage(experiment.DecoderExperiment):
     """Base of the stages.
 
     Attributes:
-      DEPTH: the dial; the same for all stages.
+      DEPTH: number of layers, which decides all sizes; the same for all stages.
       ROAD: the folder with `data`, `tokenizer` and the stages' runs.
-      FROM: run whose newest variables this one begins with; None: that of the stage before.
+      FROM: directory of the run whose newest checkpoint initialises this stage; None: that of the stage before.
       TOKENS_PER_PARAMETER: see `Sizes`.
       RATE: factor of the learning rates of `Sizes`.
       STEPS: steps of training; None: as many as `Sizes.steps`.
-      ROWS: rows of a batch; None: as many as `Sizes.rows`. The rates stay those of that many; see RATE.
-      FPROP_DTYPE: dtype of the computation; None: bfloat16 from a width of 512 on, below it float32, which CPUs are quicker in.
-      CHECKPOINT_POLICY: rematerialisation policy; None: from that width on products are saved, below it everything.
+      ROWS: rows of a global batch; None: as many as `Sizes.rows`. The learning rates don't depend on it; see RATE.
+      FPROP_DTYPE: dtype of the computation; None: bfloat16 from a width of 512 on, below it float32, which is faster on CPUs.
+      CHECKPOINT_POLICY: rematerialisation policy; None: save matrix products from a width of 512 on, below it everything.
     """
 
     DEPTH = 2
@@ -180,22 +180,22 @@ class Stage(experiment.DecoderExperiment):
         return Sizes(self.DEPTH, self.TOKENS_PER_PARAMETER)
 
     def steps(self) -> int:
-        """Returns the steps of training."""
+        """Returns the number of training steps."""
         return self.sizes().steps(self.rows()) if self.STEPS is None else _check_count("STEPS", self.STEPS, 100)
 
     def rows(self) -> int:
-        """Returns the rows of a batch."""
+        """Returns the rows of a global batch."""
         return self.sizes().rows if self.ROWS is None else _check_count("ROWS", self.ROWS, 32)
 
     def adapt_mesh(self, mesh_shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
         return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def file(self, *parts: str) -> str:
-        """Returns a path in ROAD, which an override like ROAD=2024 makes a number."""
+        """Returns a path in ROAD. ROAD may be a number, by an override such as ROAD=2024."""
         return os.path.join(str(self.ROAD), *parts)
 
     def spec(self) -> Config[DecoderSpec]:
-        """Returns the model: as Qwen 3 (arXiv:2505.09388), so that it can be exported as one."""
+        """Returns a model with the architecture of Qwen 3 (arXiv:2505.09388), so that it can be exported as Qwen 3."""
         sizes = self.sizes()
         return Config(
             DecoderSpec,
@@ -238,7 +238,7 @@ class Stage(experiment.DecoderExperiment):
         return task_p
 
     def _input(self, cls: Any, name: str, **fields: Any) -> Any:
-        """Returns an input; the one called 'train' is for training."""
+        """Returns an input of class `cls`; the input with the name 'train' is for training."""
         if name == "train":
             fields = {**fields, "is_training": True, "input_random_seed": 17}
         shared = {"tokenizer": self.file("tokenizer"), "seq_len": _CHAT_ROW}
@@ -274,7 +274,7 @@ class Pretrain(Stage):
 
 @experiment_registry.register(tags=["needs_folder"])
 class Answers(Stage):
-    """Learns to answer: questions and answers, of which the answers count. Begins with `Pretrain`'s variables."""
+    """Fine-tunes on questions and answers; only answers count in the loss. Starts from `Pretrain`'s variables."""
 
     STEPS = 300
     ROWS = 32
@@ -301,7 +301,7 @@ class Answers(Stage):
 
 @experiment_registry.register(tags=["needs_folder"])
 class Prefer(Answers):
-    """Learns which of two answers is right (DPO, Rafailov et al. 2023). Begins with `Answers`' variables.
+    """Trains the model to prefer the right one of two answers (DPO, Rafailov et al. 2023). Starts from `Answers`' variables.
 
     Attributes:
       LOSS, BETA: see `decoder.preferences.loss.PreferenceLoss`.
@@ -328,9 +328,10 @@ class Prefer(Answers):
 
 @experiment_registry.register(tags=["needs_folder"])
 class Choose(Prefer):
-    """Of two answers to a question, is the right one likelier for each of its tokens? `--mode=eval`, with a run's checkpoint.
+    """Evaluates (`--mode=eval`) how often a run's model prefers the right one of two answers to a question.
 
-    The loss of SimPO compares so, without a reference: `rewards/accuracies` is the share of pairs.
+    It prefers the answer with the higher mean log-probability of a token, as in SimPO's loss, which needs no reference model. The
+    metric `rewards/accuracies` is the share of pairs in which this is the right answer.
     """
 
     LOSS = "simpo"

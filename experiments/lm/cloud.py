@@ -46,7 +46,7 @@ class SyntheticText(base_experiment.BaseExperiment):
     Attributes:
       PERCORE_BATCH_SIZE: rows per device of the declared mesh. The global batch is the same on any other mesh.
       MAX_SEQ_LEN: tokens per row.
-      NUM_EVAL_EXAMPLES: size of the evaluation set.
+      NUM_EVAL_EXAMPLES: rows of the evaluation set.
     """
 
     PERCORE_BATCH_SIZE: float = 16
@@ -78,11 +78,11 @@ class SyntheticText(base_experiment.BaseExperiment):
 
 
 class CloudExperiment(SyntheticText):
-    """Base of all sizes: GELU, rematerialised layers, and the optimizer. List it before the model class.
+    """Base of all sizes: GELU, rematerialised layers, and the optimizer. List this class before the model class.
 
     Attributes:
       USE_ADAFACTOR: use Adafactor instead of Adam; its state is little more than a momentum of one byte per parameter.
-      WARMUP_STEPS: warmup steps of the learning rate.
+      WARMUP_STEPS: warm-up steps of the learning rate.
       NUM_TRAIN_STEPS: `task.train.num_train_steps`; None for its default.
     """
 
@@ -255,7 +255,7 @@ class LmCloudSpmdPipeline9B(LmCloudSpmdPipeline):
 
 @experiment_registry.register
 class LmCloudSpmdPipeline175B(LmCloudSpmdPipeline):
-    """174B parameters, GPT-3's shape, in 8 stages: 8 hosts of 16 GPUs, mdl within a host; global batch 96."""
+    """174B parameters, GPT-3's shape, in 8 stages, each split over a host of 16 GPUs by 'mdl'; global batch 96."""
 
     MICROBATCH_SIZE = 2
     PERCORE_BATCH_SIZE = 0.75
@@ -287,14 +287,14 @@ class LmCloudSpmdPipelineMultislice2B(LmCloudSpmdPipeline):
 
 @experiment_registry.register
 class LmCloudSpmdPipelineMultislice2BCircular(LmCloudSpmdPipelineMultislice2B):
-    """LmCloudSpmdPipelineMultislice2B whose microbatches go around the stages 3 times."""
+    """LmCloudSpmdPipelineMultislice2B with a circular pipeline: microbatches pass through the stages 3 times."""
 
     MICROBATCH_SIZE = 8
     CIRCULAR_REPEAT = 3
 
 
 class TinyCloud(CloudExperiment):
-    """Sizes of the tiny classes: no mesh divides the vocabulary of 61 tokens or the feed-forward width of 67."""
+    """Sizes of the tiny classes: no mesh axis divides the vocabulary of 61 tokens or the feed-forward width of 67."""
 
     NUM_LAYERS = 2
     VOCAB_SIZE = 61

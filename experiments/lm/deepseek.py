@@ -1,8 +1,8 @@
 """DeepSeek V3, Kimi K2 and Moonlight in their published sizes, on synthetic text: latent attention and many small experts.
 
 Sizes are from the config.json of `deepseek-ai/DeepSeek-V3` (arXiv:2412.19437), `moonshotai/Kimi-K2-Instruct-0905`
-(arXiv:2507.20534) and `moonshotai/Moonlight-16B-A3B` (arXiv:2502.16982) on Hugging Face, without the layer that predicts a
-further token. To train on other data, subclass one and override `datasets`.
+(arXiv:2507.20534) and `moonshotai/Moonlight-16B-A3B` (arXiv:2502.16982) on Hugging Face, without the multi-token
+prediction layer. To train on other data, subclass one and override `datasets`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from spmd_trainer.models.decoder_spec import LatentSpec, MoeSpec, RotaryScaling
 
 
 class DeepSeek(SyntheticDecoder):
-    """Base of all sizes: heads of 128 dimensions and 64 rotated ones; biases balance the experts."""
+    """Base of all sizes: a head has 128 dimensions without and 64 with rotary embeddings; router biases balance the experts."""
 
     HEAD_DIMS, ROTARY_DIMS, ROTARY_PAIRS_ADJACENT = 192, 64, True
 
@@ -71,7 +71,7 @@ class KimiK2(DeepSeek):
 
 @experiment_registry.register
 class Moonlight16B(DeepSeek):
-    """Moonlight: 16B, 6 of 64 experts per token, on 32 chips; its queries are computed from the residual stream."""
+    """Moonlight: 16B, 6 of 64 experts per token, on 32 chips; queries are computed directly from the residual stream."""
 
     VOCAB_SIZE = 163_840
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 27, 2048, 11_264, 16, 16
@@ -94,7 +94,7 @@ class Moonlight16B(DeepSeek):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyDeepSeek(TinySizes, DeepSeekV3):
-    """DeepSeek V3's structure with 2 of 6 experts per token, in 1 of 3 groups, after one layer without experts."""
+    """DeepSeek V3's structure with 2 of 6 experts per token, chosen from 1 of 3 groups, after one layer without experts."""
 
     NUM_LAYERS, NUM_KV_HEADS = 3, 3
     HEAD_DIMS, ROTARY_DIMS = 10, 4

@@ -1,4 +1,4 @@
-"""Fine-tuning the model of a Hugging Face folder: with adapters (LoRA, DoRA), on conversations, on preferences (DPO).
+"""Fine-tuning of the model in a Hugging Face folder: with adapters (LoRA, DoRA), on conversations, on preferences (DPO).
 
     spmd-trainer --exp=lm.finetune.LoraFromFolder --job_log_dir=runs/lora --fdl.FOLDER=models/llama --fdl.FILES='my/*.txt'
     spmd-trainer --exp=lm.finetune.ChatFromFolder --job_log_dir=runs/chat --fdl.FOLDER=models/llama --fdl.FILES=chats.jsonl
@@ -6,7 +6,7 @@
 
 `--fdl.LORA_TARGETS=all-linear` adds adapters to the last two; without it, all variables learn. With the same flags,
 `--mode=export --export_dir=DIR` writes a folder that transformers opens, with the adapters merged; `--export_adapter`
-writes only the adapters, for PEFT. `--mode=data` shows which tokens count.
+writes only the adapters, for PEFT. `--mode=data` shows which tokens count in the loss.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from spmd_trainer.inputs.chat_template import MAX_RENDER_SECONDS, MAX_RENDERED_C
 
 
 class TunedFromFolder(WithAdapters, FromFolder):
-    """The model of a Hugging Face folder (FOLDER); frozen, with adapters, if LORA_TARGETS is set.
+    """Base of fine-tuning the model of a Hugging Face folder (FOLDER); frozen, with adapters, if LORA_TARGETS is set.
 
     Attributes:
-      CHAT_TEMPLATE, TEMPLATE_VARIABLES: the fields `chat_template` and `template_variables` of all inputs of
-        conversations, for training and decoding. A CHAT_TEMPLATE of None is the folder's.
+      CHAT_TEMPLATE, TEMPLATE_VARIABLES: the fields `chat_template` and `template_variables` of all conversation inputs, for
+        training and decoding. CHAT_TEMPLATE None: the folder's template.
     """
 
     CHAT_TEMPLATE: str | None = None
@@ -96,13 +96,14 @@ class ChatFromFolder(TunedFromFolder):
 
 @experiment_registry.register(tags=["needs_folder"])
 class DpoFromFolder(TunedFromFolder):
-    """Trains the model of a Hugging Face folder (FOLDER) on pairs of answers (FILES); a batch has GLOBAL_BATCH_SIZE
-    pairs.
+    """Trains the model of a Hugging Face folder (FOLDER) on pairs of answers (FILES), by DPO or a related loss.
+
+    A batch has GLOBAL_BATCH_SIZE pairs.
 
     Attributes:
       FILES, EVAL_FILES: pairs, *.jsonl (also .gz, .zst) or *.parquet; see `inputs.PreferenceInput`. Without
         EVAL_FILES, evaluation is off.
-      REFERENCE: 'file' computes the reference's log-probabilities when the run begins, and stores them in its
+      REFERENCE: 'file' computes the reference model's log-probabilities when the run begins, and stores them in the run's
         job_log_dir; 'live' computes them in each step with the frozen base of the adapters.
       LOSS, BETA, LABEL_SMOOTHING, TARGET_MARGIN: see `decoder.preferences.loss.PreferenceLoss`.
       CHAT_TEMPLATE, TEMPLATE_VARIABLES, TOO_LONG, DATE: the fields of `PreferenceInput` with these names.

@@ -14,7 +14,7 @@ from spmd_trainer.models.decoder_spec import RotaryScaling
 
 
 class Gemma(SyntheticDecoder):
-    """Base of all sizes: scaled embeddings, norms before and after attention and feed-forward layer."""
+    """Base of all sizes: scaled embeddings; norms before and after attention and feed-forward layers."""
 
     HEAD_DIMS = 256
     ACTIVATION = "gelu_tanh"
@@ -27,7 +27,7 @@ class Gemma(SyntheticDecoder):
 
 
 class Gemma2(Gemma):
-    """Gemma 2 (arXiv:2408.00118): alternating local and global layers, soft caps."""
+    """Gemma 2 (arXiv:2408.00118): alternating local and global layers; soft caps of the attention logits and final logits."""
 
     VOCAB_SIZE = 256_000
     MAX_POSITIONS = 8192
@@ -116,7 +116,7 @@ class Gemma3_27B(Gemma3):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyGemma2(TinySizes, Gemma2):
-    """Gemma 2's structure: a local layer with a window of 5 tokens and a global one; caps that bend the logits."""
+    """Gemma 2's structure: a local layer with a window of 5 tokens and a global one; soft caps that change the logits."""
 
     WINDOW = 5
     ATTENTION_SOFTCAP = 1.0
@@ -125,7 +125,7 @@ class TinyGemma2(TinySizes, Gemma2):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyGemma3(TinySizes, Gemma3):
-    """Gemma 3's structure: two local layers with a window of 5 tokens, a global one, and an unrepeated local one."""
+    """Gemma 3's structure: two local layers with a window of 5 tokens, a global one, and a local one after the repeated block."""
 
     NUM_LAYERS = 4
     LAYER_PATTERN = ("local", "local", "global")

@@ -1,7 +1,7 @@
 """GLM-4.5 in the sizes that Zhipu AI published, on synthetic text.
 
-Sizes are from the config.json of GLM-4.5 and GLM-4.5-Air on Hugging Face (arXiv:2508.06471), without the layer that predicts a
-further token. To train on other data, subclass one and override `datasets`.
+Sizes are from the config.json of GLM-4.5 and GLM-4.5-Air on Hugging Face (arXiv:2508.06471), without the multi-token
+prediction layer. To train on other data, subclass one and override `datasets`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from spmd_trainer.models.decoder_spec import MoeSpec
 
 
 class Glm4Moe(SyntheticDecoder):
-    """Base of all sizes: half of each head is rotated, and biases balance the experts."""
+    """Base of all sizes: rotary embeddings on half of each head; router biases balance the experts."""
 
     VOCAB_SIZE = 151_552
     HEAD_DIMS = 128

@@ -11,7 +11,7 @@ from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder, Tiny
 
 
 class Gpt2(SyntheticDecoder):
-    """GPT-2 (Radford et al. 2019): learned positions, layer norm, biases everywhere. Dropout 0.1 was used in pretraining."""
+    """GPT-2 (Radford et al. 2019): learned positions, layer norm, biases everywhere. No dropout; OpenAI used 0.1."""
 
     VOCAB_SIZE = 50_257
     HEAD_DIMS = 64
@@ -62,7 +62,7 @@ class Gpt2Xl(Gpt2):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyGpt2(TinySizes, Gpt2):
-    """GPT-2's structure, with dropout."""
+    """GPT-2's structure in tiny sizes, with dropout."""
 
     # Without rotary embeddings, key biases shift all logits of a query alike: their gradient is rounding noise, unless a cap
     # bends the logits.

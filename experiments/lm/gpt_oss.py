@@ -12,7 +12,7 @@ from spmd_trainer.models.decoder_spec import MoeSpec, RotaryScaling
 
 
 class GptOss(SyntheticDecoder):
-    """Base of both sizes: a local layer, then a global one; heads with sinks, and 4 experts per token."""
+    """Base of both sizes: alternating local and global layers; attention sinks, and 4 experts per token."""
 
     VOCAB_SIZE = 201_088
     MODEL_DIMS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIMS = 2880, 64, 8, 64
@@ -46,7 +46,7 @@ class GptOss120B(GptOss):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyGptOss(TinySizes, GptOss):
-    """gpt-oss' structure with 2 of 5 experts per token, a window of 5 tokens, and a limit that clips."""
+    """gpt-oss' structure with 2 of 5 experts per token, a window of 5 tokens, and a SwiGLU limit low enough to clip."""
 
     WINDOW = 5
     ROTARY_SCALING = RotaryScaling("yarn", 8.0, original_max_positions=8, beta_fast=1.0, beta_slow=0.1, truncate=False)

@@ -1,4 +1,4 @@
-"""The model of a Hugging Face folder: fine-tuning on text files, evaluation, and generation.
+"""Fine-tuning on text files, evaluation and generation with the model of a Hugging Face folder.
 
     spmd-trainer --exp=lm.hf.FromFolder --job_log_dir=runs/tuned --fdl.FOLDER=models/llama --fdl.FILES='corpus/*.txt'
 
@@ -43,10 +43,10 @@ class FromFolder(OnDocuments, experiment.DecoderExperiment):
       SEQ_LEN: tokens per row.
       GLOBAL_BATCH_SIZE: rows per step.
       VARIABLE_DTYPE: 'float32', 'bfloat16', or 'stored' for the dtype of the folder's tensors.
-      PROMPTS: prompts for `--mode=decode_once`: text files, each of whose beginnings is a prompt; or files of
-        conversations (*.jsonl, *.parquet), see `inputs.ChatPromptInput`. None disables decoding.
+      PROMPTS: prompts for `--mode=decode_once`: text files, whose beginnings are the prompts; or files of conversations
+        (*.jsonl, *.parquet), see `inputs.ChatPromptInput`. None disables decoding.
       PROMPT_LEN: most tokens of a prompt.
-      NUM_PROMPTS: prompts per step.
+      NUM_PROMPTS: prompts per decode step.
     """
 
     FOLDER: str = ""

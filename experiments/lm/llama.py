@@ -81,7 +81,7 @@ class Llama3_70B(Llama3):
 
 
 class Llama3_1(Llama3):
-    """Llama 3.1: for 131,072 tokens, with scaled rotary frequencies."""
+    """Llama 3.1: up to 131,072 tokens per row, by scaled rotary frequencies."""
 
     MAX_POSITIONS = 131_072
     ROTARY_SCALING = RotaryScaling(
@@ -115,7 +115,7 @@ class Llama3_1_8BLong(LongRows, Llama3_1_8B):
 
 
 class Lora(WithAdapters):
-    """Adapters on all linear layers beside a frozen model in bfloat16."""
+    """LoRA adapters on all linear layers of a model that is frozen in bfloat16."""
 
     LORA_TARGETS = "all-linear"
     LORA_RANK_AXIS = ("data", "mdl")
@@ -126,20 +126,20 @@ class Lora(WithAdapters):
 
 @experiment_registry.register
 class Llama3_1_8BLora(Lora, Llama3_1_8B):
-    """Llama 3.1 8B with adapters on 8 chips."""
+    """Llama 3.1 8B with LoRA adapters on 8 chips."""
 
     ICI_MESH_SHAPE = (1, 4, 2)
 
 
 @experiment_registry.register
 class Llama3_1_70BLora(Lora, Llama3_1_70B):
-    """Llama 3.1 70B with adapters on 64 chips."""
+    """Llama 3.1 70B with LoRA adapters on 64 chips."""
 
     ICI_MESH_SHAPE = (1, 8, 8)
 
 
 class Llama3_2(Llama3_1):
-    """Llama 3.2: tied embeddings."""
+    """Llama 3.2: as Llama 3.1, with another scale of the rotary frequencies and tied embeddings."""
 
     ROTARY_SCALING = dataclasses.replace(Llama3_1.ROTARY_SCALING, factor=32.0)
     TIED_EMBEDDINGS = True
@@ -164,14 +164,14 @@ class Llama3_2_3B(Llama3_2):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyLlama(TinySizes, Llama3_1):
-    """Llama 3.1's structure, with frequencies scaled within the 12 tokens."""
+    """Llama 3.1's structure in tiny sizes; rotary scaling takes effect within rows of 12 tokens."""
 
     ROTARY_SCALING = dataclasses.replace(Llama3_1.ROTARY_SCALING, original_max_positions=8)
 
 
 @experiment_registry.register(tags=["tiny"])
 class TinyLlamaLong(LongRows, TinyLlama):
-    """TinyLlama with rows split over 2 devices; every second layer has a window."""
+    """TinyLlama with rows split over 2 devices; every second layer attends within a window of 5 tokens."""
 
     LAYER_PATTERN = ("local", "global")
     WINDOW = 5

@@ -22,7 +22,7 @@ class Mistral(SyntheticDecoder):
 
 @experiment_registry.register
 class Mistral7B(Mistral):
-    """Mistral 7B v0.1 (arXiv:2310.06825): a window of 4096 tokens, on 32 chips."""
+    """Mistral 7B v0.1 (arXiv:2310.06825): attention with a window of 4096 tokens, on 32 chips."""
 
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 32, 4096, 14_336, 32, 8
     LAYER_PATTERN = ("local",)
@@ -52,13 +52,13 @@ class Mixtral8x7B(Mistral):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyMistral(TinySizes, Mistral7B):
-    """Mistral's structure with a window of 5 tokens."""
+    """Mistral's structure in tiny sizes, with a window of 5 tokens."""
 
     WINDOW = 5
 
 
 @experiment_registry.register(tags=["tiny"])
 class TinyMixtral(TinySizes, Mixtral8x7B):
-    """Mixtral's structure, with 3 experts."""
+    """Mixtral's structure in tiny sizes, with 2 of 3 experts per token."""
 
     MOE = MoeSpec(num_experts=3, num_experts_per_token=2, hidden_dims=7)

@@ -1,4 +1,4 @@
-"""A byte-level language model in Flax NNX: logical axes, bfloat16, rematerialised and scanned layers, an uneven vocabulary."""
+"""A byte-level language model in Flax NNX: logical axes, bfloat16, scanned and rematerialised layers, a padded vocabulary."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _STACKED = {nnx.PARTITION_NAME: "layers"}
 
 
 def _annotated(fan_in: int, *axes: str | None) -> Any:
-    """Makes an initialiser of normal values with variance 1 / fan_in, for a variable with these logical axes."""
+    """Returns an initialiser with normal values of variance 1 / fan_in, for a variable with these logical axes."""
     return nnx.with_partitioning(nnx.initializers.normal(1 / math.sqrt(fan_in)), axes)
 
 
 class Block(nnx.Module):
-    """Self-attention and a feed-forward layer, each behind a layer norm and beside a residual connection.
+    """Self-attention and a feed-forward layer, each with a layer norm before it and a residual connection around it.
 
     Args:
       dims: width of the residual stream.
@@ -50,7 +50,13 @@ class Block(nnx.Module):
         self.down = linear(hidden_dims, dims, kernel_init=_annotated(hidden_dims, "mlp", "embed"))
 
     def __call__(self, x: jax.Array, positions: jax.Array, visible: jax.Array) -> jax.Array:
-        """Returns x [B, T, D] after the block; `positions` int32 [B, T], `visible` bool [B, 1, T, T]."""
+        """Returns x [batch, time, dims] after the block.
+
+        Args:
+          x: [batch, time, dims].
+          positions: int32 [batch, time].
+          visible: bool [batch, 1, time, time], True where a query (third dimension) attends to a key (last dimension).
+        """
         y = self.norm1(x)
         query, key, value = jnp.einsum("btd,sdnh->sbtnh", y, self.qkv[...].astype(_DTYPE))
         query, key = rotary(query, positions), rotary(key, positions)
@@ -83,7 +89,7 @@ class Transformer(nnx.Module):
         self.norm = nnx.LayerNorm(dims, rngs=rngs)
 
     def __call__(self, ids: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
-        """Returns logits float32 [B, T, V] of tokens int32 [B, T] with their positions and segments, int32 [B, T]."""
+        """Returns logits float32 [batch, time, vocab]; `ids`, `positions` and `segments` are int32 [batch, time]."""
         length = ids.shape[1]
         visible = jnp.tril(jnp.ones((length, length), bool)) & (segments[:, :, None] == segments[:, None, :])
 
@@ -98,7 +104,7 @@ class Transformer(nnx.Module):
 
 
 def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns x [B, T, N, H] with rotary position embeddings (Su et al., 2021); `positions` int32 [B, T]."""
+    """Returns x [batch, time, heads, head_dims] with rotary embeddings (Su et al., 2021) of `positions` int32 [batch, time]."""
     half = x.shape[-1] // 2
     timescales = _MAX_TIMESCALE ** (jnp.arange(half) / half)
     angles = positions[:, :, None, None] / timescales
@@ -112,7 +118,7 @@ def text_inputs(batch: NestedMap) -> tuple[jax.Array, ...]:
 
 
 def token_loss(logits: jax.Array, batch: NestedMap) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns the mean cross-entropy in nats over the tokens, by their weights."""
+    """Returns {name: (mean cross-entropy in nats per token, sum of the tokens' weights)} for 'loss' and 'avg_xent'."""
     xent = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
     total = jnp.sum(batch.weights)
     mean = jnp.sum(xent * batch.weights) / jnp.maximum(total, 1e-8)
@@ -133,7 +139,7 @@ class StdlibNnx(stdlib.StdlibBytes):
     ]
 
     def decode_datasets(self) -> list[Any]:
-        """Empty: the model has no `generate`."""
+        """Returns no datasets, because the model has no `generate`."""
         return []
 
     def task(self) -> pax_fiddle.Config[tasks_lib.SingleTask]:

@@ -12,7 +12,7 @@ from spmd_trainer.models.decoder_spec import RotaryScaling
 
 
 class Olmo2(SyntheticDecoder):
-    """OLMo 2 (arXiv:2501.00656): norms after attention and feed-forward layer, and of queries and keys over all heads."""
+    """OLMo 2 (arXiv:2501.00656): norms after attention and feed-forward layers; query and key norms over all heads together."""
 
     VOCAB_SIZE = 100_352
     HEAD_DIMS = 128
@@ -55,7 +55,7 @@ class Olmo2_32B(Olmo2):
 
 
 class Olmo3(Olmo2):
-    """OLMo 3 (arXiv:2512.13961): three local layers, then a global one, whose frequencies alone are scaled."""
+    """OLMo 3 (arXiv:2512.13961): three local layers, then a global one. Only global layers scale their rotary frequencies."""
 
     VOCAB_SIZE = 100_278
     MAX_POSITIONS = 65_536
@@ -83,12 +83,12 @@ class Olmo3_32B(Olmo3):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyOlmo2(TinySizes, Olmo2):
-    """OLMo 2's structure."""
+    """OLMo 2's structure in tiny sizes."""
 
 
 @experiment_registry.register(tags=["tiny"])
 class TinyOlmo3(TinySizes, Olmo3):
-    """OLMo 3's structure: two local layers with a window of 5 tokens, a global one, and an unrepeated local one."""
+    """OLMo 3's structure: two local layers with a window of 5 tokens, a global one, and a local one after the repeated block."""
 
     NUM_LAYERS = 4
     LAYER_PATTERN = ("local", "local", "global")

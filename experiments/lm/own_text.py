@@ -1,6 +1,4 @@
-"""Pretraining on your own text: JSON lines, Parquet, Arrow, ArrayRecord, TFRecord, tar shards, text, or a prepared
-corpus.
-"""
+"""Pretraining on your own text: JSON lines, Parquet, Arrow, ArrayRecord, TFRecord, tar shards, text, or tokenised files."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from spmd_trainer.models.decoder_spec import DecoderSpec
 
 
 class OnDocuments:
-    """Base of experiments on documents. List it before the base class of the experiment.
+    """Base of experiments on documents. List this class before the base class of the experiment.
 
     Attributes:
       FILES: documents to train on: paths, globs or directories of JSON lines (also compressed), Parquet, Arrow,
@@ -33,7 +31,7 @@ class OnDocuments:
       SEPARATOR: text between the documents of a text file; None: a file is one document.
       TOKENIZER: path of a tokenizer, see `text_base.TokenizedInput`.
       PACKING: see `CorpusInput.packing`.
-      BAD_RECORDS: 'raise' or 'skip'.
+      BAD_RECORDS: what to do with a damaged record: 'raise' an error or 'skip' it.
       MAX_RECORD_BYTES: see `Documents.max_record_bytes`.
     """
 
@@ -47,7 +45,7 @@ class OnDocuments:
     MAX_RECORD_BYTES = MAX_RECORD_BYTES
 
     def corpus_fields(self) -> dict[str, Any]:
-        """Returns the fields of `CorpusInput` that the experiment decides: tokenizer, seq_len, batch_size, ..."""
+        """Returns the fields of `CorpusInput` that the subclass sets: tokenizer, seq_len, batch_size, ..."""
         raise NotImplementedError
 
     def datasets(self) -> list[Any]:
@@ -80,9 +78,9 @@ class OwnText(OnDocuments, experiment.DecoderExperiment):
         `OnDocuments`. A TOKENIZER of None reads bytes.
       MAX_SEQ_LEN: tokens per row.
       GLOBAL_BATCH_SIZE: rows per step.
-      NUM_PROMPTS, PROMPT_LEN: `--mode=decode_once` continues the first documents of EVAL_FILES, or else of FILES: so many of
-        them, from their first tokens.
-      DECODE_STEPS: most tokens that follow a prompt.
+      NUM_PROMPTS, PROMPT_LEN: `--mode=decode_once` continues the first PROMPT_LEN tokens of each of the first NUM_PROMPTS
+        documents of EVAL_FILES, or else of FILES.
+      DECODE_STEPS: most tokens to generate after a prompt.
     """
 
     ICI_MESH_SHAPE = (1, 4, 2)

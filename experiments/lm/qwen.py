@@ -20,7 +20,7 @@ class Qwen(SyntheticDecoder):
 
 
 class Qwen2_5(Qwen):
-    """Qwen 2.5 (arXiv:2412.15115): biases of query, key and value."""
+    """Qwen 2.5 (arXiv:2412.15115): biases in the query, key and value projections."""
 
     VOCAB_SIZE = 152_064
     QKV_BIAS = True
@@ -97,7 +97,7 @@ class Qwen2_5_72B(Qwen2_5):
 
 
 class Qwen3(Qwen):
-    """Qwen 3 (arXiv:2505.09388): norms of queries and keys."""
+    """Qwen 3 (arXiv:2505.09388): norms of queries and keys, per head."""
 
     VOCAB_SIZE = 151_936
     QUERY_KEY_NORM = "head"
@@ -165,7 +165,7 @@ class Qwen3_30B_A3B(Qwen3):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyQwen2(TinySizes, Qwen2_5):
-    """Qwen 2.5's structure."""
+    """Qwen 2.5's structure in tiny sizes."""
 
 
 @experiment_registry.register(tags=["tiny"])

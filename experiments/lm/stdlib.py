@@ -1,4 +1,4 @@
-"""Byte-level language models of the Python standard library's sources: real text that every machine has."""
+"""Byte-level language models, trained on the source code of Python's standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ END_OF_TEXT = 256
 
 
 class BitsPerByte(base_hyperparams.FiddleBaseParameterizable):
-    """Adds `bits_per_byte`, the cross-entropy in bits, to a language model's metrics.
+    """Adds `bits_per_byte`, the cross-entropy in bits per byte of text, to a language model's metrics.
 
     Attributes:
-      source: the metric in nats per label.
-      bytes_per_label: 1 of a byte-level model; see `bytes_per_label`.
+      source: name of the metric with the cross-entropy in nats per label.
+      bytes_per_label: 1 for a byte-level model; for others, see the function `bytes_per_label`.
     """
 
     source: str = "avg_xent"
     bytes_per_label: float = 1.0
 
     def __call__(self, weighted_scalars: Any) -> Any:
-        """Returns {name: (mean, weight)} with `bits_per_byte` added. ValueError if the metric `source` is missing."""
+        """Returns {name: (mean, weight)} with `bits_per_byte` added. Raises ValueError if the metric `source` is missing."""
         if self.source not in weighted_scalars:
             raise ValueError(f"BitsPerByte reads {self.source!r}; the model's outputs are {sorted(weighted_scalars)}")
         nats, weight = weighted_scalars[self.source]
@@ -40,9 +40,9 @@ class BitsPerByte(base_hyperparams.FiddleBaseParameterizable):
 
 
 def bytes_per_label(source: Documents, tokenizer: Any) -> float:
-    """Returns the bytes of a text over its labels: its tokens, and the end of each document.
+    """Returns a text's mean number of bytes per label. Labels are the text's tokens and one end token per document.
 
-    The number of bits per byte of a model's evaluation on this text is exact; of other text it is an estimate.
+    With this number, bits per byte are exact for an evaluation on this text, and an estimate for other text.
 
     Args:
       source: the text.
@@ -62,7 +62,7 @@ def bytes_per_label(source: Documents, tokenizer: Any) -> float:
 
 @experiment_registry.register
 class StdlibBytes(base_experiment.BaseExperiment):
-    """4-layer byte-level LM on the standard library's sources, mesh (1, 4, 2), under 8 minutes on 2 cores."""
+    """4-layer byte-level LM on the standard library's sources; mesh (1, 4, 2); trains in under 8 minutes on 2 cores."""
 
     ICI_MESH_SHAPE = (1, 4, 2)
     MESH_AXIS_NAMES = ("replica", "data", "mdl")

@@ -1,4 +1,4 @@
-"""Text, questions and preferences about Python's standard library, made by rule: what `lm.chat` learns from.
+"""Makes the training data of `lm.chat` by rules: text, questions and preferences about Python's standard library.
 
     python -m spmd_trainer.experiments.lm.stdlib_questions runs/chat/data
 
@@ -11,13 +11,13 @@ writes these files of JSON lines:
 | `pairs.jsonl`, `pairs_heldout.jsonl` | {"prompt", "chosen", "rejected"}: the right answer, and that of a similar question |
 | `asked/SET.jsonl` | {"messages", "answer", "kind"}: questions to score; SET is one of `SETS` |
 
-`chat_template.jinja`, the form of a conversation; and `lm_eval/stdlib_questions.yaml`, a task of four choices for EleutherAI's
-lm-eval, with its records.
+It also writes `chat_template.jinja`, the chat template, and `lm_eval/stdlib_questions.yaml`, a task of four choices for
+EleutherAI's lm-eval, with the task's records.
 
 The reference has an entry for each public function and class of `MODULES`, as `help` shows it: name, parameters, and the first
-sentence of the docstring. Each gives up to three questions: in which module it is, what it does, and what it takes. One name in
-`HELDOUT_ONE_IN` is never asked about in training, nor is the last phrasing of each question. The installed Python decides
-the text: another version gives other files.
+sentence of the docstring. Each entry gives up to three questions: in which module it is, what it does, and what it takes. One
+name in `HELDOUT_ONE_IN` is never asked about in training, and the last phrasing of each question is never used in training. The
+files depend on the version of the installed Python.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ class Entry:
     """A public function or class.
 
     Attributes:
-      module, name: where it is; its path is 'module.name'.
-      sentence: the first sentence of its docstring; '' if it has none that is short enough.
-      parameters: their names, as written in a call; None if they are unknown or many.
-      is_only_one: False if another module has something else of this name.
+      module, name: names of the module and of the function or class; the entry's path is 'module.name'.
+      sentence: the first sentence of the docstring; '' if there is none, or it is too long.
+      parameters: names of the parameters, with '*' or '**'; None if they are unknown or too many.
+      is_only_one: False if another module has a different object of the same name.
     """
 
     module: str
@@ -149,11 +149,11 @@ class Entry:
 
     @property
     def is_heldout(self) -> bool:
-        """True if no question about it is for training."""
+        """True if the entry is held out: training has no question about it."""
         return zlib.crc32(self.path.encode()) % HELDOUT_ONE_IN == 0
 
     def answers(self) -> dict[str, str]:
-        """Returns the answers to the questions that it has, by kind."""
+        """Returns {kind of question: answer} for the questions that can be asked about the entry."""
         found = {WHERE: f"It is in {self.module}."} if self.is_only_one else {}
         if self.sentence:
             found[DOES] = self.sentence
@@ -166,7 +166,7 @@ class Entry:
         return PHRASINGS[kind][phrasing].format(name=self.name, path=self.path)
 
     def reference(self) -> str:
-        """Returns the entry as text."""
+        """Returns the entry's text in the reference."""
         parameters = "..." if self.parameters is None else ", ".join(self.parameters)
         return f"{self.path}({parameters})\n{self.sentence}".rstrip()
 
@@ -174,7 +174,7 @@ class Entry:
 def entries(modules: Iterable[str] = MODULES) -> list[Entry]:
     """Returns the functions and classes of some modules, sorted by path.
 
-    A module whose file is held out gives none. Of a function that several modules have, the entry is that of the module that
+    Modules whose file is held out are left out. A function that several modules export has one entry, in the module that
     defines it.
     """
     heldout = set(stdlib_text.stdlib_heldout_files())
@@ -198,9 +198,9 @@ def write(
     """Writes all files; see the module's docstring.
 
     Args:
-      directory: where; it is made if it is missing.
-      num_entries: use about this many, those of `_some`; None for all.
-      source_bytes: stop each part of the sources once it has this many bytes; None for all.
+      directory: the folder to write, created if it is missing.
+      num_entries: use about this many entries, chosen by `_some`; None for all.
+      source_bytes: cut each part of the sources (train, heldout) to this many characters; None for all.
     """
     folder = pathlib.Path(directory)
     known = entries()
@@ -223,7 +223,7 @@ def write(
 
 
 class Asked(NamedTuple):
-    """A question of a kind, its answer, and wrong answers of that kind: three, or the one or two that there are."""
+    """A question of one kind, its answer, and one to three wrong answers of the same kind."""
 
     kind: str
     question: str
@@ -232,7 +232,7 @@ class Asked(NamedTuple):
 
 
 def questions(known: Sequence[Entry]) -> dict[str, list[Asked]]:
-    """Returns the questions about some entries: 'chats', all of training; 'pairs', one phrasing of each; and those of `SETS`."""
+    """Returns the questions about `known` entries by set: 'chats' (all for training), 'pairs' (one phrasing each), and `SETS`."""
     answers = {kind: list(dict.fromkeys(e.answers()[kind] for e in known if kind in e.answers())) for kind in PHRASINGS}
     found: dict[str, list[Asked]] = {name: [] for name in ("chats", "pairs", *SETS)}
     for entry in known:
@@ -250,7 +250,7 @@ def questions(known: Sequence[Entry]) -> dict[str, list[Asked]]:
 
 
 def _some(known: Sequence[Entry], number: int) -> list[Entry]:
-    """Returns about this many entries that have all kinds of questions, a part of them held out: no set lacks a kind."""
+    """Returns about `number` entries with all kinds of questions, held-out ones in proportion, so that no set lacks a kind."""
     complete = [entry for entry in known if len(entry.answers()) == len(PHRASINGS)]
     of_each = [[entry for entry in complete if entry.is_heldout == is_heldout] for is_heldout in (False, True)]
     some = [entry for part in of_each for entry in _spread(part, max(1, round(number * len(part) / len(complete))))]
@@ -258,7 +258,7 @@ def _some(known: Sequence[Entry], number: int) -> list[Entry]:
 
 
 def _wrong(answer: str, among: Sequence[str], key: str) -> tuple[str, ...]:
-    """Returns three other answers, or the few that there are, drawn by a checksum of `key`."""
+    """Returns up to three answers other than `answer`, chosen by a checksum of `key`."""
     start = zlib.crc32(key.encode())
     others = [one for one in among if one != answer] or ["I do not know."]
     return tuple(others[(start + 7919 * number) % len(others)] for number in range(min(_WRONG, len(others))))
@@ -321,7 +321,7 @@ def _pair(asked: Asked) -> dict[str, list[dict[str, str]]]:
 
 
 def _spread(rows: Sequence[_T], most: int) -> list[_T]:
-    """Returns at most this many rows, from all parts of the list."""
+    """Returns at most `most` rows, evenly spaced over the list."""
     return [rows[number * len(rows) // most] for number in range(most)] if len(rows) > most else list(rows)
 
 
@@ -332,7 +332,7 @@ def _write(path: pathlib.Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def _write_task(folder: pathlib.Path, rows: Sequence[Asked]) -> None:
-    """Writes a task of lm-eval: the right answer stands at a place that depends on the question."""
+    """Writes a task of lm-eval. The position of the right answer among the choices depends on the question."""
     records = []
     for _, question, right, wrong in rows:
         place = zlib.crc32(question.encode()) % (len(wrong) + 1)

@@ -1,4 +1,4 @@
-"""Base classes of the decoder families' experiments: synthetic text, and the sizes of the tiny ones."""
+"""Base classes of the decoder families' experiments: synthetic text, long rows, and the sizes of the tiny experiments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SyntheticDecoder(SyntheticText, experiment.DecoderExperiment):
 
 
 class LongRows(SyntheticDecoder):
-    """Context parallelism: rows are split over the mesh axis 'seq'; list it before the family's class.
+    """Context parallelism: rows are split over the mesh axis 'seq'. List this class before the family's class.
 
     The backward pass stores attention's outputs: recomputing them for long rows would take longer than all other
     layers.
@@ -29,9 +29,9 @@ class LongRows(SyntheticDecoder):
 
 
 class TinySizes(SyntheticDecoder):
-    """Sizes of the tiny classes; list it before the family's class.
+    """Sizes of the tiny classes. List this class before the family's class.
 
-    No mesh divides the vocabulary of 61 tokens, the 3 heads, the feed-forward width of 37 or the batch of 6 rows.
+    No mesh axis divides the vocabulary of 61 tokens, the 3 heads, the feed-forward width of 37 or the batch of 6 rows.
     """
 
     VOCAB_SIZE = 61

@@ -1,4 +1,4 @@
-"""Makes a Hugging Face folder for rehearsals: a tiny Llama of random weights, with a tokenizer and a chat template.
+"""Makes a Hugging Face folder for test runs: a tiny Llama of random weights, with a tokenizer and a chat template.
 
     python -m spmd_trainer.experiments.lm.tiny_llama --text 'text/*.txt' models/tiny
 
@@ -33,7 +33,7 @@ STDDEV = 0.05
 
 
 def make_tokenizer(texts: list[str], vocab_size: int, folder: pathlib.Path) -> tuple[int, int, int]:
-    """Trains a tokenizer and writes it. Returns its size and the ids of BOS and EOS."""
+    """Trains a tokenizer on the text files `texts` and writes it. Returns its vocabulary size and the ids of BOS and EOS."""
     from tokenizers import ByteLevelBPETokenizer, processors
 
     tokenizer = ByteLevelBPETokenizer()
@@ -48,7 +48,7 @@ def make_tokenizer(texts: list[str], vocab_size: int, folder: pathlib.Path) -> t
 
 
 def make_folder(folder: pathlib.Path, texts: list[str], seed: int) -> None:
-    """Writes the whole folder."""
+    """Writes config, random weights and tokenizer to `folder`. `texts`: paths of the text files that train the tokenizer."""
     from safetensors.numpy import save_file
 
     vocab_size, bos, eos = make_tokenizer(texts, 512, folder)

@@ -1,4 +1,4 @@
-"""The tiny byte-level language model with ShardMapPartitioner, which writes every collective out."""
+"""The tiny byte-level language model with ShardMapPartitioner, whose collectives are explicit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spmd_trainer.step.shard_map import ShardMapPartitioner
 
 @experiment_registry.register(tags=["tiny"])
 class ShardMapDataParallelTiny(StdlibBytesTiny):
-    """StdlibBytesTiny, data parallel over all 8 devices: one all-reduce per step of two minibatches."""
+    """StdlibBytesTiny, data parallel over all 8 devices, with two minibatches and one all-reduce per step."""
 
     GLOBAL_BATCH_SIZE = 16
 
@@ -21,16 +21,16 @@ class ShardMapDataParallelTiny(StdlibBytesTiny):
 
 @experiment_registry.register(tags=["tiny"])
 class ShardMapFsdpTiny(StdlibBytesTiny):
-    """StdlibBytesTiny, its parameters split over all 8 devices and gathered layer by layer."""
+    """StdlibBytesTiny with its parameters split over all 8 devices and gathered layer by layer."""
 
     def partitioner(self) -> ShardMapPartitioner:
-        """Splits parameters of 512 or more elements: here all but norms and biases."""
+        """Returns a partitioner that splits parameters of 512 or more elements: here all but norms and biases."""
         return ShardMapPartitioner("fsdp", min_weight_size=512)
 
 
 @experiment_registry.register(tags=["tiny"])
 class ShardMapFsdpUnrolledTiny(ShardMapFsdpTiny):
-    """ShardMapFsdpTiny with separate instead of stacked layers, which need explicit rematerialisation."""
+    """ShardMapFsdpTiny with separate instead of stacked layers; the partitioner adds the rematerialisation that they lack."""
 
     def _model(self) -> Any:
         model_p = super()._model()

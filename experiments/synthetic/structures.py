@@ -1,6 +1,6 @@
 """One tiny language model in every structure that praxis offers, for the tests of mesh equivalence.
 
-No mesh divides its sizes: vocabulary 61, feed-forward width 67, a batch of 6 rows. Each class changes one thing in `TinyLm`.
+No mesh axis divides its sizes: vocabulary 61, feed-forward width 67, a batch of 6 rows. Each class changes one thing in `TinyLm`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TinyLmBase(base_experiment.BaseExperiment):
     GLOBAL_BATCH_SIZE = 6
 
     def datasets(self) -> list[Any]:
-        """Synthetic text: endless for training, ten examples for evaluation."""
+        """Returns synthetic text: endless for training, ten examples for evaluation."""
         fields = {"seq_len": self.MAX_SEQ_LEN, "batch_size": self.GLOBAL_BATCH_SIZE, "vocab_size": self.VOCAB_SIZE}
         train = Config(synthetic.SyntheticLmInput, name="train", is_training=True, **fields)
         return [train, Config(synthetic.SyntheticLmInput, name="heldout", num_examples=10, **fields)]
@@ -83,7 +83,7 @@ class TinyLmBase(base_experiment.BaseExperiment):
         return stack_p
 
     def repeated(self, **fields: Any) -> Config[layers.StackedTransformerRepeated]:
-        """Returns the same layers as one layer repeated over stacked variables."""
+        """Returns the layers of `stack` as one layer that is repeated over stacked variables."""
         return Config(layers.StackedTransformerRepeated, block=self.stack(1), x_times=self.NUM_LAYERS, **fields)
 
     def customize(self, task_p: Config[tasks_lib.SingleTask]) -> None:
@@ -91,7 +91,7 @@ class TinyLmBase(base_experiment.BaseExperiment):
 
 
 def adam() -> Config[optimizers.Adam]:
-    """Adam with a large epsilon, so that rounding noise in a gradient stays small in the update."""
+    """Returns Adam with a large epsilon, so that rounding noise in a gradient stays small in the update."""
     schedule = Config(schedules.Constant, value=1.0)
     return Config(optimizers.Adam, beta1=0.9, beta2=0.99, epsilon=1e-3, learning_rate=1e-2, lr_schedule=schedule)
 
@@ -144,7 +144,7 @@ class TinyPipelineBase(TinyLmBase):
         return lm_p
 
     def task(self) -> Any:
-        """Keeps each stage's weights on its devices; activations are split over 'data' only."""
+        """Returns the task. Each stage's weights are on the stage's devices; activation rows are split over 'data' only."""
         task_p = super().task()
         lm_p = layers.TransformerLm.set_custom_sharding_params(
             task_p.model.lm_tpl,
@@ -229,7 +229,7 @@ class TinyMultiOptimizer(TinyLmBase):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyAccumulation(TinyLmBase):
-    """Gradients of two steps make one update."""
+    """Accumulates the gradients of two steps for one update."""
 
     NUM_LAYERS = 1
 
@@ -273,7 +273,7 @@ class TinyAdafactor(TinyRepeated):
 
 @experiment_registry.register(tags=["tiny"])
 class TinyByStrategy(TinyLmBase):
-    """No layer declares a split: `sharding_strategy` decides, with padding where the axis doesn't divide the size."""
+    """No layer declares a split: `sharding_strategy` decides, with padding where an axis does not divide a dimension."""
 
     NUM_LAYERS = 1
 

@@ -1,6 +1,6 @@
 """Images, boxes, captions and labels in one batch: inputs of rank 1 to 4, each with a split mapping.
 
-The worked example of README's "Add a split mapping".
+README's "Add a split mapping" explains this example.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ class CaptionedImageModel(base_model.BaseModel):
         self.create_child("logits", Config(layers.Linear, input_dims=self.dims, output_dims=self.num_classes))
 
     def compute_predictions(self, input_batch: NestedMap) -> jax.Array:
-        """Returns logits, float32 [batch, num_classes], for images [batch, height, width, channels] and the rest."""
+        """Returns logits float32 [batch, num_classes].
+
+        Args:
+          input_batch: `images` [batch, height, width, channels], `boxes` [batch, boxes, 4], caption tokens `ids` [batch, words].
+        """
         pixels = jax.nn.relu(self.pixels(input_batch.images)).mean((1, 2))
         boxes = jax.nn.relu(self.boxes(input_batch.boxes)).mean(1)
         words = self.words.emb_lookup(input_batch.ids).mean(1)
@@ -89,7 +93,7 @@ class CaptionedImages(base_experiment.BaseExperiment):
         return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def task(self) -> Config[tasks_lib.SingleTask]:
-        """Sets a split mapping for each rank, and one exception by name."""
+        """Returns the task, with a split mapping for each rank of inputs and one exception by name."""
         task_p = Config(tasks_lib.SingleTask, name="captioned_images")
         task_p.model = Config(
             CaptionedImageModel,

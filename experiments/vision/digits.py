@@ -46,20 +46,22 @@ def _digits() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def training_digits() -> dict[str, np.ndarray]:
-    """Returns about 1,440 images float32 [N, 8, 8, 1] and their labels int32 [N]."""
+    """Returns about 1,440 `images` float32 [count, 8, 8, 1] and their `labels` int32 [count]."""
     images, labels, heldout = _digits()
     return {"images": images[~heldout], "labels": labels[~heldout]}
 
 
 def heldout_digits() -> dict[str, np.ndarray]:
-    """Returns about 360 images float32 [N, 8, 8, 1] and their labels int32 [N]."""
+    """Returns about 360 `images` float32 [count, 8, 8, 1] and their `labels` int32 [count]."""
     images, labels, heldout = _digits()
     return {"images": images[heldout], "labels": labels[heldout]}
 
 
 class DigitsInput(examples.ArrayInput):
-    """Digits with a mask that is 1 for visible pixels: `images` float32 [B, 8, 8, 1], `mask` float32 [B, 8, 8], `labels` int32
-    [B] and `eval_sample_weights` float32 [B].
+    """Digits with a mask that is 1 for visible pixels.
+
+    A batch has `images` float32 [batch, 8, 8, 1], `mask` float32 [batch, 8, 8], `labels` int32 [batch] and `eval_sample_weights`
+    float32 [batch].
 
     Training hides a box of up to 4 x 4 pixels (random erasing; Zhong et al., 2020). Its position depends on the seed and the
     row's index in the global order. Evaluation hides nothing.
@@ -83,14 +85,14 @@ class DigitsInput(examples.ArrayInput):
 
 
 def _box(corners: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Returns float32 [B, 8, 8], 1 inside the box of this corner and size (both [B, 2]), clipped at the image's edge."""
+    """Returns float32 [batch, 8, 8], 1 inside each image's box. `corners`, `sizes`: [batch, 2]. Clips boxes at the edge."""
     at = np.arange(SIZE, dtype=np.uint64)
     rows, columns = ((at >= corners[:, i, None]) & (at < (corners + sizes)[:, i, None]) for i in (0, 1))
     return (rows[:, :, None] & columns[:, None, :]).astype(np.float32)
 
 
 class MaskedImageClassifier(praxis_models.ClassificationModel):
-    """praxis' classifier for batches of `DigitsInput`: hidden pixels are set to 0, rows of weight 0 don't count.
+    """praxis' classifier for batches of `DigitsInput`: hidden pixels are set to 0, and rows of weight 0 don't count.
 
     Attributes:
       num_classes: number of labels.
@@ -103,7 +105,10 @@ class MaskedImageClassifier(praxis_models.ClassificationModel):
         return super().compute_predictions(self._seen(input_batch))
 
     def compute_loss(self, predictions: NestedMap, input_batch: NestedMap) -> tuple[Any, Any]:
-        """See praxis' `ClassificationModel`; the loss is `avg_xent`. Per example: labels int32 [B], logits [B, classes]."""
+        """See praxis' `ClassificationModel`; the loss is `avg_xent`.
+
+        The outputs per example are `labels` int32 [batch] and `logits` float32 [batch, num_classes].
+        """
         metrics, per_example = super().compute_loss(predictions, self._seen(input_batch))
         return metrics, NestedMap(labels=input_batch.labels, logits=per_example.scores)
 
@@ -117,7 +122,7 @@ class MaskedImageClassifier(praxis_models.ClassificationModel):
 
 @experiment_registry.register
 class DigitsVit(base_experiment.BaseExperiment):
-    """3-layer vision transformer on 8 x 8 digits, mesh (1, 4, 2): 98.6% of held-out images right in two minutes on 2 cores."""
+    """3-layer vision transformer on 8 x 8 digits; mesh (1, 4, 2); 98.6% held-out accuracy after two minutes on 2 cores."""
 
     ICI_MESH_SHAPE = (1, 4, 2)
     MESH_AXIS_NAMES = ("replica", "data", "mdl")
@@ -158,7 +163,7 @@ class DigitsVit(base_experiment.BaseExperiment):
         return sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")
 
     def task(self) -> Config[tasks_lib.SingleTask]:
-        """Splits inputs by batch, feed-forward and attention over 'mdl', and all variables over 'data'."""
+        """Returns the task. Splits inputs by batch, feed-forward and attention weights over 'mdl', all variables over 'data'."""
         task_p = Config(tasks_lib.SingleTask, name="digits", model=self._model())
         task_p.model.ici_mesh_shape = list(self.ICI_MESH_SHAPE)
         task_p.model.mesh_axis_names = list(self.MESH_AXIS_NAMES)
@@ -240,7 +245,7 @@ class DigitsVit(base_experiment.BaseExperiment):
 
 @experiment_registry.register(tags=["tiny"])
 class DigitsVitTiny(DigitsVit):
-    """DigitsVit in a size for tests: 2 layers, and widths that no mesh divides."""
+    """DigitsVit in a size for tests: 2 layers, and widths that no mesh axis divides."""
 
     NUM_LAYERS = 2
     MODEL_DIMS = 18
@@ -255,7 +260,7 @@ class DigitsVitTiny(DigitsVit):
 
 @experiment_registry.register
 class DigitsNnx(DigitsVit):
-    """Convolutional net with batch norm, in Flax NNX, on 8 x 8 digits; rules alone decide its layout. Mesh (1, 4, 2)."""
+    """Convolutional net with batch norm, in Flax NNX, on 8 x 8 digits; `sharding_strategy` alone splits it. Mesh (1, 4, 2)."""
 
     MODEL = models.NnxModel
     NET = digits_nets.ConvNet
@@ -277,7 +282,7 @@ class DigitsNnx(DigitsVit):
 
 @experiment_registry.register(tags=["tiny"])
 class DigitsNnxTiny(DigitsNnx):
-    """DigitsNnx in a size for tests, with widths that no mesh divides."""
+    """DigitsNnx in a size for tests, with widths that no mesh axis divides."""
 
     FEATURES = 5
     GLOBAL_BATCH_SIZE = 8

@@ -1,4 +1,4 @@
-"""One small convolutional net for 8 x 8 images, in Flax NNX and in Flax Linen; its loss and its inputs."""
+"""A small convolutional net for 8 x 8 images, in Flax NNX and in Flax Linen, with its inputs and its loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ConvNet(nnx.Module):
     """Two convolutions with batch norm, dropout, and a linear classifier.
 
     Args:
-      features: channels of the two convolutions.
+      features: channels of the first convolution; the second has twice as many.
       num_classes: number of labels.
       dropout: probability with which a feature is dropped in training.
       rngs: keys of the initialisation and of dropout.
@@ -32,17 +32,17 @@ class ConvNet(nnx.Module):
         self.head = nnx.Linear(2 * features, num_classes, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Returns logits float32 [B, num_classes] of images float32 [B, H, W, 1]."""
+        """Returns logits float32 [batch, num_classes] of images float32 [batch, height, width, 1]."""
         x = nnx.relu(self.norm1(self.conv1(images)))
         x = nnx.relu(self.norm2(self.conv2(x)))
         return self.head(self.dropout(jnp.mean(x, axis=(1, 2))))
 
 
 class LinenConvNet(nn.Module):
-    """The same net in Flax Linen.
+    """The net of `ConvNet` in Flax Linen.
 
     Attributes:
-      features: channels of the two convolutions.
+      features: channels of the first convolution; the second has twice as many.
       num_classes: number of labels.
       dropout: probability with which a feature is dropped in training.
     """
@@ -53,7 +53,7 @@ class LinenConvNet(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        """Returns logits float32 [B, num_classes] of images float32 [B, H, W, 1]."""
+        """Returns logits float32 [batch, num_classes] of images float32 [batch, height, width, 1]."""
         x = nn.Conv(self.features, _KERNEL, use_bias=False, name="conv1")(images)
         x = nn.relu(nn.BatchNorm(not train, momentum=0.9, name="norm1")(x))
         x = nn.Conv(2 * self.features, _KERNEL, strides=_STRIDES, use_bias=False, name="conv2")(x)
@@ -67,7 +67,7 @@ def visible(batch: NestedMap) -> jax.Array:
 
 
 def classification_loss(logits: jax.Array, batch: NestedMap) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns cross-entropy and accuracy of a batch; rows of weight 0 don't count."""
+    """Returns {name: (mean, weight)} of the cross-entropy, 'loss', and 'accuracy'; rows of weight 0 don't count."""
     weights = batch.eval_sample_weights
     total = jnp.sum(weights)
 
@@ -80,5 +80,5 @@ def classification_loss(logits: jax.Array, batch: NestedMap) -> dict[str, tuple[
 
 
 def labels_and_logits(logits: jax.Array, batch: NestedMap) -> dict[str, jax.Array]:
-    """Returns the labels int32 [B] and the logits float32 [B, num_classes], for evaluations that write them."""
+    """Returns labels int32 [batch] and logits float32 [batch, num_classes], for evaluations that write outputs per example."""
     return {"labels": batch.labels, "logits": logits}

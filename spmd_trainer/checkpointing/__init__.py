@@ -1,17 +1,17 @@
 """Saves checkpoints atomically, checks them before a restore, and restores them onto any mesh.
 
 checkpointer.py         Checkpointer: save in the background, restore onto any mesh
-sources.py              CheckpointSource, and restore(source, layout): checks that it fits, then reads it
+sources.py              CheckpointSource, and restore(source, layout): checks that a source fits a state, then reads it
 own_steps.py            the steps of this trainer as sources: checks their files, reads them
 manifest.py             the list of a step's files with checksums: tells whole steps from damaged ones
-step_files.py           reads files, again after transient errors; tells missing files from storage that does not answer
-steps.py                the steps of a directory: listed, checked, followed, deleted
-retired_steps.py        renames damaged steps, deletes old ones; parses for how long they are kept: '12h', '90m'
-shards.py               places what is read of other trainers' checkpoints, with the next variables being read
-agreement.py            checks and saves of a step that end alike on all processes
+step_files.py           reads files, with retries; tells missing files from storage that does not answer
+steps.py                lists, checks, follows and deletes the steps of a directory
+retired_steps.py        renames damaged steps, deletes old ones; parses how long steps are kept: '12h', '90m'
+shards.py               places variables of other trainers' checkpoints on a mesh while the next ones are read
+agreement.py            makes checks and saves succeed or fail alike on all processes
 records.py              the JSON record: logical shapes, mesh, config, versions, input position
 input_states.py         the positions of the input, one for each process
-frozen_base.py          runs with adapters: what they save, and which base they need
+frozen_base.py          runs with adapters: the part that they save, and the record of their frozen base
 checksums.py            checksums of variables, computed on the devices
 mismatch.py             explains why a checkpoint does not fit a model
 saving.py               checks write access and free space at the start, and a state before it is saved; explains a failure
@@ -20,7 +20,7 @@ rule_matching.py        these rules: matched against variable names
 flax.py                 checkpoints of plain Flax as sources
 orbax_io.py             writes and reads steps with Orbax; imported when first needed
 unpadded_arrays.py      makes Orbax write arrays at their logical shapes; no other file but these two imports Orbax
-errors.py               CheckpointError and its kinds
+errors.py               CheckpointError and its subclasses
 """
 
 from spmd_trainer.checkpointing.checkpointer import Checkpointer

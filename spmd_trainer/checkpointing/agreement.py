@@ -1,4 +1,4 @@
-"""Checks and saves of a step that every process makes, and that end in the same way on all of them."""
+"""Makes checks and saves of checkpoints succeed or fail in the same way on all processes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def agreed_problem(check: Callable[[], str | None]) -> str | None:
     Called by every process.
 
     Args:
-      check: returns what is wrong with a step as this process sees it, or None.
+      check: returns the problem with a step as this process sees it, or None.
 
     Raises:
       CheckpointNotFoundError: on every process, if one process did not find the step.
       CheckpointReadError: on every process, if one process could not read it.
-      Exception: what else `check` raised. On processes where it raised nothing, a CheckpointError with that error's text.
+      Exception: any other exception of `check`, on the process where it was raised. Processes where `check` raised nothing raise
+        a CheckpointError with its text.
     """
     found, error = None, None
     try:
@@ -54,16 +55,14 @@ def agreed_problem(check: Callable[[], str | None]) -> str | None:
 
 
 def agreed(make: Callable[[], _Value]) -> _Value:
-    """Returns what `make` returns, if it raises on no process; raises as `agreed_problem`. Called by every process."""
+    """Calls `make` on every process; returns its result if it raises on none. Raises as `agreed_problem`."""
     made: list[_Value] = []
     agreed_problem(lambda: made.append(make()))
     return made[0]
 
 
 def decided_by_process_0(decide: Callable[[], _Value]) -> _Value:
-    """Returns on every process what `decide` returns on process 0. The others don't call it.
-
-    Called by every process.
+    """Calls `decide` on process 0 alone, and returns its result on every process. Called by every process.
 
     Args:
       decide: returns a JSON value, e.g. what process 0 sees in a directory.
@@ -83,17 +82,18 @@ def decided_by_process_0(decide: Callable[[], _Value]) -> _Value:
 
 
 class SaveBarrier:
-    """Replaces the barrier that Orbax' threads wait at. Orbax' own would let the others wait 20 minutes for one that failed.
+    """A barrier for Orbax' threads that ends on all processes if a write fails on one.
 
-    Every process calls it equally often, always from one thread at a time. A process whose write failed makes its next call
-    with the reason, in place of the call that it can no longer make; then the call raises on the others.
+    With Orbax' own barrier, the other processes would wait 20 minutes for the failed one. Every process calls the barrier equally
+    often, always from one thread at a time. A process whose write failed sends the reason instead of its next call; that call
+    then raises on the other processes.
     """
 
     def __init__(self, name: str) -> None:
         """Creates the barrier.
 
         Args:
-          name: names it in messages. Two barriers that are used at the same time need two names.
+          name: names the barrier in messages. Two barriers that are used at the same time need different names.
         """
         self._name = name
         self._agreed_to_fail = False
@@ -111,8 +111,8 @@ class SaveBarrier:
         """Waits for a write in other threads, and tells the other processes if it fails.
 
         Args:
-          write: waits; raises what the threads raised.
-          give_up: called before the others are told; ends what waits for this process.
+          write: waits for the threads, and raises their exception.
+          give_up: called before the other processes are told; ends the threads that wait for this process.
         """
         try:
             write()

@@ -44,17 +44,17 @@ class _Layout(NamedTuple):
 
 
 class Checkpointer:
-    """Saves and restores the checkpoints of one run. Each step has a directory of its own, whole or not visible at all.
+    """Saves and restores the checkpoints of one run. Each step is a directory that becomes visible when it is complete.
 
     Every process of the job creates a Checkpointer and calls the same methods in the same order. Evaluation and decoding
     jobs, which only read a run's checkpoints, open them with `read_only=True`.
 
     A step holds the arrays at logical shapes, each shard written by the process that owns it; a JSON record (logical
     shapes, mesh, input position, the caller's metadata); and a manifest that lists all files with sizes and checksums. A
-    step is whole if its files match its manifest; `manifest` says what is checked when. A damaged step is never restored
+    step is whole if its files match its manifest; the module `manifest` lists the checks. A damaged step is never restored
     and never deleted: a run that continues from an older step renames the damaged one to `refused-STEP` and logs it.
 
-    Every method that looks at storage raises CheckpointReadError if storage does not answer, or refuses.
+    Every method that reads storage raises CheckpointReadError if storage does not answer, or refuses access.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Checkpointer:
         read_only: bool = False,
         label: str = "step",
     ) -> None:
-        """Opens a directory of checkpoints. Writes nothing yet.
+        """Opens a directory of checkpoints. Writes no file.
 
         Args:
           directory: `job_log_dir/checkpoints`.
@@ -76,7 +76,7 @@ class Checkpointer:
           save_keep_interval_duration: besides the newest steps, keep a step if it was saved this long after the previous
             one kept: '12h', '90m', '1d12h', 45 (seconds), a timedelta. '' or None keeps the newest steps only.
           read_only: save nothing and rename nothing.
-          label: what the log calls a step of this directory: 'step' gives 'saving step 200'.
+          label: the log's words for a step of this directory: 'step' gives 'saving step 200'.
 
         Raises:
           ValueError: an interval, number or duration is invalid.
@@ -126,13 +126,13 @@ class Checkpointer:
         return steps.whole(self._directory)
 
     def latest_step(self) -> int | None:
-        """Returns the newest whole step or None, judged as in `all_steps`. Logs what is wrong with newer steps."""
+        """Returns the newest whole step or None, judged as in `all_steps`. Logs the damage of newer steps."""
         return steps.newest_whole(self._directory, log_damage=True)
 
     def holds_steps(self) -> bool:
         """Returns True if process 0 sees a step, whole or damaged: such a run must not start over. Called by every process.
 
-        What a killed save left on an object store does not count.
+        The remains of a killed save on an object store do not count as a step.
         """
         there, committed = decided_by_process_0(functools.partial(steps.present_and_committed, self._directory))
         self._known = set(there)
@@ -151,9 +151,9 @@ class Checkpointer:
     # --- Saving ---
 
     def should_save(self, step: int) -> bool:
-        """Returns True if this step is due: a multiple of `save_interval_steps` that is not saved yet. Cheap.
+        """Returns True if a step is due: a multiple of `save_interval_steps` that is not saved yet.
 
-        Called by every process; all get the same answer.
+        Cheap enough to call at every step. Called by every process; all get the same answer.
         """
         if self._read_only or step % self._save_interval_steps:
             return False
@@ -190,10 +190,10 @@ class Checkpointer:
           state: a TrainState (or another tree) of jax.Arrays at padded shapes.
           variables: the same tree with VariableSpecs as leaves.
           input_state: this process' position of the input: numbers, strings, bytes, lists, dicts.
-          metadata: what else to write into the record, e.g. the resolved config.
+          metadata: further entries of the record, e.g. the resolved config.
           force: save even if the step is not due.
           check_finite: True waits until the state is computed, and refuses it if it holds NaN or infinity.
-          shared_input_state: whether `input_state` means the same on any number of processes; False keeps one for each process.
+          shared_input_state: True if `input_state` is valid for any number of processes; False saves one for each process.
 
         Returns:
           True if a save was started; False if the step is not due or exists already.
@@ -255,7 +255,7 @@ class Checkpointer:
                 self._fail(e)
 
     def take_finished(self) -> list[int]:
-        """Returns the steps whose saves became whole on disk, in every process, since the last call. Never waits."""
+        """Returns the steps that were completely saved, by every process, since the last call. Never waits."""
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def close(self) -> None:
@@ -327,8 +327,8 @@ class Checkpointer:
         Args:
           variables: a TrainState (or another tree) of VariableSpecs: the state to restore.
           mesh: the mesh of the restored arrays.
-          step: the step to restore. None takes the newest whole step; damaged steps above it are logged with their damage,
-            and renamed unless this Checkpointer is read-only.
+          step: the step to restore. None takes the newest whole step; newer damaged steps are logged with their damage, and
+            renamed unless this Checkpointer is read-only.
           partial: do not read saved variables that `variables` lacks; see `sources.restore`.
           with_input: False does not read the position of the input, which another number of processes may be unable to use.
 
@@ -337,7 +337,7 @@ class Checkpointer:
           NoWholeCheckpointError: there are steps, and all of them are damaged.
           DamagedCheckpointError: the requested step is damaged.
           CheckpointMismatchError: see `sources.restore`.
-          CheckpointReadError: storage does not answer, or refuses. Nothing is renamed.
+          CheckpointReadError: storage does not answer, or refuses access. Nothing is renamed.
         """
         self.wait_until_finished()
         self._last_save = self._known = None

@@ -44,7 +44,7 @@ def checksums(arrays: Mapping[str, jax.Array], specs: Mapping[str, VariableSpec]
 
     Args:
       arrays: arrays at padded shapes by path.
-      specs: their VariableSpecs; what is in the padding does not count. None: the padding is zero, or there is none.
+      specs: their VariableSpecs by path, so that values in the padding are ignored. None if the padding is zero or absent.
 
     Returns:
       {path: 16 hexadecimal digits}.
@@ -56,13 +56,13 @@ def checksums(arrays: Mapping[str, jax.Array], specs: Mapping[str, VariableSpec]
 
 
 def checksum(tree: PyTree) -> str:
-    """Returns one checksum of all arrays of a tree and of their paths, 16 hexadecimal digits; as `checksums` without specs."""
+    """Returns one checksum of a tree's arrays and their paths, 16 hexadecimal digits. Padding must be zero or absent."""
     parts = checksums({path: jnp.asarray(leaf) for path, leaf in named_leaves(tree)})
     return short_hash(json.dumps(parts, sort_keys=True))
 
 
 def bits_checksum(x: jax.Array) -> jax.Array:
-    """Returns the checksum of an array's bits at its own shape, padding included, as uint32 [2]. Under jit."""
+    """Returns the checksum of an array's bits at its own shape, padding included, as uint32 [2]. For use under jit."""
     words = _words(x)
     return jnp.stack([_half(words, half, None) for half in range(_HALVES)])
 
@@ -106,7 +106,7 @@ def _half(words: jax.Array, half: int, inside: jax.Array | None) -> jax.Array:
 
 
 def _mix(x: _Words) -> _Words:
-    """The finaliser of MurmurHash3, on uint32."""
+    """Returns MurmurHash3's finaliser of each uint32 word."""
     x = x ^ (x >> np.uint32(16))
     x = x * np.uint32(0x85EBCA6B)
     x = x ^ (x >> np.uint32(13))

@@ -10,7 +10,7 @@ class CheckpointError(Exception):
     """A checkpoint could not be saved, found or read. The message says which one, why, and what to do.
 
     Attributes:
-      exit_status: the exit status of a command that it ends.
+      exit_status: the exit status of a command that this error ends.
     """
 
     exit_status = 2
@@ -27,20 +27,20 @@ class NoWholeCheckpointError(CheckpointNotFoundError):
 
 
 class CheckpointReadError(CheckpointError):
-    """Storage did not answer, or refused, after retries. It says nothing about the checkpoint, which is left as it is.
+    """Storage did not answer, or refused access, after retries. The checkpoint may be whole; it is left as it is.
 
-    Everything that lists a directory of checkpoints or reads a file in one may raise it; few docstrings repeat that.
+    Every function that lists a directory of checkpoints or reads a file in it may raise this error; few docstrings repeat it.
     """
 
 
 class DamagedCheckpointError(CheckpointError, ValueError):
-    """The requested step lacks files, or its files do not hold what was written."""
+    """The requested step lacks files, or its files differ from those that were written."""
 
     exit_status = _DAMAGED
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The checkpoint is whole, but its variables are not those of the model."""
+    """The checkpoint is whole, but its variables differ from those of the model."""
 
 
 class NonFiniteStateError(CheckpointError, ValueError):

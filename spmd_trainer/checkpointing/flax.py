@@ -1,14 +1,14 @@
-"""Checkpoints that programs in plain Flax wrote with Orbax, as sources of warm starts. Never writes to them.
+"""Reads checkpoints that plain Flax programs wrote with Orbax, as sources of warm starts. Never writes to them.
 
-Whichever of Orbax's interfaces a program used, its trees of arrays are found:
+The trees of arrays are found for each of Orbax's interfaces:
 
 - `StandardCheckpointer` and `PyTreeCheckpointer` write a tree.
 - `CheckpointManager` writes steps (`3`, `checkpoint_3`), in each an item (`default`) or several (`state`, `batch_stats`); each
   item is a tree.
 
-Rules find its arrays by the names that they have there, e.g. 'params/up/kernel' or 'ema_params/up/kernel'. Besides, the
-model's own names lead to them where it is clear which are meant: the arrays of the smallest part of the checkpoint whose
-paths end like the model's. So `LOAD_ALL` works with a whole `TrainState`, with an `nnx.State` and with a tree of parameters.
+Rules name the arrays as the checkpoint does, e.g. 'params/up/kernel' or 'ema_params/up/kernel'. The model's own names work too
+if they are unambiguous: they mean the arrays below the prefix in the checkpoint where most of the model's names are found, or
+the shortest such prefix. So `LOAD_ALL` works with a whole `TrainState`, an `nnx.State` and a tree of parameters.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class FlaxNotFoundError(FlaxCheckpointError, CheckpointNotFoundError):
 
 @dataclasses.dataclass(frozen=True)
 class FlaxSource(CheckpointSource):
-    """The arrays of a checkpoint: by their names in the checkpoint below 'mdl_vars/', and by the model's names.
+    """A plain Flax checkpoint. `saved` has its arrays by their own names below 'mdl_vars/', and by the model's names.
 
     Attributes:
-      trees: {path: directory of its tree}, for the paths of `saved`.
+      trees: {path in `saved`: directory of the Orbax tree that holds the array}.
     """
 
     trees: Mapping[str, epath.Path]
@@ -81,16 +81,16 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState) 
     """Opens a checkpoint of plain Flax. Called by every process.
 
     Args:
-      directory: what Orbax wrote: a tree, a directory of items, or a directory of steps.
+      directory: a directory that Orbax wrote: a tree, a directory of items, or a directory of steps.
       step: the step; None for the newest.
-      variables: a TrainState of VariableSpecs: the model.
+      variables: the model's variables, a TrainState of VariableSpecs.
 
     Returns:
       The source, or None if the directory holds no such checkpoint.
 
     Raises:
       FlaxNotFoundError: there is no such step.
-      FlaxCheckpointError: Orbax can't read its description.
+      FlaxCheckpointError: Orbax can't read the metadata of a tree.
     """
     found = decided_by_process_0(
         lambda: step_files.read(f"looking for checkpoints in {directory}", lambda: _look(directory, step))
@@ -118,7 +118,7 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState) 
 
 
 def _look(directory: epath.Path, step: int | None) -> _Found | None:
-    """Returns what is in a directory; None if Orbax wrote nothing there, or if this trainer did."""
+    """Finds the trees of a step in a directory. Returns None if it has no Orbax checkpoint, or one of this trainer."""
     if not directory.is_dir() or _is_own(directory):
         return None
     if trees := _trees(directory):
@@ -139,7 +139,7 @@ def _look(directory: epath.Path, step: int | None) -> _Found | None:
 
 
 def _trees(directory: epath.Path) -> dict[str, str]:
-    """Returns {name of the item: directory of its tree}. A tree by itself, and an item that stands alone, have the name ''."""
+    """Returns {name of the item: directory of its tree}. The name is '' for a tree without items, or with one item."""
     if _is_tree(directory):
         return {"": str(directory)}
     items = {below.name: str(below) for below in sorted(directory.iterdir()) if below.is_dir() and _is_tree(below)}
@@ -156,7 +156,7 @@ def _is_own(directory: epath.Path) -> bool:
 
 
 def _is_committed(directory: epath.Path) -> bool:
-    """Returns False for a save on an object store that did not finish. On a file system it has a temporary name."""
+    """Returns False for an unfinished save on an object store. On a file system, an unfinished save has a temporary name."""
     return not is_remote(directory) or bool((directory / manifest.COMMIT_FILE).exists())
 
 
@@ -181,9 +181,10 @@ def _describe(trees: Mapping[str, epath.Path]) -> dict[str, tuple[SavedVariable,
 
 
 def _model_names(raw: Iterable[str], model: Sequence[str], where: epath.Path) -> dict[str, str]:
-    """Returns {the model's path: path in the checkpoint}, where it is clear which part of the checkpoint is meant.
+    """Returns {the model's path: path in the checkpoint} for the collections that the checkpoint has unambiguously.
 
-    Of the prefixes that lead to variables of a collection, those count that lead to the most; of these, the shortest.
+    For each collection, e.g. 'params', takes the prefix in the checkpoint below which most of its variables are found; of several
+    such prefixes, the shortest. A collection with several shortest prefixes is left out, with a warning.
     """
     there, result = set(raw), {}
     by_collection: dict[str, list[str]] = collections.defaultdict(list)

@@ -1,6 +1,6 @@
-"""Runs with adapters (`task.lora`): a checkpoint holds what is trained, and names the frozen base with a checksum per variable.
+"""Checkpoints of runs with adapters (`task.lora`): they hold the trained part, and a checksum per variable of the frozen base.
 
-Everything in `mdl_vars` but the adapters is the base. It never changes, so each start loads it again from where it came from.
+The base is everything in `mdl_vars` except the adapters. It never changes, so each start loads it again from its source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VARS = "mdl_vars/"
 
 
 def is_base(path: str) -> bool:
-    """Returns True for a variable of the model that is not an adapter's; `path` begins with 'mdl_vars/' there."""
+    """Returns True if a path is a variable of the frozen base: below 'mdl_vars/', and not an adapter."""
     return path.startswith(_VARS) and not is_adapter(path)
 
 
@@ -34,11 +34,11 @@ def has_adapters(variables: TrainState) -> bool:
 
 
 def lacking_kind(paths: Iterable[str], saved: Iterable[str]) -> Callable[[str], bool] | None:
-    """Returns the test for variables of which a checkpoint has none: adapters, or the base below them. None if it has both.
+    """Returns the predicate of the kind of variables that a checkpoint lacks, `is_adapter` or `is_base`; None if it has both.
 
     Args:
-      paths: the variables to load. Without adapters among them, the result is None.
-      saved: the checkpoint's variables.
+      paths: the paths of the variables to load. Without adapters among them, the result is None.
+      saved: the paths of the checkpoint's variables.
     """
     saved = list(saved)
     if any(map(is_adapter, paths)):
@@ -49,12 +49,12 @@ def lacking_kind(paths: Iterable[str], saved: Iterable[str]) -> Callable[[str], 
 
 
 def lack_text(path: str) -> str:
-    """Returns what messages say of a checkpoint without variables of this one's kind."""
+    """Returns the words of messages for a checkpoint without variables of the kind of `path`: adapters or base."""
     return "no adapters" if is_adapter(path) else "adapters alone"
 
 
 def trained_part(tree: TrainState, variables: TrainState) -> TrainState:
-    """Returns what a checkpoint holds of a state: without the base if the state has adapters, otherwise all of it.
+    """Returns the part of a state that a checkpoint holds: without the base if the state has adapters, otherwise all of it.
 
     Args:
       tree: arrays, VariableSpecs or anything else in the structure of the state.
@@ -70,12 +70,12 @@ def trained_part(tree: TrainState, variables: TrainState) -> TrainState:
 
 
 def base_specs(variables: TrainState) -> dict[str, VariableSpec]:
-    """Returns the VariableSpecs of the base by path."""
+    """Returns {path: VariableSpec} of the frozen base."""
     return {path: spec for path, spec in records.by_path(variables).items() if is_base(path)}
 
 
 def joined(trained: TrainState, base: Mapping[str, jax.Array], variables: TrainState) -> TrainState:
-    """Returns the whole state of a trained part and the arrays of its base by path."""
+    """Merges a trained part and the arrays of its base, which are given by path, into the whole state."""
     specs = records.by_path(variables)
     rest = iter(jax.tree.leaves(trained))
     leaves = [base[path] if is_base(path) else next(rest) for path in specs]
@@ -84,10 +84,10 @@ def joined(trained: TrainState, base: Mapping[str, jax.Array], variables: TrainS
 
 
 def lacks_base_text(metadata: Mapping[str, Any]) -> str:
-    """Returns what messages say of a checkpoint that this trainer saved without the base of its adapters; '' for another one.
+    """Returns the words of messages for a checkpoint that this trainer saved without the adapters' base; '' for any other.
 
     Args:
-      metadata: what the checkpoint notes of its run.
+      metadata: the metadata in the checkpoint's record.
     """
     if BASE_KEY not in metadata:
         return ""
@@ -96,7 +96,7 @@ def lacks_base_text(metadata: Mapping[str, Any]) -> str:
 
 
 def settings(lora: Lora) -> dict[str, Any]:
-    """Returns the settings without which adapters are another model: rank, alpha, rslora, dora."""
+    """Returns the settings that the adapters' effect on the model depends on: rank, alpha, rslora, dora."""
     return {
         "rank": int(lora.rank),
         "alpha": float(lora.alpha),
@@ -109,7 +109,7 @@ def require_settings(saved: Mapping[str, Any], lora: Lora, source: str) -> None:
     """Makes sure that adapters are used with the settings with which they were trained.
 
     Raises:
-      CheckpointMismatchError: they differ; says which, and what to set.
+      CheckpointMismatchError: settings differ or are not recorded. The message names those that differ, and the fix.
     """
     here = settings(lora)
     if not here.keys() <= saved.keys():
@@ -128,16 +128,16 @@ def require_settings(saved: Mapping[str, Any], lora: Lora, source: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class BaseRecord:
-    """The base of a run with adapters, as its checkpoints name it.
+    """The record of a run's frozen base in the metadata of its checkpoints.
 
     Attributes:
-      paths: the checkpoints that it was loaded from: keys of `init_from_checkpoint_rules`, or the Hugging Face folder of
+      paths: the checkpoints that the base was loaded from: keys of `init_from_checkpoint_rules`, or the Hugging Face folder of
         `--restore_checkpoint_dir`. Variables that none of them has are initialised from `task.train.random_seed`.
-      sources: what was read of these, e.g. 'step 100 in runs/pretrained/checkpoints'.
+      sources: the names of the steps or folders that were read, e.g. 'step 100 in runs/pretrained/checkpoints'.
       checksums: {path of a variable: its checksum}, see `checksums`.
       dtypes: {path of a variable: the name of its dtype}.
-      restored_from: the Hugging Face folder that it was loaded from because of `--restore_checkpoint_dir`, instead of by
-        `init_from_checkpoint_rules`; None without.
+      restored_from: the Hugging Face folder of `--restore_checkpoint_dir` if the base was loaded from it, instead of by
+        `init_from_checkpoint_rules`; otherwise None.
     """
 
     paths: tuple[str, ...]
@@ -158,19 +158,19 @@ class BaseRecord:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> BaseRecord:
-        """Returns the record of an entry that `to_json` made."""
+        """Returns the record from an entry that `to_json` returned."""
         paths, sources = tuple(entry["path"]), tuple(entry["source"])
         return cls(paths, sources, entry["checksum"], entry["dtype"], entry["restored_from"])
 
     def require_same(self, found: BaseRecord, checkpoint: str) -> None:
-        """Makes sure that a base is this one, bit for bit.
+        """Makes sure that a loaded base is the recorded one, bit for bit.
 
         Args:
           found: the base that was loaded.
           checkpoint: the checkpoint that holds this record, for the message.
 
         Raises:
-          CheckpointMismatchError: variables differ. Names them, and what each base was loaded from.
+          CheckpointMismatchError: variables differ. The message names them, and the sources of both bases.
         """
         common = self.checksums.keys() & found.checksums.keys()
         retyped = [path for path in sorted(common) if self.dtypes[path] != found.dtypes[path]]
@@ -193,6 +193,6 @@ class BaseRecord:
         raise CheckpointMismatchError("\n".join([head, *origins, *mismatch.first_lines(lines), f"Fix: {fix}."]))
 
     def origin(self) -> str:
-        """Returns what the base was loaded from, for messages."""
+        """Returns the names of the base's sources, for messages."""
         names = self.sources or ("initialised from task.train.random_seed",)
         return ", ".join(names)

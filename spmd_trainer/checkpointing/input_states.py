@@ -1,8 +1,8 @@
-"""The positions of the training input, one for each process.
+"""Saves and reads the positions of the training input: one for all processes, or one for each process.
 
-If the position means the same on any number of processes (inputs whose batch n is a function of n), it stands in the step's
-record, and any job resumes from it. Otherwise (streams, inputs of other libraries) each process writes a file of its own into the
-item `input_states`, also if there is only one, and only a job of as many processes can resume.
+A position that is valid for any number of processes (of inputs whose batch n depends on n alone) is in the step's record, and any
+job resumes from it. Otherwise (streams, inputs of other libraries) each process, even a single one, writes a file into the item
+`input_states`, and only a job with the same number of processes can resume.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ KEY = "input_state"
 
 
 def file_name(process: int, count: int) -> str:
-    """Returns the name of a process' file in the item."""
+    """Returns the file name of a process' position in the item `input_states`; `count` is the number of processes."""
     return f"process_{process}_of_{count}.json"
 
 
 def agree(input_state: Mapping[str, object] | None, *, shared: bool) -> tuple[dict[str, Any] | None, bool]:
-    """Returns this process' position as JSON values, and whether it is that of any process. Called by every process.
+    """Returns this process' position as JSON values, and whether all processes can share it. Called by every process.
 
     Args:
       input_state: this process' position.
-      shared: whether the input says that its position means the same on any number of processes.
+      shared: whether the input declares its position valid for any number of processes.
 
     Raises:
       CheckpointError: on every process, if the position of one of them cannot be saved.
@@ -49,7 +49,7 @@ def agree(input_state: Mapping[str, object] | None, *, shared: bool) -> tuple[di
 
 
 def read(step_dir: epath.Path, record: records.Record) -> dict[str, Any] | None:
-    """Returns the position from which this process resumes.
+    """Returns the position from which this process resumes the training input.
 
     Raises:
       CheckpointMismatchError: the processes had different positions, and this job has another number of processes.

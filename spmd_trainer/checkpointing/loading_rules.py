@@ -35,7 +35,7 @@ _EMA = "ema/"
 
 @dataclasses.dataclass(frozen=True)
 class LoadRow:
-    """What a warm start does with one variable.
+    """The effect of a warm start on one variable.
 
     Attributes:
       path: the variable's path, e.g. 'mdl_vars/params/lm/softmax/w'.
@@ -50,7 +50,7 @@ class LoadRow:
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """What a warm start does with every variable. As text: a table, then the warnings.
+    """The effect of a warm start on every variable. Its `str` is a table, then the warnings.
 
     Attributes:
       rows: one per variable, in the model's order.
@@ -82,18 +82,18 @@ class LoadReport:
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedRules:
-    """What a warm start loads, derived from the records of the checkpoints; no array has been read.
+    """The variables that a warm start loads, derived from the records of the checkpoints; no array has been read.
 
     Attributes:
-      report: what the warm start does with every variable.
-      parts: for each checkpoint, {path in the model: path in the checkpoint}.
+      report: the effect on every variable.
+      parts: for each checkpoint, the source and {path in the model: path in the checkpoint}.
     """
 
     report: LoadReport
     parts: tuple[tuple[CheckpointSource, dict[str, str]], ...]
 
     def read(self, variables: TrainState, mesh: Mesh) -> dict[str, jax.Array]:
-        """Returns the variables by path, on a mesh, in the model's dtypes. Called by every process."""
+        """Reads the variables onto a mesh, in the model's dtypes; returns them by path. Called by every process."""
         from spmd_trainer.checkpointing import opt_state_conversion  # imports praxis, which a record doesn't need
 
         specs: dict[str, VariableSpec] = records.by_path(variables)
@@ -105,7 +105,7 @@ class ResolvedRules:
         return arrays
 
     def only(self, is_wanted: Callable[[str], bool]) -> ResolvedRules:
-        """Returns what is loaded of the variables whose paths are wanted, without the checkpoints that none is loaded from."""
+        """Returns these rules for the wanted paths alone, without checkpoints from which nothing is then loaded."""
         chosen = [(source, {p: q for p, q in paths.items() if is_wanted(p)}) for source, paths in self.parts]
         return dataclasses.replace(self, parts=tuple((source, paths) for source, paths in chosen if paths))
 
@@ -113,7 +113,7 @@ class ResolvedRules:
 def resolve_rules(
     variables: TrainState, rules: RulesByDirectory, *, check_contents: bool, open_foreign: OpenForeign | None = None
 ) -> ResolvedRules:
-    """Derives what a warm start loads from the records of the checkpoints. Called by every process.
+    """Determines the variables that a warm start loads, from the records of the checkpoints. Called by every process.
 
     Checkpoints are taken in the mapping's order. A variable is loaded from the first checkpoint that has a rule for it;
     the step and the optimizer states come from the first whose rules ask for them.
@@ -123,7 +123,7 @@ def resolve_rules(
       rules: {directory: rules, or a config of them}. A directory is a run's `job_log_dir`, its `checkpoints`, or one step
         in it.
       check_contents: True compares the checksums of the files, which is needed before loading. False compares sizes only.
-      open_foreign: opens checkpoints of other trainers; None knows this trainer's only.
+      open_foreign: opens checkpoints of other trainers; None accepts this trainer's only.
 
     Raises:
       UserError: `rules` does not map directories to CheckpointLoadingRules.
@@ -154,7 +154,7 @@ def _resolve(
     parts: list[tuple[CheckpointSource, dict[str, str]]],
     warnings: list[str],
 ) -> None:
-    """Adds what one checkpoint gives to the rows, parts and warnings of a warm start."""
+    """Resolves the rules of one checkpoint, and adds the result to the rows, parts and warnings of a warm start."""
     _check_kind(specs, source)
     warnings += _check_rules(rule, specs, source)
     open_paths = {path: spec for path, spec in specs.items() if rows[path].status != LOADED}
@@ -197,7 +197,7 @@ def _check_kind(specs: Mapping[str, VariableSpec], source: CheckpointSource) -> 
 
 
 def for_base(variables: TrainState, rules: RulesByDirectory) -> dict[epath.PathLike, CheckpointLoadingRules]:
-    """Returns the rules from which a run with adapters loads its frozen base, without the step and the optimizer states.
+    """Returns the rules that load the frozen base of a run with adapters, without the step and the optimizer states.
 
     Args:
       variables: a TrainState of VariableSpecs.
@@ -248,8 +248,8 @@ def _resolve_variables(
 ) -> dict[str, str]:
     """Returns {model path: saved path} of variables. Notes in `rows` which ones are not loaded, and why.
 
-    In a run with adapters, `LOAD_ALL` names the base and the adapters. A checkpoint that holds only one of them has nothing for
-    the other. A rule for adapters alone must find some.
+    In a run with adapters, `LOAD_ALL` matches the base and the adapters. If the checkpoint lacks one of the two kinds, its
+    variables stay at their initial values. A rule that matches only the missing kind is refused.
     """
     saved_paths, faults, skipped = {}, [], set()
     lacking = frozen_base.lacking_kind(open_paths, source.saved)
@@ -294,7 +294,8 @@ def _resolve_opt_states(
 ) -> dict[str, str]:
     """Returns {model path: saved path} of optimizer states: all of them, those that rules match, or none.
 
-    A part that was saved in another of `opt_state_dtypes.DTYPES` is converted; any path of it stands for the whole part.
+    A part that was saved in another of `opt_state_dtypes.DTYPES` is converted. The path of any of its arrays means the whole
+    part.
     """
     from spmd_trainer.checkpointing import opt_state_conversion  # imports praxis, which a record doesn't need
 
@@ -337,7 +338,7 @@ def _resolve_opt_states(
 
 
 def _opt_parts(specs: Mapping[str, VariableSpec]) -> dict[str, dict[str, VariableSpec]]:
-    """Returns the optimizer states of a model by part: of one in 8 bits there are two arrays."""
+    """Returns {part: {path: VariableSpec}} of a model's optimizer states. A part in 8 bits has two arrays, any other one."""
     from spmd_trainer.checkpointing import opt_state_conversion
 
     parts: dict[str, dict[str, VariableSpec]] = {}
@@ -348,7 +349,7 @@ def _opt_parts(specs: Mapping[str, VariableSpec]) -> dict[str, dict[str, Variabl
 
 
 def _saved_path(name: str, source: CheckpointSource, rule: CheckpointLoadingRules) -> str:
-    """Returns the path in the checkpoint of a filled template: below `mdl_vars`, or in the optimizer states for 'ema/...'."""
+    """Returns the path in the checkpoint that a filled template names: below `mdl_vars`, or an optimizer state for 'ema/...'."""
     if name.startswith(_EMA) and rule.load_ema_states:
         averages = [path for path in source.saved if path.startswith(_OPT) and path.endswith(f"/{name}")]
         if len(averages) == 1:
@@ -370,7 +371,7 @@ def _fault(spec: VariableSpec, saved_path: str, name: str, source: CheckpointSou
 
 
 def _nearest_saved(name: str, saved_path: str, source: CheckpointSource) -> str:
-    """Returns the name of the checkpoint that is nearest to one that it lacks, as a template would write it."""
+    """Returns a hint: the name of a saved variable that is nearest to the missing `name`, as a template would write it."""
     if name.startswith(_EMA):
         return rule_matching.nearest(
             name, (f"{_EMA}{p.split(f'/{_EMA}', 1)[1]}" for p in source.saved if f"/{_EMA}" in p)

@@ -21,7 +21,7 @@ found only if the array cannot be decoded. At a restore the processes share the 
 On an object store, names and sizes come from one listing of the step. An object beside the manifest, `sizes-DIGEST`, is named by
 a digest of all names and sizes, so that a listing alone tells a whole step. If the digest does not fit, the manifest is read.
 
-Only what the files say is damage. A read that fails is repeated, and in the end raises CheckpointReadError.
+Only missing files and wrong contents count as damage. A read that fails is retried, and finally raises CheckpointReadError.
 
 Format 1 had another checksum, which missed two opposite flips: the CRC-32 of the sums of the 64-bit words of each 4 KiB
 page. Its manifests can still be read.
@@ -77,10 +77,10 @@ class Manifest(TypedDict):
 
     Attributes:
       format: `FORMAT` of the trainer that wrote it.
-      step: the step.
+      step: the step of the checkpoint.
       whole_up_to: files of up to this many bytes have a checksum of all bytes; larger ones are sampled.
       samples: the number of blocks of a sampled file.
-      sample_bytes: the size of a block.
+      sample_bytes: the size of a block in bytes.
       files: {path below the step's directory, with slashes: [size in bytes, checksum]}.
     """
 
@@ -128,7 +128,7 @@ def write(step_dir: epath.Path, step: int) -> None:
 
 
 def has_digest_of(sizes: Mapping[str, int]) -> bool:
-    """Returns True if a step on an object store is whole by a listing alone; False if its manifest must be read.
+    """Returns True if a listing alone shows that a step on an object store is whole; False if its manifest must be read.
 
     Args:
       sizes: {path below the step's directory: size in bytes} of all its objects.
@@ -138,12 +138,12 @@ def has_digest_of(sizes: Mapping[str, int]) -> bool:
 
 
 def is_finished(sizes: Mapping[str, int]) -> bool:
-    """Returns True if all objects of a step on an object store were written at some time: it was committed, or can be."""
+    """Returns True if the save of a step on an object store has written all its objects, so that it was or can be committed."""
     return COMMIT_FILE in sizes or has_digest_of(sizes)
 
 
 def quick_problem(step_dir: epath.Path, step: int) -> str | None:
-    """Returns what is wrong with the names and sizes of a step's files, or None.
+    """Returns the problem with the names or sizes of a step's files, or None if there is none.
 
     Raises:
       CheckpointNotFoundError: there is no such step, or no longer.
@@ -158,7 +158,7 @@ def quick_problem(step_dir: epath.Path, step: int) -> str | None:
 
 
 def read(step_dir: epath.Path, step: int) -> Manifest | str:
-    """Returns a step's manifest after checking the names and sizes of its files, or what is wrong with the step.
+    """Checks the names and sizes of a step's files. Returns its manifest, or a text about the problem.
 
     Raises:
       As `quick_problem`.
@@ -171,12 +171,12 @@ def read(step_dir: epath.Path, step: int) -> Manifest | str:
 
 
 def contents_problem(step_dir: epath.Path, manifest: Manifest, share: int = 0, shares: int = 1) -> str | None:
-    """Returns what is wrong with the contents of a step's files, or None.
+    """Returns the first problem with the contents of a step's files, or None if there is none.
 
     Args:
       step_dir: the step's directory.
       manifest: its manifest, as `read` returns it.
-      share: the index of the share of files to read.
+      share: the index of the share of the files to read, e.g. the process index.
       shares: the number of shares that the files are divided into.
 
     Raises:
@@ -201,7 +201,7 @@ def contents_problem(step_dir: epath.Path, manifest: Manifest, share: int = 0, s
 
 
 def num_bytes(step_dir: epath.Path, step: int) -> int:
-    """Returns how many bytes a step's files have by its manifest; 0 if the manifest is damaged.
+    """Returns the total size of a step's files in bytes, by its manifest; 0 if the manifest is damaged.
 
     Raises:
       As `quick_problem`.
@@ -216,12 +216,12 @@ def _remote_sizes(step_dir: epath.Path) -> dict[str, int]:
 
 
 def _sizes_problem(step_dir: epath.Path, manifest: Manifest, listed: Mapping[str, int] | None) -> str | None:
-    """Compares the sizes of files with a manifest.
+    """Compares the sizes of files with a manifest. Returns the first problem, or None.
 
     Args:
       step_dir: the step's directory.
       manifest: its manifest.
-      listed: the sizes by a listing of the whole step; None asks for each file's.
+      listed: {path: size in bytes} from a listing of the whole step; None asks for the size of each file.
     """
     for name, (size, _) in manifest["files"].items():
         # A file that is wrong by the listing is asked for: some stores list what was written before with a delay.
@@ -237,7 +237,7 @@ def _sizes_problem(step_dir: epath.Path, manifest: Manifest, listed: Mapping[str
 
 
 def _read(step_dir: epath.Path, step: int) -> Manifest | str:
-    """Returns the manifest, or what is wrong with it."""
+    """Returns the manifest, or a text about its problem."""
     try:
         text = step_files.read_file(step_dir, MANIFEST, json_values.content_of)
     except step_files.MissingFileError as error:
@@ -254,7 +254,7 @@ def _read(step_dir: epath.Path, step: int) -> Manifest | str:
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Raises ValueError, KeyError, TypeError or AttributeError if the manifest lacks something, or has it of another kind."""
+    """Raises ValueError, KeyError, TypeError or AttributeError if a field of the manifest is missing or invalid."""
     version, whole_up_to, samples, sample_bytes = (
         manifest["format"],
         manifest["whole_up_to"],
@@ -278,7 +278,7 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def _digest(sizes: Mapping[str, int]) -> str:
-    """Returns the name of the object that stands for these names and sizes."""
+    """Returns the name of the object `sizes-DIGEST` for these names and sizes."""
     text = json.dumps(sorted(sizes.items()))
     return f"{_SIZES_PREFIX}{short_hash(text, 32)}"
 
@@ -311,7 +311,7 @@ def _local_chunks(path: epath.Path, blocks: list[tuple[int, int]]) -> Iterator[b
 
 
 def _remote_chunks(path: epath.Path, blocks: list[tuple[int, int]]) -> Iterator[bytes]:
-    """Yields the bytes of blocks (start, length) of an object, one request each; its size is not asked for."""
+    """Yields the bytes of blocks (start, length) of an object, in pieces of one request each. Doesn't ask for its size."""
     for start, length in blocks:
         end = start + length
         while start < end:
@@ -328,7 +328,7 @@ def _crc32c(crc: int, chunk: bytes) -> int:
 
 
 def _page_sums_crc(crc: int, chunk: bytes) -> int:
-    """Extends the checksum of format 1 by a chunk: the sum of the 64-bit words of each page, modulo 2**64, then CRC-32."""
+    """Extends a checksum of format 1 by a chunk: the CRC-32 of the sums, modulo 2**64, of the 64-bit words of each page."""
     missing = -len(chunk) % _PAGE_BYTES
     words: npt.NDArray[np.uint64] = np.frombuffer(chunk + bytes(missing) if missing else chunk, "<u8")
     sums: npt.NDArray[np.uint64] = words.reshape(-1, _PAGE_BYTES // 8).sum(axis=1, dtype="<u8")

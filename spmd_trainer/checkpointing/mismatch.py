@@ -62,11 +62,11 @@ def first_lines(lines: Sequence[str]) -> list[str]:
 
 
 def explain_adapters(saved: Iterable[str], wanted: Iterable[str], checkpoint: str) -> str | None:
-    """Returns the error message if only one of a checkpoint and a run has adapters on a frozen base; otherwise None.
+    """Returns the error message if the checkpoint or the run, but not both, has adapters on a frozen base; otherwise None.
 
     Args:
       saved: the paths of the checkpoint's variables.
-      wanted: the paths that are to be restored: without the base in a run with adapters.
+      wanted: the paths of the variables to restore; in a run with adapters, without the base.
       checkpoint: names the checkpoint in the message.
     """
     saved, wanted = list(saved), list(wanted)
@@ -93,7 +93,7 @@ def adapters_alone(checkpoint: str) -> str:
 
 
 def adapters_without_base(checkpoint: str, saved: Iterable[str]) -> str:
-    """Returns the message for a run with adapters that is told to continue from adapters of another trainer."""
+    """Returns the error message for a run with adapters that is told to continue from another trainer's adapters."""
     adapters = list(filter(is_adapter, saved))
     return (
         f"{checkpoint} holds {len(adapters)} variables of adapters, such as {adapters[0]}, but not the settings that they "
@@ -103,7 +103,7 @@ def adapters_without_base(checkpoint: str, saved: Iterable[str]) -> str:
 
 
 def _nearest_extra(path: str, variable: SavedVariable, extra: list[str], saved: Mapping[str, SavedVariable]) -> str:
-    """Returns which saved variable of the same shape that the model lacks a missing one may be, as the end of a line."""
+    """Returns the end of a line about a missing variable: the nearest name among saved variables of its shape in `extra`."""
     alike = [p for p in extra if saved[p].shape == variable.shape]
     return f"; {rule_matching.nearest(path, alike)} in the checkpoint" if alike else ""
 
@@ -115,7 +115,7 @@ def _describe(variable: SavedVariable) -> str:
 def _other_number_of_layers(
     missing: list[str], extra: list[str], saved: Iterable[str], wanted: Iterable[str]
 ) -> str | None:
-    """Recognises `layers/0 ... layers/11` (or `layers_0 ...`) against `layers/0 ... layers/15`."""
+    """Returns the cause if the checkpoint and the model differ in the number of layers, `layers/0` or `layers_0` and so on."""
     changed = set(_numbered(missing)) | set(_numbered(extra))
     saved_numbers, wanted_numbers = _numbered(saved), _numbered(wanted)
     for stem in sorted(changed, key=len):
@@ -126,7 +126,7 @@ def _other_number_of_layers(
 
 
 def _numbered(paths: Iterable[str]) -> dict[str, set[str]]:
-    """Returns {'lm/layers/#': {'0', '1'}} for paths below 'lm/layers/0' and 'lm/layers/1'; 'lm/layers_0' counts alike."""
+    """Returns {'lm/layers/#': {'0', '1'}} for paths below 'lm/layers/0' and 'lm/layers/1'; 'lm/layers_0' is counted likewise."""
     numbers: dict[str, set[str]] = {}
     for path in paths:
         if path.startswith(_NOT_OF_THE_MODEL):
@@ -139,7 +139,7 @@ def _numbered(paths: Iterable[str]) -> dict[str, set[str]]:
 def _other_size(
     reshaped: list[str], saved: Mapping[str, SavedVariable], wanted: Mapping[str, SavedVariable]
 ) -> str | None:
-    """Names the one size that explains every reshaped variable (stacked layers, vocabulary, width), or several sizes."""
+    """Returns the likely cause of reshaped variables: another rank, one size that changed in all of them, or several sizes."""
     if not reshaped:
         return None
     ranks_differ = [p for p in reshaped if len(saved[p].shape) != len(wanted[p].shape)]
@@ -166,7 +166,7 @@ def _other_size(
 
 
 def _other_optimizer(missing: list[str], extra: list[str], reshaped: list[str], retyped: list[str]) -> str | None:
-    """Recognises differences in optimizer states and extra states alone."""
+    """Returns the likely cause if only optimizer states and extra states differ; otherwise None."""
     changed = missing + extra
     if not changed or reshaped or retyped:
         return None

@@ -25,13 +25,16 @@ _STATES = "opt_states/"
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What to read in place of the wanted arrays, and how these are made of it.
+    """The variables to read from a checkpoint, and their conversion to the variables of the run.
+
+    A part of an optimizer state is one array, or in 8 bits a pair of arrays (`Bytes`), whose paths end in '/codes_8bit' and
+    '/scale_8bit'.
 
     Attributes:
-      wanted: the variables that the run has, by path.
-      read: the variables to read, by path, with the dtypes of the checkpoint.
+      wanted: the run's variables by path.
+      read: the variables to read, by path. Those that are converted have the checkpoint's dtypes.
       source: {path in `read`: path in the checkpoint}.
-      parts: {path of a part of a state, without '/codes_8bit': (dtype saved, dtype wanted)}, of those that differ.
+      parts: {path of a part, without '/codes_8bit': (saved dtype, wanted dtype)} of the parts to convert.
     """
 
     wanted: Mapping[str, VariableSpec]
@@ -40,12 +43,12 @@ class Conversion:
     parts: Mapping[str, tuple[str, str]]
 
     def made(self, arrays: dict[str, jax.Array], mesh: Mesh, step: int) -> dict[str, jax.Array]:
-        """Returns the wanted arrays, padded, and logs what is converted.
+        """Returns the wanted arrays, padded, and logs how many parts are converted.
 
         Args:
           arrays: the arrays of `read`, padded. Those of converted parts are deleted.
-          mesh: their mesh.
-          step: the step of the checkpoint, for the rounding.
+          mesh: the mesh of the arrays.
+          step: the step of the checkpoint, which selects the random bits for rounding.
         """
         if not self.parts:
             return arrays
@@ -86,7 +89,7 @@ def conversion(
     Args:
       saved: the checkpoint's variables by path.
       wanted: the run's variables by path.
-      source: {wanted path: saved path}; None for the same paths. Any path of a saved part stands for the whole part.
+      source: {wanted path: saved path}; None for the same paths. The path of any array of a saved part means the whole part.
     """
     source = {path: path for path in wanted} if source is None else source
     read: dict[str, VariableSpec] = {}
@@ -112,12 +115,12 @@ def conversion(
 
 
 def part_of(path: str) -> str:
-    """Returns the path of the part of a state that an array belongs to: without what `Bytes` adds."""
+    """Returns the path of the state part that an array belongs to: without the suffixes '/codes_8bit' and '/scale_8bit'."""
     return path.removesuffix(CODES).removesuffix(SCALE)
 
 
 def _dtype(variables: Mapping[str, SavedVariable] | Mapping[str, VariableSpec], part: str) -> str | None:
-    """Returns in which of `DTYPES` a part of a state is kept; None if it is another dtype, or not there."""
+    """Returns the dtype of a part of a state, one of `DTYPES`; None if it has another dtype, or is not in `variables`."""
     if part + CODES in variables and part + SCALE in variables:
         return EIGHT_BITS
     found = str(variables[part].dtype) if part in variables else None

@@ -1,10 +1,10 @@
-"""Writes steps and reads arrays with Orbax. Only `unpadded_arrays` imports Orbax besides.
+"""Writes steps and reads arrays with Orbax. Besides this module, only `unpadded_arrays` imports Orbax.
 
 Importing this module imports Orbax (0.4 s), so the other files import it only when a checkpoint is written or read.
 
 A checkpoint's arrays are a tree of dictionaries in the item `state`, at their logical shapes: `layers/0/kernel` is
-tree['layers']['0']['kernel']. Any Orbax program can read it. What else the state is made of (NestedMaps, optax's MaskedNodes,
-empty containers, None) is not stored: the model provides it.
+tree['layers']['0']['kernel']. Any Orbax program can read it. The other nodes of the state (NestedMaps, optax's MaskedNodes,
+empty containers, None) are not stored: the model provides them.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ absl_logging.get_absl_logger().addFilter(_QuietOrbax())
 class Manager(ocp.CheckpointManager):  # type: ignore[misc, unused-ignore]  # Orbax has no type information.
     """Orbax's CheckpointManager without the preemption protocol, and with a hook for the end of a save.
 
-    Orbax reports the step of a save to the preemption service from its background thread, when training is some steps
-    further. If SIGTERM arrives then, the processes agree to stop at a step that is already past, and the signal is lost.
-    So only the training loop talks to the preemption service, and it saves with `force`.
+    Orbax would report the step of a save to the preemption service from its background thread, when training is some steps
+    ahead. If SIGTERM arrived then, the processes would agree to stop at a step that is already past, and the signal would be
+    lost. So only the training loop talks to the preemption service, and it saves with `force`.
 
-    It deletes old steps with `StepDeleter`, and ends a save on all processes if it fails on one.
+    The manager deletes old steps with `StepDeleter`, and ends a save on all processes if it fails on one.
 
     Attributes:
       after_commit: called in the background, by every process, when a step is on disk and older steps are deleted. It is
@@ -87,7 +87,7 @@ class Manager(ocp.CheckpointManager):  # type: ignore[misc, unused-ignore]  # Or
         self._barrier.reporting_failure(super()._wait_for_checkpointers, self._end_waiting_threads)
 
     def _end_waiting_threads(self) -> None:
-        """Ends the threads that wait for the step's directories, here and on other processes. They would wait for 300 s."""
+        """Ends the threads, here and on other processes, that would wait 300 s for the step's directories."""
         # Orbax cancels a save only before it has failed.
         for writing in self._checkpointer._async_manager._commit_futures or ():
             writing.cancel()
@@ -103,18 +103,18 @@ class Manager(ocp.CheckpointManager):  # type: ignore[misc, unused-ignore]  # Or
             self.after_commit()
 
     def metrics(self, step: int) -> None:
-        """Returns None: no metrics are saved. Orbax would look for the file in every step."""
+        """Returns None: no metrics are saved. Orbax's own method would look for a metrics file in every step."""
         del step
 
     def reached_preemption(self, step: int) -> bool:
-        """Returns False; the class says why."""
+        """Returns False; the docstring of the class says why."""
         del step
         return False
 
 
 @dataclasses.dataclass(frozen=True)
 class _ListedStep(ocp.path.step.Metadata):  # type: ignore[misc, unused-ignore]
-    """A step of an object store with what the listing says of it. Orbax would read a file of every step."""
+    """A step on an object store, with its commit time from the directory listing. Orbax would read a file of every step."""
 
     committed: datetime.datetime
 
@@ -124,7 +124,7 @@ class _ListedStep(ocp.path.step.Metadata):  # type: ignore[misc, unused-ignore]
 
 
 class _ListedSteps(ocp.path.step.NameFormat):  # type: ignore[misc, unused-ignore]
-    """Finds the steps of an object store by one listing, however many there are."""
+    """Finds all steps on an object store by a single listing."""
 
     def build_name(self, step: int) -> str:
         return str(step)
@@ -209,14 +209,14 @@ def save(
 ) -> None:
     """Starts to save a step. When it returns, the arrays are copied to the host and may be donated.
 
+    Arrays without elements are left out, because Orbax does not store them; `read_arrays` creates them again.
+
     Args:
       manager: the manager of the directory.
       step: the step.
       arrays: the arrays by path, at padded shapes.
       record: the record; it has the logical shapes.
-      own_input_state: this process' position of the input; None if the record has that of all processes.
-
-    Arrays without elements are left out, because Orbax does not store them; `read_arrays` creates them again.
+      own_input_state: this process' position of the input; None if the record has the position of all processes.
     """
     saved = records.saved_variables(record)
     stored = {saved[path].keys: array for path, array in arrays.items() if math.prod(saved[path].shape)}
@@ -237,7 +237,7 @@ def save(
 
 
 def discard(directory: epath.Path, step: int) -> None:
-    """Deletes what a failed save has written of a step, so that it takes no room. On object stores the next start does."""
+    """Deletes the temporary directory of a failed save. On object stores, the next start deletes the remains."""
     temporary = directory / f"{step}{TEMPORARY_SUFFIX}"
     with contextlib.suppress(OSError):
         temporary.rmtree()
@@ -274,7 +274,7 @@ def read_arrays(
     The caller must have checked that logical shapes are equal: Orbax silently pads and truncates to any shape.
 
     Args:
-      tree_dir: the directory of the tree of arrays: `STATE_ITEM` of a step, or what another Orbax program wrote.
+      tree_dir: the directory of the tree of arrays: `STATE_ITEM` of a step, or a tree of another Orbax program.
       saved: the checkpoint's variables by path.
       wanted: the model's variables by path. A saved array of another dtype is converted.
       mesh: the mesh of the arrays.
@@ -325,7 +325,10 @@ def read_on_host(tree_dir: epath.Path, key: str) -> dict[str, Any]:
 def _restore_request(
     handler: ocp.PyTreeCheckpointHandler, tree_dir: epath.Path, args: Mapping[records.Keys, ocp.ArrayRestoreArgs]
 ) -> ocp.args.PyTreeRestore:
-    """Returns what to ask Orbax for. The item only names it: if it held shapes or arrays, Orbax would convert to their dtypes."""
+    """Returns Orbax's arguments for reading these arrays.
+
+    Their `item` only names the arrays: if it held shapes or arrays, Orbax would convert to their dtypes.
+    """
     if not any(isinstance(key, int) for keys in args for key in keys):
         return ocp.args.PyTreeRestore(
             item=_tree(dict.fromkeys(args, 0)), restore_args=_tree(args), partial_restore=True
@@ -343,7 +346,7 @@ def _keys(path: tuple[Any, ...]) -> records.Keys:
 
 
 def _tree(leaves: Mapping[records.Keys, object]) -> Any:
-    """Returns a tree of dictionaries with these leaves."""
+    """Returns a tree of nested dictionaries from {keys that lead to a leaf: leaf}."""
     if () in leaves:
         return leaves[()]
     below: dict[str | int, dict[records.Keys, object]] = collections.defaultdict(dict)

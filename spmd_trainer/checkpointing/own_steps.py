@@ -1,4 +1,4 @@
-"""The steps that this trainer saved, as sources: opening one checks its small files, reading it those of its arrays."""
+"""Steps that this trainer saved, as sources. Opening a step checks its small files; reading it checks the files of its arrays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _STORAGE_ERRORS = re.compile(
 
 
 class DamagedFilesError(DamagedCheckpointError):
-    """A step's files are not those of its manifest, or cannot be decoded. The message says which: 'a/b is missing'."""
+    """A step's files don't match its manifest, or cannot be decoded. The message names the file, e.g. 'a/b is missing'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +47,9 @@ class OwnStep(CheckpointSource):
     """A step that this trainer saved.
 
     Attributes:
-      step_dir: its directory.
-      saved_record: its record.
-      unchecked: the files of its arrays, whose checksums have yet to be compared; None if they have been.
+      step_dir: the directory of the step.
+      saved_record: the record of the step.
+      unchecked: the files of its arrays, if their checksums have not been compared yet; otherwise None.
     """
 
     step_dir: epath.Path
@@ -76,7 +76,7 @@ class OwnStep(CheckpointSource):
         Checksums are computed while arrays are read: with idle cores they cost no time.
 
         Raises:
-          DamagedFilesError: on every process, if wrong checksums or encoding were found by one.
+          DamagedFilesError: on every process, if one process found a wrong checksum or an array that can't be decoded.
           CheckpointNotFoundError: there is no such step any more.
         """
         # Importing Orbax takes 0.4 s: not before arrays are read.
@@ -120,7 +120,7 @@ class OwnStep(CheckpointSource):
         return found
 
     def checked(self) -> OwnStep:
-        """Returns the step after comparing the checksums of its arrays. Called by every process.
+        """Compares the checksums of the step's arrays, and returns the step as checked. Called by every process.
 
         Raises:
           As `read`.
@@ -132,11 +132,11 @@ class OwnStep(CheckpointSource):
         return None if self.unchecked is None else _share_problem(self.step_dir, self.unchecked)
 
     def _read_again(self, error: Exception, attempt: Callable[[], dict[str, jax.Array]]) -> dict[str, jax.Array] | str:
-        """Repeats a read whose files have the right checksums. Returns the arrays, or what is wrong with their encoding.
+        """Repeats a failed read of files with the right checksums. Returns the arrays, or why one can't be decoded.
 
         Raises:
-          CheckpointNotFoundError, CheckpointReadError: storage fails, or the step is gone.
-          Exception: `error`, if it is about something else.
+          CheckpointNotFoundError, CheckpointReadError: the step is gone, or storage fails.
+          Exception: `error`, if it is neither about storage nor about decoding.
         """
         what = f"reading the arrays of {self.step_dir}"
         try:
@@ -153,12 +153,12 @@ class OwnStep(CheckpointSource):
 
 
 class _StorageError(OSError):
-    """TensorStore could not read a file for a reason that is not in the file."""
+    """TensorStore could not read a file, for a reason outside the file's contents."""
 
 
 @contextlib.contextmanager
 def _storage_errors() -> Iterator[None]:
-    """Raises errors of storage as OSErrors, so that what failed is tried again."""
+    """Context manager that converts TensorStore's storage errors to OSErrors, so that the read is tried again."""
     try:
         yield
     except OSError:
@@ -171,7 +171,7 @@ def _storage_errors() -> Iterator[None]:
 
 
 def _full_text(error: BaseException) -> str:
-    """Returns the text of an error and of those behind it, the first one first: Orbax hides TensorStore's behind its own."""
+    """Returns the texts of an error and of its causes, the first cause first: Orbax wraps TensorStore's errors in its own."""
     texts: list[str] = []
     current: BaseException | None = error
     while current is not None and str(current) not in texts:
@@ -181,12 +181,12 @@ def _full_text(error: BaseException) -> str:
 
 
 def open_step(directory: epath.Path, step: int) -> OwnStep:
-    """Opens a step after checking the names and sizes of its files, and the contents of all but those of its arrays.
+    """Opens a step after checking the names and sizes of all its files, and the contents of the files without arrays.
 
     Called by every process; all of them find the same damage. `OwnStep.read` checks the rest.
 
     Raises:
-      DamagedFilesError: the files are not those that were written.
+      DamagedFilesError: files are missing, or differ from those that were written.
       DamagedCheckpointError: the record is damaged although its checksum is right, or has a format of a later trainer.
       CheckpointNotFoundError: there is no such step, or no longer.
     """
@@ -222,12 +222,12 @@ def _require(check: Callable[[], str | None]) -> None:
 
 
 def _share_problem(step_dir: epath.Path, files: manifest.Manifest) -> str | None:
-    """Returns what is wrong with the contents of this process' share of files: together the processes read all."""
+    """Returns the problem with the contents of this process' share of the files, or None. The processes together read all."""
     return manifest.contents_problem(step_dir, files, jax.process_index(), jax.process_count())
 
 
 def _part(listed: manifest.Manifest, *, arrays: bool) -> manifest.Manifest:
-    """Returns the manifest of the files of the arrays, or of all others."""
+    """Returns the part of a manifest about the files of arrays, or about all other files."""
     files = {n: entry for n, entry in listed["files"].items() if n.startswith(f"{STATE_ITEM}/") == arrays}
     part = listed.copy()
     part["files"] = files
@@ -241,12 +241,12 @@ def find_step(
 
     Args:
       directory: a run's `job_log_dir`, its `checkpoints`, or one step in it.
-      step: the step; None for the newest whole one, or the directory's.
+      step: the step. None takes the newest whole one, or the step that `directory` is.
       check_contents: True compares the checksums of the files; False compares sizes only.
-      asked: what asks for it, for messages.
+      asked: the setting that asks for the step, for messages.
 
     Raises:
-      CheckpointNotFoundError: there is no such step, or no whole one; or the directory is that of another step.
+      CheckpointNotFoundError: there is no such step, or no whole one; or `directory` is another step.
       DamagedCheckpointError: the named step is damaged.
     """
     name, own_step = decided_by_process_0(lambda: _locate(directory))
@@ -274,7 +274,7 @@ def find_step(
 
 
 def _locate(directory: epath.Path) -> tuple[str, int | None]:
-    """Returns the directory of checkpoints that is meant, and the step if the directory of one step was given."""
+    """Returns the directory of checkpoints, and the step if `directory` is a single step."""
 
     def look() -> tuple[str, int | None]:
         if directory.name.isdigit() and (directory / records.RECORD_ITEM).exists():

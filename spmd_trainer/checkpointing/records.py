@@ -43,7 +43,7 @@ Keys: TypeAlias = tuple[str | int, ...]
 
 
 class VariableEntry(TypedDict):
-    """A variable in a record: its logical shape, dtype and spec. Formats 1 and 2 also have the shape of the stored array."""
+    """A variable in a record: its logical shape, dtype and PartitionSpec. Formats 1 and 2 also have the stored array's shape."""
 
     shape: list[int]
     dtype: str
@@ -52,7 +52,7 @@ class VariableEntry(TypedDict):
 
 
 class MeshEntry(TypedDict):
-    """The mesh in a record: axis names to sizes, the numbers of devices and processes, and JAX's name of the platform."""
+    """The mesh in a record: {axis name: size}, the numbers of devices and processes, and JAX's name of the platform."""
 
     axes: dict[str, int]
     devices: int
@@ -61,7 +61,7 @@ class MeshEntry(TypedDict):
 
 
 class InputStatesEntry(TypedDict):
-    """How many processes saved their positions of the input, and whether all had the same one; see `input_states`."""
+    """The entry about input positions: how many processes saved one, and whether all were the same; see `input_states`."""
 
     processes: int
     same: bool
@@ -78,7 +78,7 @@ class Record(TypedDict):
       versions: {package: version}.
       variables: {path: its logical shape, dtype and spec}; paths are written `layers/0/attn/kernel`.
       input_state: the position of the input, as process 0 gave it to `Checkpointer.save`.
-      input_states: whether it is that of all processes.
+      input_states: how many processes saved a position, and whether it is the same on all of them.
       metadata: the caller's own entries, as they were given to `Checkpointer.save`.
     """
 
@@ -117,7 +117,7 @@ class SavedVariable:
 
     @classmethod
     def from_json(cls, path: str, entry: VariableEntry, version: int) -> SavedVariable:
-        """Returns the variable of an entry in a record of this format."""
+        """Returns the variable of an entry in a record; `version` is the record's format."""
         stored_shape = entry["shape"] if version >= 3 else entry["padded_shape"]
         keys = stored_keys(path) if version >= 3 else (path,)
         logical, stored = (json_values.shape(sizes, f"{path}.shape") for sizes in (entry["shape"], stored_shape))
@@ -125,7 +125,7 @@ class SavedVariable:
 
     @classmethod
     def from_spec(cls, spec: VariableSpec) -> SavedVariable:
-        """Returns how a variable with this spec is stored."""
+        """Returns the stored form of a variable with this spec."""
         shape = tuple(spec.logical_shape)
         return cls(shape, dtype_name(spec.dtype), shape, str(spec.spec), stored_keys(spec.path))
 
@@ -136,10 +136,10 @@ def stored_keys(path: str) -> tuple[str, ...]:
 
 
 def check_stored_keys(paths: Iterable[str]) -> None:
-    """Refuses paths that can't stand beside each other in a stored tree, whose keys Orbax joins by dots.
+    """Refuses paths that would collide in a stored tree, where Orbax joins keys by dots.
 
     Raises:
-      CheckpointError: two paths would be one array, or one is that of a variable and of others' container.
+      CheckpointError: two paths would name one array, or a variable's path is also the parent of another variable's path.
     """
     by_name: dict[str, str] = {}
     for path in paths:
@@ -199,7 +199,7 @@ def make(
       same_input_state: whether all processes have this position.
 
     Raises:
-      CheckpointError: the paths can't stand in one checkpoint, see `check_stored_keys`.
+      CheckpointError: paths would collide in the checkpoint, see `check_stored_keys`.
     """
     check_stored_keys(variables)
     return {
@@ -216,13 +216,13 @@ def make(
 
 
 def to_json(input_state: Mapping[str, object] | None) -> dict[str, Any] | None:
-    """Returns the position of an input as JSON values.
+    """Encodes the position of an input as JSON values.
 
     Args:
       input_state: the position: JSON values, bytes and NumPy values.
 
     Raises:
-      CheckpointError: it holds a value that could not be restored as it is.
+      CheckpointError: the position holds a value that could not be restored unchanged.
     """
     try:
         # By the reader that restores it, so that what is saved can be restored.
@@ -235,7 +235,7 @@ def to_json(input_state: Mapping[str, object] | None) -> dict[str, Any] | None:
 
 
 def from_json(text: bytes) -> Any:
-    """Returns the JSON value of a text in which `to_json` may have written bytes.
+    """Parses a JSON text, and decodes the bytes values that `to_json` encoded.
 
     Raises:
       ValueError: the text is malformed.
@@ -274,7 +274,7 @@ def read(step_dir: epath.Path, step: int) -> Record:
 
 
 def _check_types(record: Record) -> None:
-    """Raises ValueError, KeyError, TypeError or AttributeError if a record lacks what a restore reads."""
+    """Raises ValueError, KeyError, TypeError or AttributeError if a field that a restore reads is missing or invalid."""
     saved_variables(record)
     if record["format"] > 1:
         json_values.integer(record["input_states"]["processes"], "input_states.processes", least=1)
@@ -318,7 +318,7 @@ def _to_json(value: object) -> object:
 
 
 def _from_json(value: Any) -> Any:
-    """Replaces what `_to_json` wrote of bytes by the bytes."""
+    """Decodes the bytes values in a JSON value that `_to_json` encoded."""
     if isinstance(value, list):
         return [_from_json(entry) for entry in value]
     if not isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""What becomes of steps that a run does not use any more: damaged ones are renamed, old ones deleted or kept by the hour.
+"""Renames damaged steps, deletes old ones, and parses how long steps are kept.
 
-Damaged steps are renamed if there is a whole one. Nothing is touched if there is none.
+Damaged steps are renamed only if the directory has a whole step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def move_aside(directory: epath.Path, step: int) -> None:
     """Renames a damaged step to `refused-STEP`, so that its number can be used again. Called by every process.
 
     Raises:
-      OSError: process 0 cannot rename it. On the others, a CheckpointError.
+      OSError: on process 0, if it cannot rename the step. The other processes then raise a CheckpointError.
     """
 
     def rename() -> None:
@@ -68,8 +68,8 @@ def none_whole(directory: epath.Path, refused: Mapping[int, str], *, read_only: 
 
     Args:
       directory: the directory.
-      refused: the damaged steps, and what is wrong with each.
-      read_only: whether this job only reads the directory, so that it does not matter how a run could begin again.
+      refused: {damaged step: its problem}.
+      read_only: True if this job only reads the directory; then the message does not say how a run could begin again.
     """
     text = f"No whole checkpoint in {directory}."
     text += "".join(f"\n  step {step} is refused: {why}" for step, why in refused.items()) or " It holds no steps."
@@ -79,11 +79,10 @@ def none_whole(directory: epath.Path, refused: Mapping[int, str], *, read_only: 
 
 
 class StepDeleter:
-    """Deletes the old steps that Orbax' retention policy names, by Orbax' protocol.
+    """Deletes the old steps that Orbax' retention policy selects. Implements Orbax' protocol of a deleter.
 
-    An old step that cannot be deleted is a warning, and is tried again at the next save.
-
-    Orbax' own deleter ends the run then, and leaves half-deleted steps that look damaged.
+    If a step cannot be deleted, a warning is logged, and the deletion is tried again at the next save. Orbax' own deleter would
+    end the run, and leave half-deleted steps that look damaged.
     """
 
     def __init__(self, directory: epath.Path) -> None:
@@ -94,7 +93,7 @@ class StepDeleter:
         self.delete_steps([step])
 
     def delete_steps(self, doomed: Sequence[int]) -> None:
-        """Deletes steps, and those that could not be deleted before. Process 0 does."""
+        """Deletes steps, and those whose earlier deletion failed. Only process 0 deletes."""
         if jax.process_index():
             return
         try:
@@ -113,15 +112,15 @@ class StepDeleter:
                 self._pending.discard(step)
 
     def keep(self, step: int) -> None:
-        """Forgets that a step was to be deleted: its number is used again."""
+        """Cancels the pending deletion of a step, because its number is used again."""
         self._pending.discard(step)
 
     def close(self) -> None:
-        """Does nothing; part of the protocol."""
+        """Does nothing; part of Orbax' protocol."""
 
 
 def parse_duration(duration: Duration) -> datetime.timedelta | None:
-    """Returns the duration of `save_keep_interval_duration`, or None if that is None or ''.
+    """Parses the value of `save_keep_interval_duration`. Returns None if it is None or ''.
 
     Args:
       duration: '12h', '90m', '30s', '2d' or several of these ('1h30m'); a number of seconds (45 or '45'); a timedelta;

@@ -1,4 +1,4 @@
-"""The rules of `init_from_checkpoint_rules`, matched against variable names; finds rules that match nothing.
+"""Matches the rules of `init_from_checkpoint_rules` against variable names, and finds rules that match nothing.
 
 Regexes are matched with `re.match`, as in Pax: from the beginning of the name, not necessarily to its end. Other rules of
 the trainer use `re.search`.
@@ -87,7 +87,11 @@ RulesByDirectory: TypeAlias = Mapping[epath.PathLike, "CheckpointLoadingRules | 
 
 
 def built(rules: object) -> dict[epath.PathLike, CheckpointLoadingRules]:
-    """Returns the rules by directory. Builds configs of rules."""
+    """Returns {directory: rules}, with configs of rules built.
+
+    Raises:
+      UserError: `rules` does not map directories to CheckpointLoadingRules, or a rule is invalid.
+    """
     wanted = "give {checkpoint directory: CheckpointLoadingRules(load_rules=[...])}"
     if not isinstance(rules, Mapping):
         raise UserError(f"task.train.init_from_checkpoint_rules is {rules!r:.200}; {wanted}")

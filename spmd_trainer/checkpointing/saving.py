@@ -1,4 +1,4 @@
-"""What a save does besides writing: checks of storage and of the state, how long it takes, and what became of it if it fails."""
+"""The parts of a save besides writing: checks of storage and of the state, timing, and the error of a failed save."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def arrays_by_path(state: TrainState, variables: TrainState, specs: Mapping[str,
 
 
 def refuse_non_finite(step: int, arrays: Mapping[str, jax.Array]) -> None:
-    """Looks for NaN and infinity in every floating-point array of a state, on the devices.
+    """Refuses a state with NaN or infinity in a floating-point array. The arrays are checked on the devices.
 
     Raises:
-      NonFiniteStateError: there are some; the message names the variables.
+      NonFiniteStateError: a variable holds NaN or infinity; the message names such variables.
     """
     floats = {path: x for path, x in arrays.items() if x.size and jnp.issubdtype(x.dtype, jnp.inexact)}
     if not floats:
@@ -97,7 +97,7 @@ def refuse_non_finite(step: int, arrays: Mapping[str, jax.Array]) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _all_finite(replicated: NamedSharding | None) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """Returns one compiled function that checks all arrays. Every process gets the result: a boolean per array."""
+    """Returns a jitted function from arrays to one boolean per array, True if it is finite. Every process can read the result."""
 
     def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
         return jnp.stack([jnp.isfinite(x).all() for x in arrays])
@@ -108,8 +108,8 @@ def _all_finite(replicated: NamedSharding | None) -> Callable[[Sequence[jax.Arra
 class SaveTimes:
     """Times one save: how long its caller waits, and how long until the step is on disk.
 
-    The caller continues while the step is still being written; either may finish first. The line is logged when both times
-    are known; it is never logged for a save that fails.
+    The caller continues while the step is still being written; either may finish first. A line with both times is logged when
+    both are known, and never for a save that fails.
     """
 
     def __init__(self, what: str) -> None:
@@ -134,12 +134,12 @@ class SaveTimes:
 def error_of(
     directory: epath.Path, step: int | None, cause: Exception, latest_step: Callable[[], int | None]
 ) -> CheckpointError:
-    """Discards what a failed save has written, and returns the error to raise.
+    """Deletes the files of a failed save, and returns the error to raise.
 
     Args:
       directory: the directory of the checkpoints.
       step: the step that was saved; None if no save was started.
-      cause: what the save raised.
+      cause: the exception of the save.
       latest_step: returns the newest whole step; may raise CheckpointReadError.
     """
     from spmd_trainer.checkpointing import orbax_io
@@ -164,7 +164,7 @@ def checkpoint_bytes(variables: TrainState) -> int:
     """Returns the size of one checkpoint's arrays in bytes, before compression.
 
     Raises:
-      CheckpointError: their paths can't stand in one checkpoint, see `records.check_stored_keys`.
+      CheckpointError: paths would collide in the checkpoint, see `records.check_stored_keys`.
     """
     specs = records.by_path(variables)
     records.check_stored_keys(specs)
@@ -172,15 +172,16 @@ def checkpoint_bytes(variables: TrainState) -> int:
 
 
 def check_storage(directory: epath.PathLike, checkpoint_bytes: int, keep: int | None) -> None:
-    """Creates the directory, writes a file to it that all processes must see, and compares the free space with what is needed.
+    """Checks that all processes share a directory and can write to it, and that it has room for the checkpoints.
 
-    Called by every process; process 0 measures. Checkpoints that are there count as room, because later ones take their place.
-    Free space is checked on file systems only: object stores have no limit to report. A single process writes nothing to an
-    object store here: `storage.access.check_writable` has done so when the run began.
+    Creates the directory, and writes a file to it that all processes must see. Called by every process; process 0 measures the
+    free space. Existing checkpoints count as free, because later ones take their place. Free space is checked on file systems
+    only, because object stores report no limit. A single process does nothing on an object store:
+    `storage.access.check_writable` has written to it when the run began.
 
     Args:
       directory: `job_log_dir/checkpoints`.
-      checkpoint_bytes: the size of one checkpoint, see the function of this name.
+      checkpoint_bytes: the size of one checkpoint in bytes, as the function `checkpoint_bytes` returns it.
       keep: how many checkpoints are kept; None keeps all, and only the first two are counted.
 
     Raises:
@@ -219,7 +220,7 @@ def _write(probe: epath.Path) -> str | None:
 
 
 def _find(probe: epath.Path) -> str | None:
-    """Waits, on all processes but 0, until process 0's file is seen. Returns the problem, or None."""
+    """Waits, on all processes but 0, until process 0's file is visible. Returns the problem, or None."""
     if jax.process_index() == 0:
         return None
     deadline = time.monotonic() + _VISIBLE_SECONDS
@@ -234,7 +235,7 @@ def _find(probe: epath.Path) -> str | None:
 
 
 def _room(directory: epath.Path, checkpoint_bytes: int, keep: int | None) -> str | None:
-    """Compares the free space with what is needed; warns, or returns the problem."""
+    """Returns the problem if not even one checkpoint fits into the free space. Warns if `keep` checkpoints don't fit."""
     free = free_space(directory)
     if free is None:
         return None
@@ -257,7 +258,7 @@ def _room(directory: epath.Path, checkpoint_bytes: int, keep: int | None) -> str
 
 
 def _used(directory: epath.Path) -> int:
-    """Returns the bytes of the checkpoints that are there, by their manifests."""
+    """Returns the total size of the existing checkpoints in bytes, by their manifests."""
     used = 0
     for step in steps.present(directory):
         with contextlib.suppress(CheckpointNotFoundError):  # deleted since it was listed

@@ -1,4 +1,4 @@
-"""Places what is read of other trainers' checkpoints on a mesh: each process its own shards, with the next ones being read."""
+"""Places variables of other trainers' checkpoints on a mesh. Each process reads only its own shards, and reads ahead."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def place(
       wanted: the model's variables by path.
       mesh: the mesh.
       start: starts to read the shards of this process: (path, spec, sharding) -> a function that waits for them.
-      ahead_bytes: how much is read ahead of the variable that is being placed, if the largest variable is smaller.
-      trim_bytes: after so many bytes, memory that the C library keeps of freed blocks is given back.
+      ahead_bytes: the most bytes of variables that are being read at a time; a larger variable is read alone.
+      trim_bytes: each time that more bytes than this have been placed, freed memory is returned to the operating system.
 
     Returns:
       {path: array at its padded shape}.
@@ -78,7 +78,7 @@ def _placed(spec: VariableSpec, sharding: NamedSharding, read: ReadShard) -> jax
 
 
 def logical_bounds(spec: VariableSpec, sharding: NamedSharding) -> dict[jax.Device, Bounds]:
-    """Returns what the shard of each of this process's devices holds of a variable, without padding."""
+    """Returns {device: bounds of its shard of a variable, without padding} for the devices of this process."""
     indices: Mapping[jax.Device, Any] = sharding.addressable_devices_indices_map(spec.padded_shape)
     found = {}
     for device, index in indices.items():
@@ -96,7 +96,7 @@ def num_elements(bounds: Bounds) -> int:
 
 
 def _trim_memory() -> None:
-    """Gives freed memory back to the operating system, where the C library is glibc."""
+    """Returns freed memory to the operating system, if the C library is glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

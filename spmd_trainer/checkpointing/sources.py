@@ -1,6 +1,6 @@
 """`restore(source, layout)`: checks that a checkpoint fits a state, then reads it onto the state's mesh.
 
-Whatever can be restored is a `CheckpointSource`: a step of this trainer, of Pax, arrays of plain Flax, a Hugging Face folder,
+Every kind of checkpoint is a `CheckpointSource`: a step of this trainer or of Pax, arrays of plain Flax, a Hugging Face folder,
 adapters of PEFT.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Layout(Protocol):
-    """Where the variables of a state live, e.g. the layout of a step."""
+    """The variables of a state and their mesh, e.g. the `Layout` of a compiled step."""
 
     @property
     def variables(self) -> TrainState:
@@ -33,7 +33,7 @@ class Layout(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that they are for."""
+        """The mesh of the variables."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +58,10 @@ class CheckpointSource(abc.ABC):
     """A checkpoint that variables can be read from. Every process of the job opens it, and makes the same calls.
 
     Attributes:
-      name: the checkpoint in messages.
+      name: the name of the checkpoint in messages.
       step: the number of updates that its state has had.
       saved: its variables by path.
-      metadata: what the program that wrote it noted, e.g. the resolved config.
+      metadata: the metadata from the program that wrote it, e.g. the resolved config.
     """
 
     name: str
@@ -92,15 +92,15 @@ class CheckpointSource(abc.ABC):
         """
 
     def fits(self, path: str, shape: Sequence[int]) -> bool:
-        """Returns True if a saved variable can have this logical shape."""
+        """Returns True if a saved variable can be read at this logical shape."""
         return self.saved[path].shape == tuple(shape)
 
     def require_fit(self, wanted: Mapping[str, VariableSpec], *, partial: bool = False) -> None:
-        """Makes sure that the checkpoint holds these variables.
+        """Makes sure that the checkpoint holds the model's variables.
 
         Args:
           wanted: the model's variables by path.
-          partial: True if the checkpoint may hold further ones.
+          partial: True if the checkpoint may hold further variables.
 
         Raises:
           CheckpointMismatchError: paths, logical shapes or dtypes differ; the message lists them with the likely cause.
@@ -115,7 +115,7 @@ class CheckpointSource(abc.ABC):
         return None
 
     def record(self, state: TrainState, specs: Mapping[str, VariableSpec]) -> records.Record:
-        """Returns the record of a state that was read from here; `specs` are its variables by path."""
+        """Returns the record of a state that was read from this source; `specs` are its VariableSpecs by path."""
         return records.make(self.step, state, specs, None, self.metadata)
 
 
@@ -132,9 +132,9 @@ def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, 
     Args:
       source: the checkpoint.
       layout: the state to restore, and its mesh.
-      partial: do not read saved variables that the layout lacks, e.g. optimizer states in evaluation. All variables of the
-        layout must be in the checkpoint nevertheless.
-      with_input: read the position of the input too.
+      partial: True ignores saved variables that the layout lacks, e.g. optimizer states in evaluation. The checkpoint must
+        still hold all variables of the layout.
+      with_input: True also reads the position of the input.
 
     Raises:
       CheckpointMismatchError: variables are missing, extra, or have another shape or dtype; or the input's

@@ -19,10 +19,10 @@ _NO_SUCH_NAME = {errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP}
 
 
 class MissingFileError(Exception):
-    """A file is missing: the directory that should hold it can be listed, and does not list it. Or it is no regular file.
+    """A file is not in its directory, which can be listed; or it is not a regular file.
 
     Attributes:
-      problem: how its name goes on in messages, e.g. 'is missing'.
+      problem: the words after the file's name in messages, e.g. 'is missing'.
     """
 
     def __init__(self, name: str, problem: str = "is missing"):
@@ -31,12 +31,12 @@ class MissingFileError(Exception):
 
 
 def read(what: str, fn: Callable[[], _Result]) -> _Result:
-    """Returns what `fn` returns; repeats it after transient errors. `what` is for messages, e.g. 'listing runs/a/checkpoints'.
+    """Calls `fn` and returns its result, with retries. `what` names the work in messages, e.g. 'listing runs/a/checkpoints'.
 
     Raises:
       FileNotFoundError, NotADirectoryError: `fn` raised it.
       DamagedCheckpointError: a named pipe, a socket or a device is in the place of a file.
-      CheckpointReadError: storage still fails after the retries, or refuses.
+      CheckpointReadError: storage still fails after the retries, or refuses access.
     """
     try:
         return retry(fn, what=what, attempts=OUTAGE_ATTEMPTS)
@@ -52,12 +52,12 @@ def read(what: str, fn: Callable[[], _Result]) -> _Result:
 
 
 def read_file(step_dir: epath.Path, name: str, fn: Callable[[epath.Path], _Result]) -> _Result:
-    """Returns what `fn` returns for the file `name` (with slashes) of a step; repeats it after transient errors.
+    """Calls `fn` with the path of the file `name` (with slashes) of a step and returns its result, with retries.
 
     Raises:
       MissingFileError: the step lacks the file.
       CheckpointNotFoundError: there is no such step, or no longer.
-      CheckpointReadError: storage fails, or refuses.
+      CheckpointReadError: storage fails, or refuses access.
     """
     path = step_dir / name
 
@@ -82,7 +82,7 @@ def read_file(step_dir: epath.Path, name: str, fn: Callable[[epath.Path], _Resul
 
 
 def _is_listed(path: epath.Path, step_dir: epath.Path) -> bool:
-    """Returns True if a file's directory lists it, or if a directory above it that is listed cannot be found."""
+    """Returns True if a file's directory lists the file, or if this directory is listed by its parent but cannot be found."""
     try:
         return any(entry.name == path.name for entry in path.parent.iterdir())
     except NotADirectoryError:
@@ -95,8 +95,8 @@ def require_step(step_dir: epath.Path) -> None:
     """Makes sure that the step exists.
 
     Raises:
-      CheckpointNotFoundError: it does not.
-      CheckpointReadError: storage fails, or refuses.
+      CheckpointNotFoundError: the step does not exist.
+      CheckpointReadError: storage fails, or refuses access.
     """
     if not read(f"looking for {step_dir}", step_dir.exists):
         raise CheckpointNotFoundError(

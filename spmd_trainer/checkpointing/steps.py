@@ -1,6 +1,6 @@
 """The steps of a checkpoint directory: which exist, which are whole, how to follow them, and how old ones are deleted.
 
-What lists a directory or reads a file of a step raises CheckpointReadError if storage does not answer, or refuses.
+Functions that list a directory or read a file of a step raise CheckpointReadError if storage does not answer, or refuses access.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def _steps_among(directory: epath.Path, names: Iterable[str]) -> list[int]:
 
 
 def problems(directory: epath.Path) -> dict[int, str | None]:
-    """Returns what is wrong with the names and sizes of each step's files, or None, as this process sees it, newest first.
+    """Returns {step: the problem with its files' names or sizes, or None}, newest first, as this process sees the files.
 
-    An object store is asked once for all steps, and again for those that are not whole by this listing. What a killed save
-    left there is no step.
+    An object store is listed once for all steps, and asked again for steps that are not whole by this listing. The remains of a
+    killed save there are not a step.
     """
     listed: dict[int, dict[str, Entry]]
     listed = _listed(directory) if is_remote(directory) else {step: {} for step in present(directory)}
@@ -67,19 +67,19 @@ def problems(directory: epath.Path) -> dict[int, str | None]:
 
 
 def commit_times(directory: epath.Path) -> dict[int, datetime.datetime]:
-    """Returns {step: when it became visible} of a directory in an object store, in ascending order. One listing."""
+    """Returns {step: the time of its commit} of a directory on an object store, in ascending order, by one listing."""
     listed = sorted(_listed(directory).items())
     return {step: files[manifest.COMMIT_FILE].modified for step, files in listed if manifest.COMMIT_FILE in files}
 
 
 def _listed(directory: epath.Path) -> dict[int, dict[str, Entry]]:
-    """Returns {step: {path below the step: size and time}} of an object store, whole or not, by one listing of the directory."""
+    """Returns {step: {path below the step: size and time}} on an object store, by one listing. Includes unfinished steps."""
     by_name = _by_name(directory)
     return {step: by_name[str(step)] for step in _steps_among(directory, by_name)}
 
 
 def _by_name(directory: epath.Path) -> dict[str, dict[str, Entry]]:
-    """Returns {name in the directory: {path below it: size and time}} of an object store."""
+    """Returns {name in the directory: {path below that name: size and time}} on an object store."""
     by_name: dict[str, dict[str, Entry]] = {}
     for path, info in step_files.read(f"listing {directory}", lambda: files_below(directory)).items():
         name, _, below = path.partition("/")
@@ -106,7 +106,7 @@ def is_whole(directory: epath.Path, step: int) -> bool:
 
 
 def is_committed(directory: epath.Path, step: int) -> bool:
-    """Returns False for what a save that was killed left of a step. On a file system that never has a step's name."""
+    """Returns False for the remains of a killed save on an object store. On a file system, they never have a step's name."""
     if not is_remote(directory):
         return True
     path = step_dir(directory, step)
@@ -178,7 +178,7 @@ def require(directory: epath.Path, step: int) -> None:
     """Makes sure that a step exists, whole or damaged.
 
     Raises:
-      CheckpointNotFoundError: it does not; the message lists the whole steps.
+      CheckpointNotFoundError: the step does not exist; the message lists the whole steps.
     """
     path = step_dir(directory, step)
     if not step_files.read(f"looking for {path}", path.exists):
@@ -188,7 +188,7 @@ def require(directory: epath.Path, step: int) -> None:
 
 
 def warn_of_newer(directory: epath.Path, step: int) -> None:
-    """Logs which steps are newer than the one that a run continues from."""
+    """Logs the steps that are newer than the step from which a run continues."""
     newer = [s for s in present(directory) if s > step]
     if newer:
         logging.warning(
@@ -202,10 +202,10 @@ def warn_of_newer(directory: epath.Path, step: int) -> None:
 
 
 def delete(directory: epath.Path, step: int) -> None:
-    """Deletes a step. A step that a killed process was deleting is not seen as a step, and `finish_deletions` finds it.
+    """Deletes a step. If the process is killed meanwhile, the rest is not seen as a step, and `finish_deletions` deletes it.
 
     Raises:
-      OSError: it cannot be deleted. The next `finish_deletions` tries again, unless the step is still there.
+      OSError: the step cannot be deleted. If the deletion had begun, the next `finish_deletions` tries again.
     """
     doomed = directory / f"{DELETING_PREFIX}{step}"
     if is_remote(directory):
@@ -218,7 +218,7 @@ def delete(directory: epath.Path, step: int) -> None:
 
 
 def finish_deletions(directory: epath.Path) -> None:
-    """Deletes what earlier deletions left; logs what still cannot be deleted."""
+    """Completes earlier deletions that failed or were killed; logs steps that still cannot be deleted."""
     _finish_deletions_among(directory, _names(directory))
 
 
@@ -232,12 +232,12 @@ def _finish_deletions_among(directory: epath.Path, names: Iterable[str]) -> None
 
 
 def clean_up(directory: epath.Path) -> list[int]:
-    """Finishes what a killed process began: deletions, and on an object store saves.
+    """Finishes the deletions of a killed process and, on an object store, its saves.
 
-    A save whose files are all there is committed, another one is deleted. On a file system Orbax deletes what is left of a save.
+    A save with all its files is committed; an incomplete save is deleted. On a file system, Orbax deletes incomplete saves.
 
     Returns:
-      The steps on an object store of which something is left that can't be deleted. A save of them would mix with it.
+      The steps on an object store whose remains can't be deleted. A new save of such a step would mix with the remains.
     """
     if not is_remote(directory):
         finish_deletions(directory)
@@ -272,7 +272,7 @@ def _leftovers(directory: epath.Path) -> list[int]:
 
 
 def _is_finished(files: Mapping[str, Entry]) -> bool:
-    """Returns True if all files of a step on an object store were written at some time."""
+    """Returns True if the save of a step on an object store has written all its files."""
     return manifest.is_finished(_sizes(files))
 
 

@@ -1,8 +1,8 @@
-"""Orbax's handler of jax.Arrays, without the padding: a checkpoint holds every variable at its logical shape.
+"""Orbax's handler of jax.Arrays, changed to write no padding: a checkpoint holds every variable at its logical shape.
 
-So a plain Orbax program reads what its model declares, and an elastic run reads no padding of another mesh. A jax.Array with
-a sharding has shards of one size, so an array can't be cut on the devices. It is cut on the host, after the copy there: the
-last shards of a padded dimension are written in part, or not at all.
+So any Orbax program reads the shapes that its model declares, and a run on another mesh reads no padding. All shards of a
+jax.Array have the same size, so an array can't be cut on the devices. It is cut on the host, after the copy to it: the last
+shards of a padded dimension are written partly or not.
 
 Orbax has no public interface for this. The functions used here belong to Orbax 0.12 (`orbax.checkpoint._src.serialization`).
 """
@@ -26,7 +26,7 @@ class _LogicalSlices(replica_slices.ReplicaSlices):  # type: ignore[misc, unused
     """Slices on the host that lie within the logical shape. Unlike Orbax's own, they may differ in size."""
 
     def to_fragments(self) -> fragments.ConcreteFragments:
-        """Returns what to write; see Orbax."""
+        """Returns the slices as Orbax fragments, which are then written."""
         parts = [
             fragments.ConcreteFragment(index=numpy_utils.resolve_slice(s.index, self.global_shape), value=s.data())
             for s in self.replica_slices
@@ -51,7 +51,7 @@ class UnpaddedArrayHandler(jax_array_handlers.ArrayHandler):  # type: ignore[mis
         infos: Sequence[types.ParamInfo],
         args: Sequence[types.SaveArgs] | None = None,
     ) -> Sequence[future.Future]:
-        """Copies the arrays to the host, and returns futures of the writing; see Orbax."""
+        """Copies the arrays to the host, and returns futures of their writes; see Orbax's `ArrayHandler.serialize`."""
         if not any(info.name in self.logical_shapes for info in infos):
             futures: Sequence[future.Future] = await super().serialize(values, infos, args)
             return futures
@@ -83,13 +83,13 @@ class UnpaddedArrayHandler(jax_array_handlers.ArrayHandler):  # type: ignore[mis
         ]
 
     def _shape(self, name: str, array: jax.Array) -> tuple[int, ...]:
-        """Returns the shape to write. The data of PRNG keys have a dimension more than the keys."""
+        """Returns the shape to write. The uint32 data of PRNG keys have one dimension more than the keys."""
         logical = self.logical_shapes.get(name)
         return array.shape if logical is None else (*logical, *array.shape[len(logical) :])
 
 
 def pytree_handler(arrays: UnpaddedArrayHandler) -> ocp.PyTreeCheckpointHandler:
-    """Returns Orbax's handler of trees, with this handler of arrays."""
+    """Returns an Orbax PyTree handler that writes arrays with the handler `arrays`."""
     registry = type_handler_registry.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
@@ -97,7 +97,7 @@ def pytree_handler(arrays: UnpaddedArrayHandler) -> ocp.PyTreeCheckpointHandler:
 def _without_keys(
     values: Sequence[jax.Array], infos: Sequence[types.ParamInfo]
 ) -> tuple[list[jax.Array], dict[str, dict[str, str]]]:
-    """Returns the arrays with the data of PRNG keys in their place, and {name: what Orbax notes of a key}."""
+    """Replaces PRNG keys by their uint32 data. Returns the arrays, and {name: Orbax's metadata of a key}."""
     arrays, notes = [], {}
     for value, info in zip(values, infos, strict=True):
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -108,7 +108,7 @@ def _without_keys(
 
 
 def _cut(slices: replica_slices.ReplicaSlices, shape: tuple[int, ...]) -> replica_slices.ReplicaSlices:
-    """Returns an array's slices without what lies outside its logical shape."""
+    """Returns an array's slices, cut to its logical shape. Slices that lie outside it are dropped."""
     if slices.global_shape == shape:
         return slices
     kept = []
@@ -125,7 +125,7 @@ def _cut(slices: replica_slices.ReplicaSlices, shape: tuple[int, ...]) -> replic
 
 
 def _readable(array: jax.Array, shape: tuple[int, ...]) -> Sharding:
-    """Returns the sharding to note beside an array: its own, or whole on each device if its own needs padding."""
+    """Returns the sharding to save with an array: its own, or a fully replicated one if its own needs padding."""
     sharding = array.sharding
     if array.shape == shape or not isinstance(sharding, NamedSharding):
         return sharding

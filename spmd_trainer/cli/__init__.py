@@ -1,1 +1,1 @@
-"""Everything between the command line's flags and the program that a mode runs."""
+"""The command line: parses its flags, joins the job's processes, and starts the program of a mode."""

@@ -42,10 +42,10 @@ _HANG_SECONDS = 100.0
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Which processes form the job.
+    """The processes of a job, as this process knows them.
 
     Attributes:
-      coordinator_address: 'host:port' of process 0. It and the next two are None if JAX is to detect them.
+      coordinator_address: 'host:port' of process 0. It, `num_processes` and `process_id` are None if JAX is to detect them.
       heartbeat_seconds: a process that sends no heartbeat for this many seconds is treated as lost.
       bind_address: 'host:port' where process 0 listens; None for the coordinator's address.
     """
@@ -105,14 +105,15 @@ class Processes:
         self._is_joining = False
 
     def join(self, mode: str) -> int:
-        """Waits until all processes have joined. Call it before any device is touched.
+        """Waits until all processes have joined, and returns their number. Call it before any device is touched.
+
+        If a process does not join in time, this process exits at once with status 3 (`os._exit`).
 
         Args:
-          mode: the job's mode. Only in training does JAX's preemption service take the SIGTERM, to find a step to save.
+          mode: the job's mode. JAX's preemption service handles SIGTERM only in 'train' and 'sweep', to agree on a step to save.
 
         Raises:
           UserError: no cluster was found, or the processes don't form one job.
-          SystemExit: with status 3; a process did not join in time.
         """
         if self._cluster is None or self._watch is not None:
             return 1 if self._watch is None else self._watch.count
@@ -161,7 +162,7 @@ class Processes:
             self._fail(exc)
 
     def _fail_early(self, error: Exception) -> None:
-        """Tells the other processes that this one fails before it joins them; they would wait for it for minutes."""
+        """Tells the other processes that this one has failed before joining, so that they don't wait for it for minutes."""
         if self._cluster is None:
             return
         try:
@@ -213,7 +214,7 @@ class Processes:
 
 
 def _say_here(text: str) -> None:
-    """Writes a message to this process's stderr. If that can't be written (a full disk), the others are told all the same."""
+    """Writes a message to this process's stderr. Ignores a failing write (a full disk), so that the other processes are told."""
     with contextlib.suppress(OSError):
         terminal.write(f"spmd-trainer: {text}\n", sys.stderr)
 
@@ -225,7 +226,7 @@ def _described(error: BaseException) -> str:
 
 
 def _is_broken_collective(error: BaseException | None) -> bool:
-    """Returns whether devices or the coordination service raised an error, or what it came from."""
+    """Returns True if an error comes from a JAX runtime error that another process may have caused (not out of memory)."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):
             return not any(code in str(error) for code in _OWN_FAULTS)
@@ -234,10 +235,13 @@ def _is_broken_collective(error: BaseException | None) -> bool:
 
 
 def _located(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
-    """Returns the coordinator's address, the number of processes, the id of this one, and its accelerators; None: its host's.
+    """Returns how this process joins the job, from the cluster's fields or from what JAX detects.
+
+    Returns:
+      (coordinator's address, number of processes, id of this process, local ids of its accelerators; None: all of the host).
 
     Raises:
-      UserError: JAX is to detect it, and finds no cluster.
+      UserError: JAX is to detect the cluster, and finds none.
     """
     if cluster.coordinator_address and cluster.num_processes and cluster.process_id is not None:
         return cluster.coordinator_address, cluster.num_processes, cluster.process_id, service.given_devices()

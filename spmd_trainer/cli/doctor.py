@@ -75,7 +75,7 @@ def _findings() -> Iterator[Finding]:
 
 
 def _packages() -> list[Finding]:
-    """Returns one finding for each dependency that is missing or has a wrong version, and one for all the others."""
+    """Returns a finding for each dependency that is missing or has a wrong version, and one for all good ones together."""
     try:
         declared = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:

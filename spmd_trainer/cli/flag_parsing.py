@@ -99,10 +99,10 @@ def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[s
 
 
 def _fields_like(flag: str, argv: Sequence[str]) -> list[str]:
-    """Returns what an unknown flag may mean of the command's experiment: its fields and class attributes of that name.
+    """Returns up to 3 fields or class attributes of the command's experiment that an unknown flag may mean.
 
-    'lr' stands for learning_rate too. The experiment is the run's in the command's directory if it isn't named. None if there is
-    none, or it can't be resolved.
+    These have the flag's name, or its letters as initials ('lr' for learning_rate), or end with it. Without --exp, the experiment
+    is that of the run in the command's directory. Returns [] if there is no experiment, or it can't be resolved.
     """
     places = {name: value for name in ("job_log_dir", "restore_checkpoint_dir") if (value := _value(name, argv))}
     exp, overrides = _value("exp", argv) or _value("fdl_config", argv), []
@@ -129,7 +129,7 @@ def _fields_like(flag: str, argv: Sequence[str]) -> list[str]:
 
 
 def _value(flag: str, argv: Sequence[str]) -> str | None:
-    """Returns the value of a flag in a command that can't be parsed: --exp=NAME or --exp NAME. None if it isn't there."""
+    """Returns the value of a flag in an unparsed command, given as --exp=NAME or --exp NAME; None if it was not given."""
     for here, after in zip(argv, [*argv[1:], ""], strict=True):
         name, equals, value = here.lstrip("-").partition("=")
         if here.startswith("-") and name == flag:
@@ -138,7 +138,7 @@ def _value(flag: str, argv: Sequence[str]) -> str | None:
 
 
 def take_effect() -> None:
-    """Sets what Pax's and JAX's flags set outside of the trainer; see `pax_flags.take_effect`."""
+    """Applies Pax's and JAX's flags to the environment and `jax.config`; see `pax_flags.take_effect`."""
     pax_flags.take_effect(_of_pax, [*flags.FLAGS, *_of_pax])
 
 
@@ -152,7 +152,7 @@ def help_page(topic: str = "") -> str:
     """Returns the text of `--help`, wrapped to the terminal's width (at most 100 columns).
 
     Args:
-      topic: a mode, for its flags; 'all' for those of all modes; '' for the modes and what every command needs.
+      topic: a mode, for its flags; 'all' for the flags of all modes; '' for the list of modes and the general flags.
 
     Raises:
       UserError: there is no such mode.

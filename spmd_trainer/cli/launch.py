@@ -62,7 +62,7 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
 
 @contextlib.contextmanager
 def _errors_of_users(config: RunConfig, run_log: log_lines.RunLog) -> Iterator[None]:
-    """Turns an error from the user's own code into a UserError that shows the user's lines; the traceback goes to the log."""
+    """Context manager that turns an error from the user's code into a UserError with the user's lines, and logs the traceback."""
     try:
         yield
     except CallbackError as error:
@@ -81,7 +81,7 @@ def _errors_of_users(config: RunConfig, run_log: log_lines.RunLog) -> Iterator[N
 
 
 def _with_users_lines(text: str, error: BaseException, config: RunConfig, run_log: log_lines.RunLog) -> str:
-    """Returns a message with the lines of the user's code that an error came through; the log gets the traceback."""
+    """Appends the user's lines in an error's traceback to a message. Writes the whole traceback to the full log."""
     open_log(config, run_log)
     log_lines.log_traceback(error)
     library = user_code.library_line(error)
@@ -91,7 +91,7 @@ def _with_users_lines(text: str, error: BaseException, config: RunConfig, run_lo
 
 
 def open_log(config: RunConfig, run_log: log_lines.RunLog) -> None:
-    """Gives the full log its file, `logs/MODE.log` of the run's directory; each process has its own."""
+    """Opens the file of the full log, `logs/MODE.log` in the run's directory. Each process has a separate file."""
     if MODES[config.mode].has_run:
         _, index = multihost.joined()
         name = f"{config.mode}.process_{index}.log" if index else f"{config.mode}.log"
@@ -105,14 +105,17 @@ def enable_compile_cache(directory: str | None) -> str | None:
     entry, it compiles the program again.
 
     JAX's own settings (JAX_COMPILATION_CACHE_DIR, jax_enable_compilation_cache) take precedence over the default directory,
-    and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS over the threshold set here. If the directory can't be written, or others may
-    write to it or have, logs a warning and leaves the cache off: JAX executes what it reads there.
+    and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS over the threshold set here. If the directory can't be written, or other users
+    can write or have written to it, logs a warning and leaves the cache off, because JAX executes the programs it reads there.
 
     Args:
       directory: the cache directory; None for JAX's own setting, or else the default; '' for no cache.
 
+    Returns:
+      The cache directory, or None if the cache is off.
+
     Raises:
-      UserError: a path that no storage is known for, see `storage.directory`, or an object store that can't be read.
+      UserError: the path is in an unknown storage (see `storage.directory`), or in an object store that can't be read.
     """
     config: Any = jax.config  # Any: its attributes are created at run time.
     if directory == "":
@@ -165,9 +168,9 @@ def _warn_of_no_cache(path: str | os.PathLike[str], reason: str) -> None:
 
 
 def _not_ours_alone(path: pathlib.Path) -> str:
-    """Returns who else can write, or has written, what JAX would execute from a directory; '' for nobody but root.
+    """Returns why a cache directory is unsafe: users other than this one and root can write, or have written, files in it.
 
-    A directory that does not exist is nobody's. One that can't be looked into gives the reason of that.
+    Returns '' if the directory is safe or does not exist, and the error's text if it can't be read.
     """
     try:
         folder = path.stat()
@@ -194,7 +197,7 @@ def build_job(config: RunConfig) -> Job:
     """Checks everything that can be checked before a run starts, then builds its job. Writes nothing into the run's directory.
 
     Raises:
-      UserError: the directory, the checkpoints, the experiment, the mesh and the devices don't fit each other.
+      UserError: the directory, the checkpoints, the experiment, the mesh and the devices don't fit together.
     """
     # A program compiled for a topology could be read back only on a machine with its chips.
     has_topology = isinstance(config, ChipsConfig) and config.topology
@@ -213,10 +216,10 @@ def build_job(config: RunConfig) -> Job:
 
 
 def print_experiments() -> None:
-    """Prints each registered experiment with the first line of its docstring, the user's own first.
+    """Prints each registered experiment with the first line of its docstring, the user's experiments first.
 
     Raises:
-      UserError: some modules can't be imported; the others were printed before.
+      UserError: some modules can't be imported. The experiments of all others are printed before.
     """
     failures = experiment_modules.import_packages()
     shipped = f"{experiment_registry.EXPERIMENTS_PACKAGE}."

@@ -1,7 +1,7 @@
-"""A live line at the bottom of a terminal: what the run does now. Whatever else is written to the terminal goes above it.
+"""A live status line at the bottom of a terminal. All other output to the terminal goes above it.
 
-The line takes one row, and the cursor waits in that row's first column. So a resized terminal keeps the cursor at the line's
-beginning, and a signal handler or a library in C++ that writes without asking spoils this row at most, until it is drawn again.
+The line takes one row, and the cursor waits in that row's first column. So the cursor stays at the line's beginning when the
+terminal is resized, and direct writes by a signal handler or a C++ library spoil only this row, until it is drawn again.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _PRIORITIES: Sequence[str] = ("step", "loss", "eta", "rate", "seconds", "mfu", "
 
 @contextlib.contextmanager
 def shown(*, wanted: bool = True) -> Iterator[None]:
-    """Context manager that shows the live line if stderr is a terminal that can.
+    """Context manager that shows the live line if stderr is an interactive terminal.
 
-    Not in notebooks, files and pipes, and not with TERM=dumb. `NO_COLOR` takes the colours away.
+    Shows nothing in notebooks, files and pipes, or with TERM=dumb. `NO_COLOR` turns the colours off.
 
     Args:
       wanted: False shows nothing, e.g. on all processes of a job but one.
@@ -67,10 +67,10 @@ def _console(stream: TextIO) -> Console | None:
 
 
 class LiveLine:
-    """Draws the status of a run, and lets log lines, `print` and libraries' messages pass above it.
+    """Draws the status of a run, and writes log lines, `print` output and libraries' messages above it.
 
-    Everything that is written to `sys.stderr`, to `sys.stdout` if that is a terminal too, and by log handlers on them, is written
-    as whole lines between two drawings.
+    Output to `sys.stderr`, to `sys.stdout` if that is a terminal too, and of log handlers on these streams is written as whole
+    lines between two drawings.
     """
 
     def __init__(self, stream: TextIO, console: Console, status: LiveStatus):
@@ -86,7 +86,7 @@ class LiveLine:
 
     @contextlib.contextmanager
     def drawn(self) -> Iterator[None]:
-        """Context manager that shows the line. At its end the row is empty, and everything is as it was before."""
+        """Context manager that shows the line. At its end, it clears the row and restores the streams."""
         with self._streams_above():
             self._status.display = self
             self._thread.start()
@@ -100,7 +100,7 @@ class LiveLine:
                     self._draw("")
 
     def print(self, content: RenderableType) -> None:
-        """Prints something above the line; see `Display.print`."""
+        """Prints `content` above the live line; see `Display.print`."""
         # rich flushes the stream even when it only renders.
         with contextlib.suppress(OSError):
             with self._console.capture() as captured:
@@ -112,7 +112,7 @@ class LiveLine:
     def write_above(self, stream: TextIO, text: str) -> None:
         """Writes whole lines above the live line.
 
-        A terminal that has gone away ends nothing: a run whose terminal closes saves its step, and log lines go to their file.
+        Ignores the errors of a closed terminal: the run still saves its step, and log lines still go to their file.
         """
         with self._lock, contextlib.suppress(OSError):
             drawn = self._drawn
@@ -123,7 +123,7 @@ class LiveLine:
             self._draw(drawn if self._width() == self._drawn_width else "")
 
     def _work(self) -> None:
-        """Draws the line until the end. If the terminal has gone away, there is nothing left to do."""
+        """Draws the line again and again, until `drawn` ends or the terminal is closed."""
         with contextlib.suppress(OSError):
             while not self._ended.is_set():
                 text = self._rendered() if self._in_foreground() else ""
@@ -132,7 +132,7 @@ class LiveLine:
                 self._ended.wait(_INTERVAL)
 
     def _draw(self, text: str) -> None:
-        """Replaces what stands in the row; an empty text leaves the row empty."""
+        """Replaces the content of the row; an empty text clears the row."""
         if text:
             self._stream.write(f"{_START_OF_ROW}{text}{_ERASE_REST}{_START_OF_ROW}")
         elif self._drawn:
@@ -141,7 +141,7 @@ class LiveLine:
         self._stream.flush()
 
     def _rendered(self) -> str:
-        """Returns the line for the terminal's present width, with its colours."""
+        """Returns the line for the terminal's current width, including colour codes; '' if there is no status."""
         self._drawn_width = self._console.width = width = self._width()
         row = line(self._status, width)
         if row is None:
@@ -157,7 +157,7 @@ class LiveLine:
             return _DEFAULT_WIDTH
 
     def _in_foreground(self) -> bool:
-        """Returns False while the shell has put the run into the background: the terminal's last row is the shell's then."""
+        """Returns False while the run is a background job of the shell, which then uses the terminal's last row."""
         try:
             return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
         except OSError:  # not this process's own terminal
@@ -165,7 +165,7 @@ class LiveLine:
 
     @contextlib.contextmanager
     def _streams_above(self) -> Iterator[None]:
-        """Context manager in which what goes to the terminal is written above the line."""
+        """Context manager that redirects output to the terminal to above the line."""
         with contextlib.ExitStack() as stack:
             for name in ("stderr", "stdout"):
                 stream: TextIO = getattr(sys, name)
@@ -182,7 +182,7 @@ class LiveLine:
 
 
 class _Harmless:
-    """Renders what another thing renders, with everything in its texts visible that would act on the terminal."""
+    """A rich renderable that renders another one with the control characters in its texts escaped."""
 
     def __init__(self, content: RenderableType):
         # rich drops some control characters of a text that it makes itself.
@@ -194,7 +194,7 @@ class _Harmless:
 
 
 class _Above:
-    """A stream whose lines go above the live line; everything else about it is the terminal's."""
+    """A stream that writes lines above the live line. All other attributes are those of the terminal's stream."""
 
     def __init__(self, line: LiveLine, stream: TextIO):
         self._line = line
@@ -204,7 +204,7 @@ class _Above:
         self._process = os.getpid()
 
     def write(self, text: str) -> int:
-        """Writes the lines that have ended, and keeps the rest until its end comes."""
+        """Writes complete lines, and keeps an incomplete one until its newline comes."""
         # A forked child has no live line, and may have inherited a lock that nobody opens.
         if os.getpid() != self._process:
             return self._stream.write(text)
@@ -215,7 +215,7 @@ class _Above:
         return len(text)
 
     def let_go(self) -> None:
-        """Writes what has no end yet."""
+        """Writes the incomplete line that was kept."""
         with contextlib.suppress(OSError):
             self._stream.write(self._rest)
             self._stream.flush()
@@ -225,7 +225,7 @@ class _Above:
             self.write(line)
 
     def flush(self) -> None:
-        """Whole lines are written at once: there is nothing to do."""
+        """Does nothing: complete lines are written at once."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
@@ -241,10 +241,10 @@ def _handlers_on(stream: TextIO) -> list[std_logging.StreamHandler[TextIO]]:
 
 
 def line(status: LiveStatus, width: int) -> Table | None:
-    """Returns the live line, a grid of one row, or None if nothing goes on.
+    """Returns the live line, a grid of one row, or None if the run has no current activity.
 
     Args:
-      status: what goes on.
+      status: the current activities of the process.
       width: the terminal's columns. The last one stays empty: some terminals begin a new row when it is filled.
     """
     room = width - 2  # The cursor waits in the first column.
@@ -287,7 +287,7 @@ def _training_columns(training: TrainingStatus) -> dict[str, Text]:
 
 
 def _phase_line(phases: Sequence[PhaseStatus], room: int) -> Table | None:
-    """The newest phase with its batches, and the others that go on beside it as far as there is room."""
+    """Returns the row of the newest phase with its batches, followed by the other active phases that fit."""
     newest = phases[-1]
     columns = {"what": _plain(newest.what)}
     if newest.batches is not None:
@@ -306,9 +306,9 @@ def _phase_line(phases: Sequence[PhaseStatus], room: int) -> Table | None:
 def _row(
     columns: dict[str, Text], priorities: Sequence[str], room: int, done: int | None, total: int | None
 ) -> Table | None:
-    """Returns a grid of the columns that fit, by their priorities, with a bar in front if there is room for one.
+    """Returns a grid of the columns that fit, by their priorities, with a progress bar in front if there is room for one.
 
-    The first column is shortened if not even it fits.
+    If even the column of the highest priority does not fit, it is shortened.
     """
     left, shown = room, set[str]()
     for name in priorities:
@@ -335,7 +335,7 @@ def _row(
 
 
 def _plain(text: str) -> Text:
-    """Returns a text in one row, whatever it holds."""
+    """Returns a text for one row, with newlines and control characters escaped."""
     return Text(terminal.visible(text, keep=""))
 
 

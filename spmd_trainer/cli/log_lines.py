@@ -45,14 +45,14 @@ CONTINUES = "the same command continues from the newest checkpoint"
 
 
 class _Visible(std_logging.Formatter):
-    """Of a log that someone reads on a terminal, sooner or later: nothing in a record acts on it."""
+    """Log formatter that escapes control characters, because logs are read on terminals."""
 
     def format(self, record: std_logging.LogRecord) -> str:
         return terminal.visible(super().format(record))
 
 
 class _Format(_Visible):
-    """Of stderr. Of an error that no line of code can mend, only the last line of its traceback: the log's file has it all."""
+    """Formatter of stderr: 'HH:MM:SS message'. Replaces the traceback of a user error or a full disk by the error's text."""
 
     def format(self, record: std_logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
@@ -68,10 +68,10 @@ class _Format(_Visible):
 
 
 class _Wanted:
-    """Log filter for stderr. Of libraries' records it drops INFO, which is not about this run's progress, and repeated warnings.
+    """Log filter for stderr. Drops libraries' INFO records and repeated warnings.
 
-    Errors and records with a traceback pass, unless they are raised again later, and so does every record of the trainer or the
-    user.
+    Libraries' errors and records with a traceback pass, unless the trainer reports the error itself. Records of the trainer and
+    the user pass, except those for the log file alone and those that the live line shows.
     """
 
     def __init__(self) -> None:
@@ -98,11 +98,11 @@ class _Wanted:
 
 
 class RunLog(MemoryHandler):
-    """The full log of a process: every record at INFO and above, also of libraries. Kept in memory until it has a file.
+    """The full log of a process: every record at INFO and above, also of libraries. Kept in memory until `open` is called.
 
     Attributes:
-      path: its file; None until `open`.
-      is_shown: True if the lines that matter are shown on stderr too.
+      path: the log's file; None until `open`.
+      is_shown: True if stderr also shows the records that pass `_Wanted`.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class RunLog(MemoryHandler):
     def open(self, path: epath.PathLike) -> None:
         """Appends the records kept so far, and all later ones, to this file, which may be in an object store.
 
-        If the file can't be written, logs a warning: stderr still shows what matters.
+        If the file can't be written, logs a warning and continues: stderr still shows the important records.
         """
         if self.path is not None:
             return
@@ -129,7 +129,7 @@ class RunLog(MemoryHandler):
         self.flush()
 
     def shouldFlush(self, record: std_logging.LogRecord) -> bool:
-        """Returns True once there is a file, so that each record is written at once. Before that, drops the oldest records."""
+        """Returns True once the log has a file, so that each record is written at once. Before, drops the oldest records."""
         if self.target is None:
             del self.buffer[:-_KEPT_RECORDS]
             return False
@@ -143,9 +143,9 @@ class RunLog(MemoryHandler):
 
 
 class _LogFile(std_logging.Handler):
-    """Writes a log: into a file at once, into an object store every few seconds and in the background.
+    """Log handler that writes to a local file at once, and to an object store every 10 s from a background thread.
 
-    That storage takes no lines is said once, and is no reason to end a run. They are tried again with the next ones.
+    A failed write is reported once and does not end the run. Its lines are written again with the next ones.
     """
 
     def __init__(self, path: epath.Path) -> None:
@@ -174,7 +174,7 @@ class _LogFile(std_logging.Handler):
             self._write()
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Stops the background thread and writes the remaining lines."""
         atexit.unregister(self.close)
         self._ends.set()
         if self._thread is not None:
@@ -200,7 +200,7 @@ class _LogFile(std_logging.Handler):
 
 
 def install() -> RunLog:
-    """Sets up logging for the command line: 'HH:MM:SS message' on stderr, and a full log."""
+    """Sets up logging for the command line: 'HH:MM:SS message' on stderr, and the full log, which is returned."""
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
@@ -215,7 +215,7 @@ def install() -> RunLog:
 def shown(*, warnings_only: bool = False) -> Iterator[RunLog]:
     """Context manager for calls from a notebook or script: shows log lines on stderr, and yields the full log.
 
-    If the program has set up logging at INFO itself, the lines go only to its own handlers.
+    If the program has set up logging at INFO itself, the lines go only to the program's handlers. `warnings_only` hides INFO.
     """
     root = std_logging.getLogger()
     before = logging.get_verbosity(), root.level, list(root.handlers)
@@ -246,5 +246,5 @@ def log_traceback(error: BaseException) -> None:
 
 
 def say_interrupted(what_next: str = CONTINUES) -> None:
-    """Writes to stderr that Ctrl-C has ended the process: that it was interrupted, and what to do."""
+    """Writes to stderr that Ctrl-C has interrupted the process, and `what_next`, what the user can do."""
     terminal.write(f"spmd-trainer: interrupted; {what_next}\n", sys.stderr)

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One mode.
+    """One mode of the command line (`--mode`).
 
     Attributes:
-      help: what it does, for `--help`; the first sentence alone stands in the list of modes.
-      path: 'MODULE:FUNCTION' of the program, below `spmd_trainer`; it takes a `Job`. Imported only when the mode runs.
+      help: description for `--help`. The list of modes shows only its first sentence.
+      path: 'MODULE:FUNCTION' of the program, below `spmd_trainer`. The function takes a `Job`. Imported only when the mode runs.
       has_run: True if the mode reads or writes a run's directory.
-      alone: True if the function takes the mode's settings, made of the flags and the command's arguments, instead of a `Job`.
-      after_interrupt: what to do after Ctrl-C, for its message.
-      builder: name of the function in that module that builds the job from a `RunConfig`; '' for `Job.build`.
+      alone: True if the function takes the mode's settings, built from flags and the command's arguments, instead of a `Job`.
+      after_interrupt: what the user can do after Ctrl-C, as a clause for the message.
+      builder: name of the function in MODULE that builds the job from a `RunConfig`; '' for `Job.build`.
     """
 
     help: str

@@ -1,6 +1,7 @@
-"""Pax's flags: each does what it means here, or is accepted with a line that says what happens instead, or is refused.
+"""Pax's flags. Each has the same effect as in Pax, or is accepted with a warning about its replacement, or is refused.
 
-`FLAGS` lists those that `main.py` does not define; `tests/cli/test_pax_flags.py` checks that none of paxml 1.4.0 is missing.
+`FLAGS` lists the flags that the trainer does not have itself; `tests/cli/test_pax_flags.py` checks that no flag of paxml 1.4.0 is
+missing.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class PaxFlag:
     """A flag of Pax.
 
     Attributes:
-      name: its name.
-      kind: type of its value: bool, int, str, or list for a text that may be given several times.
-      silent: values that need no line and no refusal, because what they ask for is what happens here.
-      instead: what happens instead, as a clause; or what to use instead, if the flag is refused. Empty for a flag that does
-        here what it does in Pax.
+      name: the flag's name.
+      kind: type of the value: bool, int, str, or list for a text that may be given several times.
+      silent: values that are accepted without a warning, because they ask for what the trainer does anyway.
+      instead: what happens instead, as a clause; or what to use instead, if the flag is refused. Empty for a flag with the same
+        effect as in Pax.
       refused: True if ignoring the flag would give other results.
     """
 
@@ -112,11 +113,14 @@ def define() -> flags.FlagValues:
 
 
 def without_dotted(arguments: Iterable[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Separates the flags whose names only an experiment or JAX knows.
+    """Rewrites --fdl.NAME=VALUE as --fdl.set=NAME=VALUE, and separates JAX's flags from the other arguments.
+
+    Args:
+      arguments: the command line's arguments.
+      known: names of the trainer's and Pax's flags, which stay as they are.
 
     Returns:
-      The arguments with --fdl.NAME=VALUE written as --fdl.set=NAME=VALUE; and, apart from them, the --jax_* arguments that
-      are no flags of the trainer.
+      (the other arguments, the --jax_* arguments that are not in `known`).
     """
     known, rest = set(known), list(arguments)
     own: list[str] = []
@@ -153,10 +157,10 @@ def refuse_modes(arguments: Iterable[str]) -> None:
 
 
 def translate(given: flags.FlagValues, own: flags.FlagValues) -> None:
-    """Sets the trainer's flags that mean the same as the flags of Pax that were given.
+    """Copies the values of the given Pax flags to the trainer's flags of the same meaning.
 
     Raises:
-      UserError: a flag is refused, or contradicts another one.
+      UserError: a flag is refused, or contradicts another flag.
     """
     for flag in FLAGS:
         if flag.refused and given[flag.name].present and given[flag.name].value not in flag.silent:
@@ -187,7 +191,7 @@ def translate(given: flags.FlagValues, own: flags.FlagValues) -> None:
 
 
 def _set_same(own: flags.FlagValues, name: str, given: flags.FlagValues, alias: str) -> None:
-    """Sets a flag to the value of Pax's flag of the same meaning, if this was given."""
+    """Sets the trainer's flag `name` to the value of Pax's flag `alias`, if that was given. Raises UserError if both differ."""
     value, present = given[alias].value, getattr(own, name)
     if value is None:
         return
@@ -197,7 +201,7 @@ def _set_same(own: flags.FlagValues, name: str, given: flags.FlagValues, alias: 
 
 
 def take_effect(given: flags.FlagValues, known: Sequence[str]) -> None:
-    """Sets what Pax's and JAX's flags set outside of the trainer, and logs what happens instead of the ignored ones.
+    """Applies Pax's and JAX's flags to the environment and `jax.config`, and logs a warning for each Pax flag without effect.
 
     Touches no device.
 

@@ -1,4 +1,4 @@
-"""The flags of the command line, defined from the settings of all modes; and a mode's settings, made from the flags."""
+"""Defines the flags of the command line from the settings of all modes, and builds a mode's settings from the flags."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class ProcessFlags:
 
 
 class _Parser(flags.ArgumentParser[Any]):
-    """Parses and checks one value of a flag as its setting says."""
+    """absl parser that parses and checks a flag's value as the flag's `Setting` requires."""
 
     syntactic_help = ""
 
@@ -153,7 +153,7 @@ def define() -> None:
 
 
 def choose_mode(flag_values: flags.FlagValues) -> None:
-    """A `--prompt` without a mode asks for its answer. There is no such flag without `lm_eval/`."""
+    """Sets the mode to 'chat' if `--prompt` was given without `--mode`. Without the folder `lm_eval/`, there is no `--prompt`."""
     if "prompt" in flag_values and flag_values.prompt and not flag_values["mode"].present:
         flag_values["mode"].value = "chat"
 
@@ -170,7 +170,7 @@ def refuse_other_modes(flag_values: flags.FlagValues) -> None:
 
 
 def _classes(mode: str) -> Sequence[type]:
-    """Returns the classes whose flags a mode accepts: a run's command serves for another mode, so those of all runs too."""
+    """Returns the classes whose flags a mode accepts, including those of runs, so that a run's command serves for other modes."""
     # These look at a training run or its code: they are appended to its command, and ignore its flags.
     of_run = TrainConfig if mode in ("page", "port", "replay") else RunConfig
     own = config_class(mode)
@@ -178,7 +178,7 @@ def _classes(mode: str) -> Sequence[type]:
 
 
 def settings_from_flags(flag_values: flags.FlagValues, cls: type) -> dict[str, Any]:
-    """Returns the values of the flags that belong to a class of settings and were given, by the names of its fields."""
+    """Returns {field: value} for the fields of a settings class whose flags were given."""
     given = {}
     for name, about in settings_of(cls).items():
         flag = flag_values[about.flag]
@@ -188,18 +188,21 @@ def settings_from_flags(flag_values: flags.FlagValues, cls: type) -> dict[str, A
 
 
 def config_without_experiment(flag_values: flags.FlagValues, arguments: Sequence[str]) -> Settings:
-    """Returns the settings of a mode that is `alone`, for the command's arguments; the page's first one is `--job_log_dir`."""
+    """Returns the settings of a mode that takes no job (`Mode.alone`), from the flags and the command's arguments.
+
+    For `--mode=page`, `--job_log_dir` is the first argument.
+    """
     make: Callable[..., Settings] = config_class(flag_values.mode)
     first = [flag_values.job_log_dir] if make is PageConfig and flag_values.job_log_dir else []
     return make([*first, *arguments], **settings_from_flags(flag_values, config_class(flag_values.mode)))
 
 
 def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], int]) -> RunConfig:
-    """Makes the run's config of the flags, and of what `--job_log_dir` knows of its run if there is no `--exp`.
+    """Returns the run's config from the flags. Without `--exp`, the rest comes from the record of the run in `--job_log_dir`.
 
     Args:
       flag_values: absl flags, parsed.
-      join: joins the job's processes for a mode and returns how many there are. Called before any device is touched.
+      join: joins the job's processes for a mode and returns their number. Called before any device is touched.
 
     Raises:
       UserError: a missing or unreadable flag, or an experiment that contradicts itself.
@@ -233,14 +236,14 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
 def _with_those_of_the_run(
     flag_values: flags.FlagValues, overrides: Sequence[str], given: Mapping[str, Any]
 ) -> tuple[str, list[str], dict[str, Any]]:
-    """Returns experiment, overrides and settings of the run that the command's directories hold. Given ones win.
+    """Returns experiment, overrides and settings of the run in the command's directories, updated with the given ones.
 
-    An empty flag takes the default, not the run's value. Other modes than training look at the run's own checkpoints, not at the
-    one that it began with, and a plan for other chips has a mesh for them.
+    An empty flag takes the default instead of the run's value. Modes other than training ignore the checkpoint that the run
+    started from, and read the run's own checkpoints. With `--topology`, the run's mesh is ignored.
 
     Raises:
-      UserError: neither `--job_log_dir` nor `--restore_checkpoint_dir` holds a run of this trainer that has begun, or its record
-        can't be read.
+      UserError: neither `--job_log_dir` nor `--restore_checkpoint_dir` holds a run of this trainer that has begun to train, or
+        the run's record can't be read.
     """
     from spmd_trainer import experiment_registry  # imports what --help doesn't need
     from spmd_trainer.training import experiment_config
@@ -270,7 +273,9 @@ def _with_those_of_the_run(
 
 
 def run_of_directories(given: Mapping[str, Any]) -> tuple[epath.Path, dict[str, Any]]:
-    """Returns the directory of the run that `--job_log_dir` or `--restore_checkpoint_dir` holds, and its record.
+    """Returns the directory and the record of the run that `--job_log_dir` or `--restore_checkpoint_dir` holds.
+
+    The record has the run's experiment, overrides and settings.
 
     Args:
       given: the values of the two flags by name, if they were given.

@@ -1,1 +1,1 @@
-"""Decoder-only language models of today's families, described by a `models.decoder_spec.DecoderSpec`."""
+"""Decoder-only language models (Llama, Qwen, Gemma, ...), configured by a `models.decoder_spec.DecoderSpec`."""

@@ -28,10 +28,10 @@ class Context:
     Attributes:
       rotary: kind of layer -> (sine, cosine), float32 [batch, time, rotated dims / 2]; empty without rotary embeddings.
       segment_ids: int32 [batch, time]; a token sees only tokens of its segment. Padding has the segment `PADDING`.
-      order: how rows lie on the sequence axes of the mesh; None in a decode step.
-      cache_length: number of tokens for which a prefill makes a cache; None for the length of its input.
-      cache_index: int32 [time], where the new tokens are in the cache, in a decode step.
-      first_index: int32 [batch], index in the cache of each row's first token, in a decode step.
+      order: order of each row's tokens on the mesh axes that split the sequence; None in a decode step.
+      cache_length: size in tokens of the decode cache that a prefill creates; None for the length of its input.
+      cache_index: int32 [time], index of each new token in the cache; None except in a decode step.
+      first_index: int32 [batch], index in the cache of each row's first token; None except in a decode step.
       kernel, context_parallel: see `DecoderLm.attention_kernel` and `DecoderLm.context_parallel`.
     """
 
@@ -49,7 +49,7 @@ class Attention(SpecLayer):
     """Self-attention of one layer.
 
     Attributes:
-      layer_kind: 'global' or 'local'.
+      layer_kind: 'global', or 'local' for a sliding window of `spec.window` tokens.
       cached: names of the arrays in the decode cache.
     """
 
@@ -92,15 +92,15 @@ class Attention(SpecLayer):
                 self.child(f"{name}_norm", Norm, shape=shape, split_axes=split_axes, kind="rms")
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Attends over a whole row, and stores its keys and values if the decode cache is mutable. `x`: [batch, time,
-        model_dims], in the order of `context.order`. Returns [batch, time, model_dims].
+        """Attends over whole rows and, if the decode cache is mutable, stores their keys and values. `x`: [batch, time,
+        model_dims], tokens in the order `context.order`. Returns [batch, time, model_dims].
         """
         query, key, value = self._heads(x, context)
         self._fill_cache({"key_state": key, "value_state": value}, context)
         return self._project(self._attend(query, key, value, context))
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context) -> jax.Array:
-        """Attends over whole rows. Returns [batch, time, heads, the values' width]."""
+        """Attends over whole rows. Returns [batch, time, heads, width of a value]."""
         drops = self.spec.attention_dropout and not self.do_eval
         return attend(
             query,
@@ -117,8 +117,8 @@ class Attention(SpecLayer):
         )
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Attends from new tokens to the cache and to each other, and adds them to the cache. Takes and returns [batch, new
-        tokens, model_dims].
+        """Adds the keys and values of new tokens to the cache, and attends from the new tokens to the cache. Takes and returns
+        [batch, new tokens, model_dims].
         """
         query, new_key, new_value = self._heads(x, context)
         assert context.cache_index is not None  # always set in decode steps, like the next one
@@ -156,7 +156,7 @@ class Attention(SpecLayer):
         return rotary.rotate(heads, sine, cosine, pairs_adjacent=self.spec.rotary_pairs_adjacent)
 
     def _fill_cache(self, states: dict[str, jax.Array], context: Context) -> None:
-        """Stores what is cached of whole rows, in row order, if the decode cache is mutable."""
+        """Stores the named arrays of whole rows in the decode cache, in row order, if the cache is mutable."""
         if not self.is_mutable_collection(base_layer.DECODE_CACHE) or self.is_initializing():
             return
         assert context.order is not None  # None only in decode steps
@@ -209,13 +209,13 @@ class Attention(SpecLayer):
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """Sizes of the cache, and the placement of heads in it.
+    """Layout of the decode cache: its padded sizes, and the placement of the key heads (width H) in it.
 
-    The cache is split over heads, or over its tokens, or both. Its heads and tokens are padded to divide by the mesh, because
-    XLA would otherwise keep all heads on every device.
+    The mesh may split the cache over heads, over tokens, or over both. Both dimensions are padded to multiples of their number
+    of shards, because XLA would otherwise keep all heads on every device.
 
-    K key heads with G query heads each become `num_heads` cached heads: each key head is stored `copies` times, each copy for
-    some of its query heads, and then zeros fill the rest.
+    A model with K key heads, each shared by G query heads, has `num_heads` cached heads. Each key head is stored `copies` times,
+    and each copy serves a part of the G query heads. Heads of zeros fill the rest.
 
     Attributes:
       num_kv_heads: key and value heads of the model, K.
@@ -243,12 +243,12 @@ class CacheLayout:
 
     @property
     def copies(self) -> int:
-        """Number of times each key head is stored: once per device, if the number of devices is a multiple of K."""
+        """Number of times each key head is stored: `head_shards` / K if K divides `head_shards`, otherwise 1."""
         return self.head_shards // self.num_kv_heads if self.head_shards % self.num_kv_heads == 0 else 1
 
     @property
     def num_heads(self) -> int:
-        """Cached heads; a multiple of `head_shards`."""
+        """Number of cached heads, a multiple of `head_shards`."""
         return _rounded_up(self.num_kv_heads * self.copies, self.head_shards)
 
     @property
@@ -256,14 +256,14 @@ class CacheLayout:
         return -(-self.group_size // self.copies)
 
     def padded(self, heads: jax.Array, length: int) -> jax.Array:
-        """Returns a cache with space for `length` tokens, filled with `heads` from its beginning.
+        """Returns a cache for at least `length` tokens, which begins with `heads`; zeros fill the rest.
 
         Args:
           heads: keys or values in row order, [batch, time, K, H].
           length: least number of tokens of the cache.
 
         Returns:
-          [batch, length or a little more, num_heads, H].
+          [batch, length rounded up to a multiple of `length_shards`, num_heads, H].
         """
         missing = _rounded_up(length, self.length_shards) - heads.shape[1]
         return jnp.pad(self._stored(heads), ((0, 0), (0, missing), (0, 0), (0, 0)))
@@ -283,20 +283,20 @@ class CacheLayout:
         return cache.at[:, index].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
     def grouped(self, query: jax.Array) -> jax.Array:
-        """Returns [batch, new tokens, num_heads, queries_per_head, H] for queries [batch, new tokens, K * G, H]."""
+        """Groups queries [batch, new tokens, K * G, H] by cached head: [batch, new tokens, num_heads, queries_per_head, H]."""
         batch, length, _, width = query.shape
         x = query.reshape(batch, length, self.num_kv_heads, self.group_size, width)
         x = _pad(x, 3, self.copies * self.queries_per_head)
         return _pad(x.reshape(batch, length, -1, self.queries_per_head, width), 2, self.num_heads)
 
     def ungrouped(self, heads: jax.Array) -> jax.Array:
-        """Returns [batch, new tokens, K * G, H]; the inverse of `grouped`."""
+        """Inverts `grouped`. Returns the heads of the model, [batch, new tokens, K * G, H]."""
         batch, length, *_, width = heads.shape
         x = heads[:, :, : self.num_kv_heads * self.copies].reshape(batch, length, self.num_kv_heads, -1, width)
         return x[:, :, :, : self.group_size].reshape(batch, length, -1, width)
 
     def _stored(self, heads: jax.Array) -> jax.Array:
-        """Returns [batch, time, num_heads, H] for the heads of the model [batch, time, K, H]."""
+        """Returns the cached heads, [batch, time, num_heads, H], of the model's key heads [batch, time, K, H]."""
         return _pad(heads if self.copies == 1 else jnp.repeat(heads, self.copies, axis=2), 2, self.num_heads)
 
 
@@ -310,13 +310,13 @@ def attend_to_cache(
     first_index: jax.Array,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes attention of new tokens over the cache, which already holds them; logits and probabilities are float32.
-    Returns [batch, new tokens, N, H].
+    """Computes causal attention of new tokens over the cache, which already holds them. Logits and softmax are float32.
+    Returns [batch, new tokens, N, H], for N query heads of width H.
 
     Args:
       query: [batch, new tokens, N, H].
       key, value: the cache, [batch, tokens, layout.num_heads, H].
-      pattern: which keys a query sees.
+      pattern: window, soft cap and scale of the attention.
       layout: the layout of the cache.
       query_index: int32 [new tokens], indices of the new tokens in the cache.
       first_index: int32 [batch], index of each row's first token in the cache.

@@ -1,6 +1,6 @@
 """Sharding of the decoder's variables and activations: logical axes, and the base layer that maps them to mesh axes.
 
-And the two layers that all others are made of: a projection and a norm.
+Also defines the two basic layers: `Projection` and `Norm`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ DEFAULT_AXES: dict[str, MeshAxes] = {
 
 
 def resolve_axes(changes: Mapping[str, Any] | None, mesh_axis_names: Sequence[str] | None) -> dict[str, MeshAxes]:
-    """Returns the mesh axes of each logical axis.
+    """Returns {logical axis: mesh axes, or None if it is not split}.
 
     Args:
-      changes: logical axis -> mesh axis, tuple of mesh axes, or None, where it differs from `DEFAULT_AXES`.
+      changes: changes to `DEFAULT_AXES`: logical axis -> mesh axis, tuple of mesh axes, or None (not split).
       mesh_axis_names: axes of the mesh; None without a mesh. Default axes missing from the mesh are left out.
 
     Raises:
@@ -76,7 +76,12 @@ def resolve_axes(changes: Mapping[str, Any] | None, mesh_axis_names: Sequence[st
 
 
 def renamed_axes(names: Mapping[str, str], mesh_axis_names: Sequence[str]) -> dict[str, MeshAxes]:
-    """Returns changes to `DEFAULT_AXES` for a mesh with other axis names; axes missing from the mesh are dropped."""
+    """Returns the changes to `DEFAULT_AXES` for a mesh with other axis names. Axes missing from the mesh are dropped.
+
+    Args:
+      names: default name of a mesh axis -> its name in this mesh.
+      mesh_axis_names: axes of the mesh.
+    """
     changed: dict[str, MeshAxes] = {}
     for key, axes in DEFAULT_AXES.items():
         renamed = tuple(names.get(axis, axis) for axis in entry_axes(axes))
@@ -89,8 +94,8 @@ class SpecLayer(base_layer.BaseLayer):
     """Base class of the decoder's layers.
 
     Attributes:
-      spec: description of the model.
-      axes: mesh axes of logical axes that differ from `DEFAULT_AXES`.
+      spec: architecture and sizes of the model.
+      axes: changes to `DEFAULT_AXES`, see `resolve_axes`; None for no changes.
     """
 
     spec: DecoderSpec = pax_fiddle.instance_field(DecoderSpec)
@@ -112,13 +117,13 @@ class SpecLayer(base_layer.BaseLayer):
         """Creates a variable.
 
         Args:
-          name: its name.
+          name: name of the variable.
           shape: logical shape.
           axes: a logical axis for each dimension.
-          init: constant initial value, for norms and biases, which weight decay then skips. None draws from a normal
-            distribution with `spec.initializer_range`.
-          collections: its collections besides.
-          trainable: False for a variable without a gradient, which is float32 in every model.
+          init: constant initial value, for norms and biases; weight decay then skips the variable. None draws from a normal
+            distribution with standard deviation `spec.initializer_range`.
+          collections: further praxis collections of the variable (`WeightHParams.collections`).
+          trainable: False for a variable without a gradient. Such a variable is float32 in every model.
         """
         if init is None:
             initial = base_layer.WeightInit.Gaussian(self.spec.initializer_range)
@@ -136,15 +141,15 @@ class SpecLayer(base_layer.BaseLayer):
         self.create_variable(name, hparams, trainable=trainable)
 
     def read(self, name: str) -> jax.Array:
-        """Returns a variable in the dtype of the computation."""
+        """Returns the variable `name`, cast to `fprop_dtype`."""
         x: jax.Array = getattr(self.theta, name)
         return x.astype(self.fprop_dtype)
 
     def split(self, x: jax.Array, *axes: str) -> jax.Array:
-        """Splits an activation over the mesh: one logical axis per dimension.
+        """Constrains the sharding of an activation. `axes`: a logical axis for each dimension of `x`.
 
-        The residual stream ('activation_embed') is split in training only, where the backward pass stores it. A 'length' that its
-        mesh axes don't divide belongs to a decode step's new tokens and stays whole; rows are padded at the model's entry.
+        'activation_embed' (the residual stream) is split in training only, where the backward pass stores it. 'length' is not
+        split if its mesh axes don't divide it: `x` then holds the new tokens of a decode step, as whole rows are padded before.
         """
 
         def stays_whole(axis: str, size: int) -> bool:
@@ -167,8 +172,9 @@ class SpecLayer(base_layer.BaseLayer):
 
         Args:
           x: the array; [batch, time, ...] with an order.
-          probability: of setting an element to 0; the others are scaled up.
-          order: token order on the mesh. A token's random numbers depend on its index in the row, not on the mesh.
+          probability: probability of setting an element to 0; the others are divided by 1 - probability.
+          order: order of the tokens of `x` on the mesh; None for row order. A token's random numbers depend on its index in
+            the row, not on the mesh.
         """
         if not probability or self.do_eval:
             return x
@@ -183,13 +189,13 @@ class SpecLayer(base_layer.BaseLayer):
 
 
 class Projection(SpecLayer):
-    """An einsum with a weight, and a bias if there is one.
+    """An einsum of the input and a weight, plus an optional bias.
 
     Attributes:
-      equation: of the input and the weight, e.g. 'btd,dnh->btnh'.
+      equation: the einsum of the input and the weight, e.g. 'btd,dnh->btnh'.
       shape: the weight's shape.
       split_axes: logical axes of `shape`.
-      bias_axes: logical axes of the bias, whose shape is the end of `shape`; () for no bias.
+      bias_axes: logical axes of the bias, which has the last dimensions of `shape`; () for no bias.
       output_axes: logical axes of the output; () leaves its layout to the compiler.
     """
 
@@ -215,7 +221,7 @@ class Norm(SpecLayer):
     """RMS norm (arXiv:1910.07467) or layer norm (arXiv:1607.06450) over the last len(shape) dimensions.
 
     Attributes:
-      shape: the dimensions to normalise, which is also the shape of the scale.
+      shape: sizes of the dimensions to normalise; also the shape of the scale.
       split_axes: logical axes of `shape`.
       kind: 'rms' or 'layer'; None for `spec.norm`.
       epsilon: added to the mean square; None for `spec.norm_epsilon`.

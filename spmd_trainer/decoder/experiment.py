@@ -1,4 +1,4 @@
-"""Base of the experiments of decoder families: a model from class attributes, its mesh, and AdamW with a cosine schedule."""
+"""Base class of the decoder experiments. Class attributes set the model, the mesh, and AdamW with a cosine schedule."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from spmd_trainer.models.decoder_spec import DecoderSpec
 
 
 class DecoderExperiment(base_experiment.BaseExperiment):
-    """A decoder-only language model. Subclasses give the sizes and the data.
+    """An experiment with a decoder-only language model. Subclasses give the sizes and the data.
 
     A field of `DecoderSpec` is set by the class attribute of the same name in capitals, e.g. MODEL_DIMS or ROTARY_BASE; fields
     without an attribute keep their defaults.
 
     Attributes:
-      MESH_AXIS_NAMES: names of the mesh axes. With 'seq', as in ('replica', 'data', 'seq', 'mdl'), rows are split over it.
+      MESH_AXIS_NAMES: names of the mesh axes. An axis 'seq', as in ('replica', 'data', 'seq', 'mdl'), splits each row's tokens.
       ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of these axes, within a slice and across slices; DCN_MESH_SHAPE None: one slice.
       TRAINING_OPTIMIZED_SHARDING: also split the residual stream, and with it the saved activations, over mdl.
-      AXES: mesh axes of logical axes that differ from `axes.DEFAULT_AXES`.
+      AXES: changes to `axes.DEFAULT_AXES`: logical axis -> mesh axes.
       ATTENTION_KERNEL: name of the attention kernel; None for the first that suits the device and the layer.
       CONTEXT_PARALLEL: form of attention for rows split over the mesh: 'ring' (also None) or 'all_to_all'.
       FPROP_DTYPE: dtype of the computation; variables are float32.
       CHECKPOINT_POLICY: rematerialisation policy.
-      LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS, NUM_TRAIN_STEPS: of AdamW (0.9, 0.95), clipped to gradient norm 1, with linear
-        warm-up and cosine decay to a tenth. No weight decay for norms and biases.
-      ADAM_EPSILON: added to the root of the second moment.
-      EVAL_INTERVAL_STEPS, CHECKPOINT_EVERY_N_STEPS: of `task.train`.
+      LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS, NUM_TRAIN_STEPS: settings of AdamW (beta1 0.9, beta2 0.95), with gradients
+        clipped to norm 1, linear warm-up and cosine decay to a tenth. Norms and biases have no weight decay.
+      ADAM_EPSILON: added to the square root of the second moment.
+      EVAL_INTERVAL_STEPS, CHECKPOINT_EVERY_N_STEPS: `eval_interval_steps` and `save_interval_steps` of `task.train`.
     """
 
     MESH_AXIS_NAMES: Sequence[str] = task_defaults.MESH_AXIS_NAMES

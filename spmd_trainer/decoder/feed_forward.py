@@ -1,4 +1,4 @@
-"""Feed-forward layers: plain, gated, and as a mixture of experts."""
+"""Feed-forward layers: plain, gated, and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ACTIVATION_FNS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class FeedForward(SpecLayer):
-    """down(activation(gate(x)) * up(x)) if the spec is gated, otherwise down(activation(up(x))).
+    """Feed-forward layer: down(activation(gate(x)) * up(x)) if `spec.gated`, otherwise down(activation(up(x))).
 
     Attributes:
-      hidden_dims: its width; 0 for `spec.hidden_dims`.
+      hidden_dims: width of the hidden activations; 0 for `spec.hidden_dims`.
     """
 
     hidden_dims: int = 0
@@ -52,7 +52,7 @@ class FeedForward(SpecLayer):
                 )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns [batch, time, model_dims] for the same shape."""
+        """Returns the layer's output, [batch, time, model_dims], for x of the same shape."""
         activation = ACTIVATION_FNS[self.spec.activation]
         up = self.up(x)
         hidden = activation(self.gate(x)) * up if self.spec.gated else activation(up)
@@ -61,10 +61,10 @@ class FeedForward(SpecLayer):
 
 
 class ExpertProjection(SpecLayer):
-    """A matrix for each expert, and a bias if the spec has them; the product of sorted rows with them.
+    """A weight matrix, and a bias if `spec.moe.biases`, for each expert. Multiplies each row by the matrix of its expert.
 
     Attributes:
-      shape: E, K and N.
+      shape: [E, K, N]: number of experts, width of the input, width of the output.
       split_axes: logical axes of `shape`.
     """
 
@@ -79,7 +79,10 @@ class ExpertProjection(SpecLayer):
             self.add_weight("b", self.shape[::2], self.split_axes[::2], init=0.0, collections=[share])
 
     def __call__(self, rows: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
-        """Returns [S, X, M, N] for sorted rows [S, X, M, K]."""
+        """Returns the products [S, X, M, N] for rows [S, X, M, K] sorted by expert.
+
+        S is the number of shards of the tokens, X that of the experts, and M the number of rows in each; see `grouped_dot`.
+        """
         split = parts.split(*map(self.mesh_axes, self.split_axes[1:]))
         out = grouped_dot(
             rows,
@@ -106,12 +109,12 @@ class ExpertProjection(SpecLayer):
 
 
 class MixtureOfExperts(SpecLayer):
-    """Gated feed-forward layers (experts). The router chooses some experts for each token, and drops no token.
+    """A mixture of gated feed-forward layers (experts). The router chooses some experts for each token, and drops no token.
 
-    Shared experts, one layer beside the routed ones, compute all tokens.
+    Shared experts are one feed-forward layer beside the routed experts. It computes all tokens.
 
-    Each token is computed by its experts only: tokens are sorted by expert (`kernels.token_groups`), multiplied by group
-    (`kernels.grouped_dot`), and put back.
+    A routed expert computes only the tokens that chose it: tokens are sorted by expert (`kernels.token_groups`), multiplied by
+    their expert's matrices (`kernels.grouped_dot`), and put back in order.
     """
 
     def setup(self) -> None:
@@ -125,7 +128,7 @@ class MixtureOfExperts(SpecLayer):
             self.child("shared", FeedForward, hidden_dims=moe.shared_dims)
 
     def __call__(self, x: jax.Array, real: jax.Array) -> jax.Array:
-        """Computes the layer. Returns the shape of x.
+        """Computes the layer. Returns [batch, time, model_dims].
 
         Args:
           x: [batch, time, model_dims].

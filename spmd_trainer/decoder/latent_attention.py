@@ -1,7 +1,8 @@
 """Multi-head latent attention (DeepSeek V2, arXiv:2405.04434): keys and values are computed from a small vector per token.
 
-Whole rows compute each head's keys and values. A decode step doesn't: its queries and its output go through the matrix that
-would compute them, so that all heads attend to the cached vectors themselves, as to one head that is key and value at once.
+For whole rows, the keys and values of each head are computed from these vectors. A decode step does not compute them: it
+multiplies its queries and its output by the matrices that would compute keys and values. So all heads attend directly to the
+cached vectors, which serve as the keys and the values of a single head.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from spmd_trainer.models.decoder_spec import LatentSpec
 class LatentAttention(Attention):
     """Latent self-attention of one layer; see `LatentSpec` for the widths, and `DecoderSpec` for the variables.
 
-    The cache has one array, `key_state`, [batch, tokens, copies, key_value_dims + rotary_dims]: a copy for each device that the
-    heads are split over.
+    The cache has one array, `key_state`, [batch, tokens, copies, key_value_dims + rotary_dims], with a copy for each shard of
+    the heads.
     """
 
     cached: ClassVar[tuple[str, ...]] = ("key_state",)
@@ -83,7 +84,7 @@ class LatentAttention(Attention):
         return self._project(jnp.einsum("btnr,rnh->btnh", heads[..., :width], to_value))
 
     def _query(self, x: jax.Array, context: Context) -> jax.Array:
-        """Returns the queries, [batch, time, heads, head_dims], with their last dimensions rotated."""
+        """Returns the queries, [batch, time, heads, head_dims], with rotary embeddings on the last `rotary_dims` dimensions."""
         if self._latent.query_dims:
             x = self.query_down_norm(self.query_down(x))
         unrotated, rotated = jnp.split(self.query(x), [self._unrotated], axis=-1)
@@ -91,7 +92,7 @@ class LatentAttention(Attention):
         return checkpoint_name(query, "query_proj")
 
     def _vectors(self, x: jax.Array, context: Context) -> jax.Array:
-        """Returns what is cached: each token's vector, normalised, and the rotated part of its key."""
+        """Returns the vectors to cache: each token's normalised latent vector, followed by the rotated part of its key."""
         vector, rotated = jnp.split(self.key_value_down(x), [self._latent.key_value_dims], axis=-1)
         rotated = self._rotate(rotated[:, :, None], context)[:, :, 0]
         return checkpoint_name(jnp.concatenate([self.key_value_norm(vector), rotated], axis=-1), "key_value_down")

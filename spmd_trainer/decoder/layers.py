@@ -1,4 +1,4 @@
-"""A decoder layer, and the block of layers that is repeated."""
+"""The decoder's embedding, output layer and layers, and the block of layers that is repeated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmd_trainer.decoder.latent_attention import LatentAttention
 
 
 class Embedding(SpecLayer):
-    """A vector for each token id or position.
+    """An embedding table: a vector for each token id or position.
 
     Attributes:
       num_rows: number of ids.
@@ -27,32 +27,32 @@ class Embedding(SpecLayer):
         self.add_weight("w", (self.num_rows, self.spec.model_dims), (self.rows_axis, "embed"))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """Returns [batch, time, model_dims] for ids [batch, time]."""
+        """Returns the embeddings, [batch, time, model_dims], of ids [batch, time]."""
         # The batch is split over the axes of 'embed', so the lookup needs whole rows.
         rows = self.split(self.read("w"), self.rows_axis, "norm")
         return self.split(jnp.take(rows, ids, axis=0, mode="clip"), "batch", "length", "activation_embed")
 
     def matrix(self) -> jax.Array:
-        """Returns all rows, [num_rows, model_dims]."""
+        """Returns the whole table, [num_rows, model_dims]."""
         return self.read("w")
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Returns x [batch, time, model_dims] times all rows, float32 [batch, time, num_rows]."""
+        """Returns the products of x [batch, time, model_dims] and all rows of the table, float32 [batch, time, num_rows]."""
         return jnp.einsum("btd,vd->btv", x, self.read("w"), preferred_element_type=jnp.float32)
 
 
 class Logits(SpecLayer):
-    """Projection to the vocabulary."""
+    """The output layer: a projection to the vocabulary."""
 
     def setup(self) -> None:
         self.add_weight("w", (self.spec.model_dims, self.spec.vocab_size), ("embed", "vocab"))
 
     def matrix(self) -> jax.Array:
-        """Returns a row for each label, [vocab_size, model_dims]."""
+        """Returns the transposed weight, with a row for each token id, [vocab_size, model_dims]."""
         return self.read("w").T
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Returns float32 [batch, time, vocab_size] for [batch, time, model_dims]."""
+        """Returns the logits, float32 [batch, time, vocab_size], of x [batch, time, model_dims]."""
         return jnp.einsum("btd,dv->btv", x, self.read("w"), preferred_element_type=jnp.float32)
 
 
@@ -60,7 +60,7 @@ class DecoderLayer(SpecLayer):
     """Attention and a feed-forward layer, each with a residual connection.
 
     Attributes:
-      layer_kind: 'global' or 'local'.
+      layer_kind: 'global' or 'local', see `Attention`.
       has_experts: True for a mixture of experts in place of the feed-forward layer.
     """
 
@@ -87,7 +87,7 @@ class DecoderLayer(SpecLayer):
         return self._feed_forward(self._residual("attention", x, attended, context), context)
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Computes new tokens only, with the keys and values of earlier ones from the cache."""
+        """Computes the layer for new tokens only. Keys and values of earlier tokens come from the decode cache."""
         attended = self.attention.extend_step(self._normed("attention", x), context)
         return self._feed_forward(self._residual("attention", x, attended, context), context)
 
@@ -114,7 +114,7 @@ class DecoderLayer(SpecLayer):
 
 
 class DecoderBlock(SpecLayer):
-    """One layer of each entry of `spec.repeated_pattern`, in order: `layer_0`, `layer_1`, ..."""
+    """A layer for each entry of `spec.repeated_pattern`, in order: `layer_0`, `layer_1`, ..."""
 
     def setup(self) -> None:
         for index, kind in enumerate(self.spec.repeated_pattern):
@@ -127,7 +127,7 @@ class DecoderBlock(SpecLayer):
         return x
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Computes new tokens only, with the keys and values of earlier ones from the cache."""
+        """Computes all layers for new tokens only. Keys and values of earlier tokens come from the decode cache."""
         for layer in self._layers():
             x = layer.extend_step(x, context)
         return x

@@ -1,4 +1,4 @@
-"""The decoder as a language model of praxis: embeddings, repeated layers, logits, loss, and a cache for decoding.
+"""The decoder as a praxis language model: embeddings, repeated layers, logits, loss, and a cache for decoding.
 
     task_p.model = Config(lm.DecoderLanguageModel, name="lm")
     task_p.model.lm_tpl.spec = Config(spec.DecoderSpec, vocab_size=32000, model_dims=4096, ...)
@@ -10,11 +10,13 @@
     ...                                                    # logits float32 [B, V], of the token after each prompt
     logits = self.lm.extend_step(token).logits             # token int32 [B]; logits float32 [B, V], of the next token
 
-`prefill` moves prompts to the right end of [0, T), so that all rows' tokens at a step have the same index in the cache, T + step.
-Variables of the collection, below `lm`: `time_step`, int32, the next index to write; `first_index`, int32 [B], of each row's
-first token; and for each layer `attention/key_state` and `attention/value_state`, [B, cache_length, K, H], or with latent
-attention `attention/key_state` alone (stacked layers have a leading dimension of R; with `unroll_in_decode` they have separate
-variables below `layer{r}`).
+B is the number of rows, T the width of `ids` and V the size of the vocabulary. `prefill` moves each prompt to the right end of
+[0, T), so that the tokens of a step have the same index in the cache in all rows, T + step.
+
+The collection has these variables below `lm`: `time_step`, int32, the next index to write; `first_index`, int32 [B], the index of
+each row's first token; and for each layer `attention/key_state` and `attention/value_state`, [B, cache_length, K, H], for K
+cached heads of width H; with latent attention `attention/key_state` alone. Those of layers that are repeated R times are stacked,
+with a leading dimension R; with `unroll_in_decode` they are separate variables below `layer{r}`.
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ class DecoderLm(SpecLayer):
     """A decoder-only transformer that replaces praxis' `TransformerLm`.
 
     Attributes:
-      packed_input: rows hold several texts, told apart by segment_ids.
+      packed_input: True if a row may hold several texts, distinguished by segment_ids.
       model_type: only CAUSAL is supported. praxis' LanguageModel sets it.
       checkpoint_policy: rematerialisation policy of each block of layers.
-      unroll_in_decode: unroll the loop over layers in decode steps. The cache then has variables per layer, updated in place.
-        Compiles longer.
+      unroll_in_decode: unroll the loop over layers in decode steps. The cache then has separate variables for each layer,
+        which are updated in place. Compilation takes longer.
       attention_kernel: name of the attention kernel, see `spmd_trainer.kernels.kernels`. None: the first one that suits the
         device and the layer.
       context_parallel: form of attention for rows split over the mesh (`axes` maps 'length' to mesh axes): 'ring' or
@@ -139,8 +141,8 @@ class DecoderLm(SpecLayer):
         segment_mask: jax.Array | None = None,
         start_time_step: int | jax.Array = 0,
     ) -> NestedMap:
-        """Computes logits, and the loss if there are labels. Signature of praxis' `TransformerLm`. Returns `logits` float32
-        [batch, time, vocab_size] and more; see `compute_loss`.
+        """Computes logits, and the loss if labels are given. Has the signature of praxis' `TransformerLm`. Returns `logits`,
+        float32 [batch, time, vocab_size], and the other outputs of `compute_loss`.
 
         Args:
           inputs: token ids, int32 [batch, time].
@@ -177,16 +179,16 @@ class DecoderLm(SpecLayer):
     def compute_loss(self, activations: jax.Array, labels: NestedMap | None = None) -> NestedMap:
         """Computes logits and cross entropy.
 
-        The loss doesn't need the logits (see `kernels.cross_entropy`). Unless something else does, the program leaves them out.
+        The loss doesn't need the logits (see `kernels.cross_entropy`). XLA drops their computation if nothing else uses them.
 
         Args:
           activations: output of the final norm, [batch, time, model_dims].
           labels: class_ids int32 [batch, time] and class_weights [batch, time]; None: no loss.
 
         Returns:
-          As of praxis' `TransformerLm`: logits and log_probs, float32 [batch, time, vocab_size]. With labels also, [batch,
-          time]: per_example_argmax, per_example_xent, per_token_xent (weighted); per_sequence_xent [batch]; and scalars:
-          total_xent, total_weight, avg_xent, aux_loss, total_loss. Without labels: probs.
+          The outputs of praxis' `TransformerLm`: logits and log_probs, float32 [batch, time, vocab_size]. With labels also
+          per_example_argmax, per_example_xent and per_token_xent (weighted), [batch, time]; per_sequence_xent [batch]; and the
+          scalars total_xent, total_weight, avg_xent, aux_loss and total_loss. Without labels also probs.
         """
         logits = self.split(self._logits(activations), "batch", "length", "activation_vocab")
         log_probs = jax.nn.log_softmax(logits)
@@ -208,12 +210,12 @@ class DecoderLm(SpecLayer):
         return output
 
     def prefill(self, ids: jax.Array, lengths: jax.Array, cache_length: int) -> jax.Array:
-        """Reads prompts into the decode cache. Returns logits of the first new token, float32 [batch, vocab_size].
+        """Computes prompts and fills the decode cache. Returns logits of the first new token, float32 [batch, vocab_size].
 
         Args:
           ids: int32 [batch, time]; each row's prompt begins at 0.
           lengths: int32 [batch], tokens of each prompt, 1 or more.
-          cache_length: tokens that the cache holds: `time` and all decode steps.
+          cache_length: number of tokens that the cache must hold: `time` plus the number of decode steps.
 
         Raises:
           UserError: cache_length is less than `time`, or greater than the learned positions.
@@ -236,11 +238,11 @@ class DecoderLm(SpecLayer):
         """Adds tokens to the decode cache, after `prefill`, `__call__` or another step.
 
         Args:
-          inputs: int32 [batch], or [batch, new tokens].
-          segment_pos: positions, of the same shape. None: the next position of each row.
+          inputs: token ids, int32 [batch] or [batch, new tokens].
+          segment_pos: positions of the tokens in their texts, int32 of the same shape. None: the next positions of each row.
 
         Returns:
-          logits, log_probs and probs of the token after each of these, float32 [batch, vocab_size] or [batch, new tokens,
+          logits, log_probs and probs of the token after each input token, float32 [batch, vocab_size] or [batch, new tokens,
           vocab_size].
         """
         ids = inputs[:, None] if inputs.ndim == 1 else inputs
@@ -269,7 +271,7 @@ class DecoderLm(SpecLayer):
         return jax.tree.map(lambda x: x[:, 0], output) if inputs.ndim == 1 else output
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of the cache by `transform_fn(array, batch_dim, time_dim)`; time_dim -1: the array has none."""
+        """Replaces each array of the cache by `transform_fn(array, batch_dim, time_dim)`, with -1 for a missing dimension."""
         self.update_decode_state("first_index", transform_fn(self.get_decode_state("first_index"), 0, -1))
         if self.spec.num_repeats:
             self.layers.transform_decode_state(transform_fn)
@@ -295,7 +297,7 @@ class DecoderLm(SpecLayer):
         order: SequenceOrder,
         cache_length: int | None = None,
     ) -> jax.Array:
-        """Returns the final norm's output, [batch, order.padded_length, model_dims], for rows in their own order."""
+        """Returns the final norm's output, [batch, order.padded_length, model_dims], in `order`; the inputs are in row order."""
         self._check_positions(ids.shape[1])
         ids, positions, segment_ids = order.apply(ids), order.apply(positions), order.apply(segment_ids, fill=PADDING)
         context = Context(
@@ -374,7 +376,7 @@ class DecoderLm(SpecLayer):
 
 
 class DecoderLanguageModel(layers.LanguageModel):
-    """praxis' `LanguageModel` with a `DecoderLm`, `lm_tpl`; `generation` says how `decode` continues prompts."""
+    """praxis' `LanguageModel` with a `DecoderLm` as `lm_tpl`. `generation` holds the settings of `decode`."""
 
     lm_tpl: pax_fiddle.Config[base_layer.BaseLayer] = base_layer.template_field(DecoderLm)
     generation: GenerationSettings = base_layer.instance_field(GenerationSettings)
@@ -387,10 +389,10 @@ class DecoderLanguageModel(layers.LanguageModel):
     def decode(
         self, input_batch: NestedMap, result_callback: None = None, return_result_for_suffix_score: bool = False
     ) -> tuple[NestedMap, NestedMap, dict[str, Any]]:
-        """Continues the prompts of a batch as `generation` says; see `spmd_trainer.decoder.generation.decode.decode`.
+        """Continues the prompts of a batch with the settings `generation`; see `decoder.generation.decode.decode`.
 
         Raises:
-          UserError: a setting is invalid, or one of praxis' options for results is given.
+          UserError: a setting is invalid, or `result_callback` or `return_result_for_suffix_score` is given.
         """
         if result_callback is not None or return_result_for_suffix_score:
             raise UserError(

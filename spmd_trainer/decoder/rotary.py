@@ -15,7 +15,7 @@ from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 
 
 def frequencies(spec: DecoderSpec, kind: str) -> tuple[np.ndarray, float]:
-    """Returns the angle per position of each pair of dimensions, float32 [dims / 2], and the factor of sine and cosine."""
+    """Returns the angle per position of each pair of dimensions, float32 [dims / 2], and a factor for sine and cosine."""
     base, scaling = spec.rotary_base, spec.rotary_scaling
     if kind == "local" and spec.local_rotary_base is not None:
         base, scaling = spec.local_rotary_base, None
@@ -32,7 +32,7 @@ def frequencies(spec: DecoderSpec, kind: str) -> tuple[np.ndarray, float]:
 
 
 def _llama3(plain: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
-    """Divides low frequencies by the factor, keeps high ones, and interpolates between them."""
+    """Divides low frequencies by `scaling.factor`, keeps high ones, and interpolates between them."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     rotations = scaling.original_max_positions * plain / np.float32(2 * math.pi)
     kept = np.clip((rotations - low) / (high - low), 0, 1)
@@ -40,7 +40,9 @@ def _llama3(plain: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
 
 
 def _yarn(plain: np.ndarray, base: float, scaling: RotaryScaling) -> tuple[np.ndarray, float]:
-    """Divides frequencies by the factor, except high ones; also returns the embedding's scale."""
+    """Divides low frequencies by `scaling.factor`, keeps high ones, and interpolates between them. Also returns the factor for
+    sine and cosine.
+    """
     dims = 2 * len(plain)
 
     def dimension_of(rotations: float) -> float:
@@ -57,7 +59,7 @@ def _yarn(plain: np.ndarray, base: float, scaling: RotaryScaling) -> tuple[np.nd
 
 
 def yarn_attention_factor(scaling: RotaryScaling) -> float:
-    """Returns YaRN's factor of sine and cosine."""
+    """Returns the factor by which YaRN multiplies sine and cosine."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
@@ -66,7 +68,7 @@ def yarn_attention_factor(scaling: RotaryScaling) -> float:
 
 
 def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns sine and cosine of the angles, float32 [batch, time, rotated dims / 2] each.
+    """Returns sine and cosine of the rotary angles, times YaRN's factor, float32 [batch, time, rotated dims / 2] each.
 
     Args:
       spec: the model.
@@ -79,13 +81,13 @@ def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple
 
 
 def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array, *, pairs_adjacent: bool = False) -> jax.Array:
-    """Rotates the first dimensions, in float32. Returns the shape and dtype of x.
+    """Applies a rotary embedding to the first dimensions, in float32. Returns an array of x's shape and dtype.
 
     Args:
       x: [batch, time, heads, head_dims].
       sine, cosine: float32 [batch, time, rotated dims / 2].
-      pairs_adjacent: rotate dimensions 2i and 2i + 1 together. In the result they are i and i + half of the rotated ones, which
-        changes no product of a query and a key.
+      pairs_adjacent: True to rotate dimensions 2i and 2i + 1 as a pair; otherwise i and i + n, of 2n rotated dimensions. The
+        result has each pair at i and i + n in both cases, which leaves the products of queries and keys unchanged.
     """
     half = sine.shape[-1]
     first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)

@@ -35,7 +35,7 @@ class Router(SpecLayer):
     def __call__(self, x: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns each token's experts, int32 [batch, time, num_experts_per_token], and their weights, float32.
 
-        Adds the losses that have a weight and, in training, the summary of the load.
+        Adds the auxiliary losses with a nonzero weight and, in training, a summary of the load (tokens of each expert).
 
         Args:
           x: [batch, time, model_dims].
@@ -69,7 +69,7 @@ class Router(SpecLayer):
         return self.spec.num_layers - self.spec.num_dense_layers
 
     def _chosen(self, scores: jax.Array) -> jax.Array:
-        """Returns the experts that the scores [batch, time, E] choose."""
+        """Returns each token's experts by the scores [batch, time, E], plus `choice_bias` if the spec has one."""
         if moe_of(self).choice_bias:
             scores = scores + self.get_var("choice_bias")
         return token_groups.for_each_token(functools.partial(_best, moe_of(self)), scores, parts_of(self, scores))
@@ -86,20 +86,23 @@ class Router(SpecLayer):
 
 
 def moe_of(layer: SpecLayer) -> MoeSpec:
-    """Returns the settings of the experts, which must be set."""
+    """Returns `layer.spec.moe`, which must not be None."""
     moe = layer.spec.moe
     assert moe is not None  # only specs with experts build the layers that ask
     return moe
 
 
 def parts_of(layer: SpecLayer, x: jax.Array) -> TokenParts:
-    """Returns how the devices divide the experts and the tokens [batch, time, ...]."""
+    """Returns the sharding of the experts and of the tokens `x`, [batch, time, ...]."""
     batch, length, experts = map(layer.mesh_axes, ("batch", "length", "experts"))
     return TokenParts.of(x, moe_of(layer).num_experts, batch=batch, length=length, experts=experts)
 
 
 def _best(moe: MoeSpec, scores: jax.Array) -> jax.Array:
-    """Returns the experts with the highest scores, of the best groups."""
+    """Returns the experts with the highest scores [batch, time, E], chosen within the best `num_chosen_groups` groups.
+
+    The score of a group is the sum of its two highest scores.
+    """
     if moe.num_chosen_groups < moe.num_groups:
         by_group = scores.reshape(*scores.shape[:2], moe.num_groups, -1)
         best = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
@@ -111,12 +114,12 @@ def _best(moe: MoeSpec, scores: jax.Array) -> jax.Array:
 
 
 def _shares(real: jax.Array) -> jax.Array:
-    """Returns each token's share of a mean over tokens, [batch, time]; 0 for padding."""
+    """Returns each token's weight in a mean over the tokens without padding, [batch, time]; 0 for padding."""
     return real / jnp.maximum(jnp.sum(real), 1)
 
 
 def _tokens_of_experts(experts: jax.Array, real: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the number of tokens of each expert, float32 [E]. Whole numbers are added up: the same on any mesh."""
+    """Returns the number of tokens of each expert, float32 [E]. It is summed in int32, so it is the same on any mesh."""
     # A sum that XLA fuses, instead of one-hot vectors for all tokens and experts.
     is_chosen = (experts[..., None] == jnp.arange(num_experts)) & real[..., None, None]
     return jnp.sum(is_chosen, axis=(0, 1, 2), dtype=jnp.int32).astype(jnp.float32)
@@ -125,6 +128,6 @@ def _tokens_of_experts(experts: jax.Array, real: jax.Array, num_experts: int) ->
 # The backward pass keeps neither a one-hot vector for each token and expert, nor scatters, which XLA would not split.
 @jax.checkpoint
 def _scores_of(experts: jax.Array, scores: jax.Array) -> jax.Array:
-    """Returns the scores of the chosen experts, [batch, time, experts of a token]."""
+    """Returns the scores of the chosen experts, [batch, time, num_experts_per_token]."""
     is_chosen = experts[..., None] == jnp.arange(scores.shape[-1])
     return jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0.0), axis=-1)

@@ -31,18 +31,18 @@ _CALLABLE = re.compile(r"<(?:class '([^']+)'|function (\S+) at 0x\w+)>")
 
 
 class UserError(ValueError):
-    """Something in the command, the experiment or the files is wrong; the message says what would be right.
+    """An error that the user can fix, in the command, the experiment or the files. The message says how.
 
     Attributes:
-      exit_status: the exit status of a process that it ends.
-      leaves_in_order: True if the other processes of the job end at the same point, so that none is told of a failure.
+      exit_status: exit status of a process that ends with this error.
+      leaves_in_order: True if all processes of the job end at the same point, so that none reports a failure to the others.
     """
 
     exit_status = 2
     leaves_in_order = False
 
     def __init__(self, *args: object, exit_status: int | None = None):
-        """Keeps the message, and the exit status if it is not that of the class."""
+        """Stores the message. `exit_status` overrides that of the class."""
         super().__init__(*args)
         if exit_status is not None:
             self.exit_status = exit_status
@@ -53,7 +53,7 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Returns True for an OSError that says that there is no room for what was to be written."""
+    """Returns True for an OSError of full storage: no space, a quota or file-size limit, or a read-only file system."""
     return isinstance(error, OSError) and error.errno in _NO_ROOM
 
 
@@ -79,8 +79,10 @@ def first_line(error: BaseException) -> str:
 
 
 def _unknown_field(error: BaseException, text: str) -> tuple[str, str, Sequence[str]] | None:
-    """Returns the field that a config lacks according to fiddle's error, the class or function that the config is of, and its
-    known fields; None for any other error.
+    """Parses fiddle's error about an unknown field of a config.
+
+    Returns:
+      (the unknown field, full name of the configured class or function, its known fields); None for any other error.
     """
     if match := _SET.match(text):
         return match[1], _name(match[2]), match[3].split(", ")
@@ -124,7 +126,7 @@ def _parameters(called: Callable[..., Any] | None) -> list[str]:
 
 
 def not_a_config(field: str, value: object) -> UserError:
-    """Returns the error for a class or an object where a config of it must stand."""
+    """Returns the UserError for a field that holds a class or an instance instead of a config of the class."""
     name = getattr(value, "__name__", None)  # of a class or a function
     what = name or f"{type(value).__name__}(...), already made"
     return UserError(
@@ -133,7 +135,7 @@ def not_a_config(field: str, value: object) -> UserError:
 
 
 def require_one_of(field: str, value: object, allowed: Sequence[str]) -> None:
-    """Raises UserError if a setting has none of its values."""
+    """Raises UserError if `value` is not one of the allowed values of the setting `field`."""
     if value not in allowed:
         listed = " or ".join(filter(None, (", ".join(map(repr, allowed[:-1])), repr(allowed[-1]))))
         raise UserError(f"{field}={value!r}; set it to {listed}{did_you_mean(str(value), allowed, otherwise='')}")

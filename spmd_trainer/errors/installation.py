@@ -1,7 +1,7 @@
 """Packages that no resolver can install together with a current JAX, and the command that installs them.
 
-praxis 1.4.0 and lingvo 0.14.2 pin old versions of JAX and TensorFlow. So the trainer does not declare them as dependencies: it
-declares the packages that their modules import, and they are installed without their pins.
+praxis 1.4.0 and lingvo 0.14.2 pin old versions of JAX and TensorFlow. So the trainer does not declare the two as dependencies. It
+declares the packages that their modules import, and `install_command` installs the two without their dependencies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LIBRARIES = (
 
 
 def installed_version(distribution: str) -> str | None:
-    """Returns a distribution's version, or None if it is not installed or only a source tree on the path."""
+    """Returns a distribution's version; None if it is not installed, even if a source tree of it is on the path."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -52,14 +52,14 @@ def library_versions() -> dict[str, str]:
 
 
 def pip_install() -> str:
-    """Returns the shell command, without package names, that installs packages into the running environment."""
+    """Returns the beginning of the shell command that installs packages into the running environment; their names follow."""
     python = shlex.quote(sys.executable)
     # Environments made by uv have no pip.
     return f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
 
 
 def imported(module: str, message: str) -> Any:
-    """Returns an optional module. Raises UserError with this message, which says how to install it, if it isn't installed."""
+    """Imports and returns an optional module. Raises UserError with `message`, which says how to install it, if that fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

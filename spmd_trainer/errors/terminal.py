@@ -1,6 +1,7 @@
-"""Text for a terminal. Names of files, templates and messages of libraries come from others, and a terminal obeys them.
+"""Writes text to a terminal safely: file names, templates and library messages may hold control characters.
 
-Standard library only, and imported by every room: whatever the trainer says to a person goes through `visible`.
+All text that the trainer shows to a person goes through `visible`. Every package of the trainer imports this module, so it
+depends on the standard library only.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ _MEANT = "\n\t"
 
 
 def visible(text: str, *, keep: str = _MEANT) -> str:
-    r"""Returns a text with `\x1b` for an ESC, and likewise for every character that would act on a terminal.
+    r"""Returns a text with every character that would act on a terminal escaped, e.g. ESC as `\x1b`.
 
     Args:
-      keep: the characters that may act; '' for text that must stay in one row.
+      keep: the characters to leave as they are; '' for text that must stay in one row.
     """
     return _ACTS.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 
 def write(text: str, stream: TextIO | None = None, *, styled: bool = False) -> None:
-    """Writes a text and flushes. Characters that the stream's encoding lacks come out escaped.
+    """Writes a text and flushes. Escapes characters that the stream's encoding lacks. Ignores a closed pipe or terminal.
 
     Args:
-      text: with its line ends.
+      text: the text, including its newlines.
       stream: `sys.stdout` unless given.
-      styled: the text has colours, and `visible` was applied to everything else in it.
+      styled: True if the text has colour codes. The caller has then applied `visible` to the rest of it.
 
     Raises:
       UserError: the stream is a file, and its disk is full.
@@ -53,7 +54,7 @@ def write(text: str, stream: TextIO | None = None, *, styled: bool = False) -> N
 
 
 def discard(stream: TextIO) -> None:
-    """Sends what a stream still holds, and all that follows, nowhere: Python would exit with status 120 for it."""
+    """Redirects a stream and its buffered text to the null device. Otherwise a failing flush would make Python exit with 120."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Tells the user's code from libraries: which frames of an error to name, and whose log lines to show."""
+"""Distinguishes the user's code from libraries, to choose the traceback frames to name and the log lines to show."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def is_library(filename: str) -> bool:
 
 
 def frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Returns the user's frames in the traceback of an error, or else of an error that caused it; the innermost last."""
+    """Returns the user's frames in an error's traceback, innermost last. If it has none: those of its nearest cause with some."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -71,9 +71,9 @@ def frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def keep_own(error: BaseException) -> None:
-    """Leaves the user's frames in the traceback of an error, and of its causes those that came through the user's code.
+    """Removes all frames but the user's from the tracebacks of an error and its causes. Drops causes without such frames.
 
-    JAX's notice on frames that it has hidden goes too: it stands after the message.
+    Also removes JAX's note about hidden frames, which Python would print after the message.
     """
     own, entry = [], error.__traceback__
     while entry is not None:
@@ -92,12 +92,12 @@ def keep_own(error: BaseException) -> None:
 
 
 def lines(error: BaseException) -> list[str]:
-    """Returns 'FILE:LINE, in FUNCTION: CODE' for each of the user's frames of an error; the innermost first."""
+    """Returns 'FILE:LINE, in FUNCTION: CODE' for each of the user's frames of an error, innermost first."""
     return [f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}" for frame in reversed(frames(error))]
 
 
 def library_line(error: BaseException) -> str | None:
-    """Returns the line that raised an error, e.g. 'praxis/layers/linears.py:76: CODE'; None if it is not a library's."""
+    """Returns the line that raised an error, e.g. 'praxis/layers/linears.py:76: CODE'; None if the line is not a library's."""
     innermost = traceback.extract_tb(error.__traceback__)[-1:]
     if not innermost or not is_library(innermost[0].filename):
         return None
@@ -107,7 +107,7 @@ def library_line(error: BaseException) -> str | None:
 
 
 def hidden_package(error: ImportError) -> str | None:
-    """Returns the file in the working directory that hides an installed package, so that an import failed; else None."""
+    """Returns the file in the working directory that shadows an installed package and made an import fail; None without one."""
     top = (error.name or "").partition(".")[0]
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None)
@@ -117,7 +117,7 @@ def hidden_package(error: ImportError) -> str | None:
 
 
 def where(error: BaseException, fallback: type | None = None) -> str:
-    """Returns ' (FILE:LINE)' of the user's line that led to an error, to append to a message.
+    """Returns ' (FILE:LINE)' of the user's innermost line in an error's traceback, to append to a message.
 
     Args:
       fallback: the class to name if no frame is the user's, e.g. the experiment.

@@ -1,10 +1,11 @@
-"""Reads and writes the folders of Hugging Face: config.json, *.safetensors, generation_config.json, tokenizer.
+"""Reads and writes Hugging Face model folders: config.json, *.safetensors, generation_config.json, tokenizer.
 
 config_json.py       config.json as a `DecoderSpec`, and back
 families.py          the architectures: their settings, by transformers' names
 family_settings.py   settings that need more than a renaming
 setting_types.py     the types of the settings
 tensor_names.py      which tensors hold which variables, and in which order of dimensions
+quantised.py         weights in FP8, and in MXFP4 (mxfp4.py), read as bfloat16
 safetensors_file.py  the format of the files
 quantised.py         tensors in FP8, and in MXFP4 (mxfp4.py), read as bfloat16
 folder.py            opens a folder and checks its tensors
@@ -15,6 +16,7 @@ export_mode.py       --mode=export: writes a checkpoint as a folder
 writing.py           how files and folders are written
 experiment.py        `experiment_from_folder` and `load`
 errors.py            the errors
+peft/                folders of adapters in PEFT's format
 """
 
 from spmd_trainer.hf.errors import HfDamagedError, HfError, HfMismatchError, HfNotFoundError

@@ -1,6 +1,6 @@
-"""config.json of a Hugging Face folder as a `DecoderSpec`, and back.
+"""Converts the config.json of a Hugging Face folder to a `DecoderSpec`, and back.
 
-Keys that a config.json lacks have transformers' defaults, which differ from family to family. Both spellings of the rotary
+Missing keys get transformers' defaults, which differ from family to family. Both spellings of the rotary
 settings are read: `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
 """
 
@@ -123,8 +123,8 @@ def spec_of(config: Mapping[str, Any], where: str) -> DecoderSpec:
     """Returns the model described by a config.json.
 
     Args:
-      config: its content.
-      where: its path, for messages.
+      config: content of the file.
+      where: path of the file, for messages.
 
     Raises:
       HfError: the architecture or an option is not supported, a setting is missing, or settings contradict each other.
@@ -148,7 +148,7 @@ def spec_of(config: Mapping[str, Any], where: str) -> DecoderSpec:
 
 
 def _absurd_counts(spec: DecoderSpec) -> list[str]:
-    """Returns what is wrong with the number of layers and experts, each of which has names and tensors of its own."""
+    """Returns a list with one error text if the model has more layers or experts than a folder may have, otherwise []."""
     experts = 1 if spec.moe is None else spec.moe.num_experts
     if spec.num_layers <= _MOST_LAYERS and spec.num_layers * experts <= _MOST_EXPERTS:
         return []
@@ -201,14 +201,14 @@ def _refuse_options(config: Mapping[str, Any], family: Family, where: str) -> No
 
 
 def config_of(spec: DecoderSpec, architecture: str | None = None) -> Settings:
-    """Returns the config.json of a model, in the spellings of transformers 4 and 5. It has no dtype and no token ids.
+    """Returns the config.json of a model, in the spellings of transformers 4 and 5. It has no dtype, and its token ids are null.
 
     Args:
       spec: the model.
       architecture: the model's class in transformers; None: the first family that describes the model exactly.
 
     Raises:
-      HfError: no family, or not the requested one, describes the model.
+      HfError: no family describes the model, or the requested family doesn't.
     """
     if architecture is not None and architecture not in FAMILIES:
         raise HfError(f"architecture={architecture!r} is not supported{did_you_mean(architecture, FAMILIES)}")
@@ -256,7 +256,7 @@ def _write(spec: DecoderSpec, family: Family) -> Settings:
 
 
 def _spelling(activation: str, usual: str) -> str:
-    """Returns transformers' name of an activation: the family's usual one, or the first with the same meaning."""
+    """Returns transformers' name of an activation: `usual` if it has this meaning, else the first matching name."""
     if _ACTIVATIONS[usual] == activation:
         return usual
     return next((theirs for theirs, ours in _ACTIVATIONS.items() if ours == activation), activation)
@@ -341,7 +341,7 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any], *, by_laye
 
 
 def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns an object in the settings; {} if it is missing."""
+    """Returns the object `settings[key]`; {} if it is missing. Raises HfError if the value is not an object."""
     found = settings.get(key)
     if found is None:
         return {}

@@ -12,7 +12,7 @@ from spmd_trainer.errors import UserError
 
 
 class HfError(CheckpointError, UserError):
-    """A Hugging Face folder can't be read or written. The message says which one, why, and what to do."""
+    """A Hugging Face folder can't be read or written. The message names the folder, the reason, and a fix."""
 
 
 class HfNotFoundError(HfError, CheckpointNotFoundError):

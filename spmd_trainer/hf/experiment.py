@@ -1,4 +1,4 @@
-"""A Hugging Face folder as an experiment, and as a state on a job's mesh."""
+"""Makes an experiment from a Hugging Face folder, and reads a folder onto a job's mesh as a train state."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def require_model(directory: epath.Path, task: SingleTask) -> None:
     Called by every process.
 
     Raises:
-      HfMismatchError: it differs; the message names the settings.
+      HfMismatchError: the models differ; the message names the settings.
       HfError, CheckpointReadError: the folder can't be read.
     """
     spec = spec_of_task(task)

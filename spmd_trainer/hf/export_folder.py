@@ -56,7 +56,7 @@ def export(
     architecture: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes the variables of a state as a folder that transformers opens. Called by every process; process 0 writes.
+    """Writes the variables of a state as a folder that transformers can open. Called by every process; process 0 writes.
 
     The folder gets its final name once complete. In an object store, config.json is written last.
 
@@ -70,9 +70,9 @@ def export(
         the model's settings have changed, config.json is made from the model, with the folder's token ids. None: config.json is
         made from the model.
       tokenizer: without `imported_from`, a folder or file (tokenizer.json, SentencePiece model) of the tokenizer to copy, if any.
-      eos_id: without `imported_from`, the token that ends a text.
+      eos_id: without `imported_from`, the id of the end-of-text token.
       architecture: the model's class in transformers; None: that of `imported_from`, or the first that describes the model.
-      max_file_bytes: most bytes of a tensor file.
+      max_file_bytes: most bytes of a tensor file. A larger tensor gets a separate file.
 
     Raises:
       UserError: the directory can't be written.
@@ -107,7 +107,7 @@ def _plan(
     architecture: str | None,
     max_file_bytes: int,
 ) -> tuple[dict[str, Any], _Files, Mapping[str, VariableSpec]]:
-    """Checks everything that can be checked before writing; returns config.json, the files, and the variables' layouts."""
+    """Makes all checks that need no writing. Returns config.json, the tensors of each file, and the VariableSpecs by path."""
     if dtype is not None and dtype not in DTYPES:
         raise HfError(f"dtype={dtype!r}; give one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES, otherwise='')}")
     spec = spec_of_task(job.task)
@@ -129,7 +129,7 @@ def _plan(
 
 
 def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | None, dtype: str) -> dict[str, Any]:
-    """Returns the content of config.json: the source's if it describes the model, otherwise one made from the model."""
+    """Returns the content of config.json: that of `source` if it describes the model, otherwise made from the model."""
     dtypes = {"dtype": dtype, "torch_dtype": dtype}  # the spellings of transformers 5 and 4
     if source is None:
         return {**config_json.config_of(spec, architecture), **dtypes}
@@ -169,7 +169,7 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
 
 
 def _made(spec: DecoderSpec, asked: str | None, usual: str) -> dict[str, Any]:
-    """Returns a config.json made from a model, of the requested architecture, else the usual one, else any."""
+    """Returns a config.json made from a model, for the architecture `asked`; if None, for `usual` or else any that fits."""
     if asked is not None:
         return config_json.config_of(spec, asked)
     try:
@@ -203,7 +203,7 @@ def _by_layer(name: str) -> tuple[int, int, str]:
 def _write_rest(
     target: epath.Path, config: Mapping[str, Any], files: _Files, source: str | os.PathLike[str] | None
 ) -> None:
-    """Writes the index, the tokenizer and the configs; config.json, which makes the folder one, comes last."""
+    """Writes the index, the tokenizer and the configs. config.json comes last, because readers take it as complete then."""
     if SINGLE not in files:
         weight_map = {tensor.described.name: name for name, tensors in files.items() for tensor in tensors}
         described = [tensor.described for tensors in files.values() for tensor in tensors]

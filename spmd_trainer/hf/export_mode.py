@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a Hugging Face folder, its adapters as a folder of PEFT, or its variables as a checkpoint."""
+"""Exports a checkpoint as a Hugging Face folder, its adapters as a PEFT folder, or its variables as a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from spmd_trainer.training.phases import Phase
 def export(job: Job) -> int:
     """Writes the variables of one checkpoint, or averages (`--eval_averages`), to `--export_dir`. Called by every process.
 
-    With `--export_checkpoint` it is a directory of checkpoints with one step, without optimizer states, of any model: for
-    evaluation, and for `init_from_checkpoint_rules`. Otherwise it is a Hugging Face folder. The adapters of a run with
-    `task.lora` are merged into the base or, with `--export_adapter`, written alone. The configs and the tokenizer are those of
-    the folder that the model came from, if it came from one. If the run has checkpoints of its own and
-    `--restore_checkpoint_dir` is a Hugging Face folder, as in the command that trained it, the run's checkpoint is exported.
+    With `--export_checkpoint`, writes a checkpoint directory with one step and without optimizer states, for evaluation and for
+    `init_from_checkpoint_rules`. This works for any model. Otherwise writes a Hugging Face folder. The adapters of a run with
+    `task.lora` are merged into the base or, with `--export_adapter`, written alone. If the run began with a Hugging Face folder,
+    its configs and tokenizer are copied. If `--restore_checkpoint_dir` is such a folder, as in a command for fine-tuning, and
+    the run has saved checkpoints, the run's checkpoint is exported.
 
     Args:
-      job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` say which checkpoint.
+      job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` select the checkpoint.
 
     Returns:
-      The step.
+      The step of the exported checkpoint.
 
     Raises:
       UserError: there is no checkpoint, the directory is not empty, or transformers has no architecture for the model.
@@ -100,7 +100,7 @@ def _save(restored: Restored, job: Job, directory: epath.Path, taken: str) -> No
 
 
 def _merged(state: TrainState, job: Job) -> TrainState:
-    """Returns a state without adapters: they are added to the base. The state is used up."""
+    """Returns a state without adapter variables: the adapters are merged into the base, whose arrays are donated."""
     metadata = job.partitioner.layout.without_opt_states()
     variables = dataclasses.replace(metadata.variables, mdl_vars=lora.base_only(metadata.variables.mdl_vars))
     without = dataclasses.replace(metadata, variables=variables)
@@ -119,7 +119,7 @@ def _merged(state: TrainState, job: Job) -> TrainState:
 
 
 def _imported_from(job: Job, noted: Mapping[str, Any]) -> epath.Path | None:
-    """Returns the Hugging Face folder that the run began with and whose tokenizer fits the model, or None.
+    """Returns the Hugging Face folder that the run began with; None if it has another vocabulary size, or there is no folder.
 
     Args:
       job: the job.
@@ -133,7 +133,7 @@ def _imported_from(job: Job, noted: Mapping[str, Any]) -> epath.Path | None:
 
 
 def _tokenizer(job: Job) -> tuple[str | None, int | None]:
-    """Returns the path of the training data's tokenizer (None if it is no path), and the id of its end-of-text, if any."""
+    """Returns the path of the training data's tokenizer, if given as a path, and its end-of-text id; otherwise None."""
     for dataset in job.config.experiment.config.train_datasets:
         if "tokenizer" in dir(dataset):
             given = dataset.tokenizer
@@ -143,7 +143,7 @@ def _tokenizer(job: Job) -> tuple[str | None, int | None]:
 
 
 def _fits(folder: epath.Path, job: Job) -> bool:
-    """Returns True if a folder's vocabulary has the size of the model's."""
+    """Returns True if the folder and the job's model have the same vocabulary size."""
     spec = spec_of_task(job.task)
     _, _, there = read_model(folder)
     if spec is None or there.vocab_size == spec.vocab_size:

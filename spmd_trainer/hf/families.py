@@ -17,15 +17,15 @@ class Family:
 
     Attributes:
       architecture: the model's class in transformers.
-      model_type: the entry of the same name.
+      model_type: value of `model_type` in config.json.
       keys: {field of DecoderSpec: key} of values stored unchanged.
       defaults: transformers' values of keys that a config.json may lack.
       fixed: fields of DecoderSpec that all models of the family share.
-      rotary_by_layer_type: True if the config has rotary settings for each kind of layer.
+      rotary_by_layer_type: True if the config has separate rotary settings for each kind of layer.
       heads_divide_dims: True if transformers requires the number of heads to divide the hidden size.
-      off: further unsupported options, as in `_SWITCHED_OFF` of `config_json.py`.
-      without_effect: further keys without an effect.
-      in_mxfp4: True if its folders may have weights in MXFP4.
+      off: further unsupported options, {key: values that switch it off}, besides `_SWITCHED_OFF` of `config_json.py`.
+      without_effect: further keys without an effect on the model's output, besides `_WITHOUT_EFFECT` of `config_json.py`.
+      in_mxfp4: True if the family's folders may have weights in MXFP4.
       read: adds fields that need more than a renaming: (config with defaults, fields).
       write: the inverse of `read`: (spec, config).
     """

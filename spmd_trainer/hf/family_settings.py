@@ -1,7 +1,7 @@
 """Settings of a config.json that need more than a renaming, per family: `read_...` and its inverse `write_...`.
 
 A `read_...` takes (config with the family's defaults, fields of `DecoderSpec`) and adds fields; a `write_...` takes (spec,
-config) and adds keys. `families.FAMILIES` names both of each architecture.
+config) and adds keys. `families.FAMILIES` lists both functions for each architecture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OLMO3_ROPE_THETA = 500_000.0
 
 
 def head_dims(dims: int, heads: int, dims_key: str, heads_key: str) -> int:
-    """Returns the default width of a head. Raises HfError, which names the keys, if it is not whole."""
+    """Returns the default width of a head, dims / heads. Raises HfError, which names the keys, if it is not a whole number."""
     if dims % heads:
         raise HfError(f"{heads_key}={heads} does not divide {dims_key}={dims}, and there is no head_dim")
     return dims // heads
@@ -34,7 +34,7 @@ def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_window_of_all(config: Settings, fields: Settings) -> None:
-    """Mistral, Mixtral: either all layers have the window, or none has it."""
+    """Reads the window of families such as Mistral and Mixtral, in which all layers or none have it."""
     fields["window"] = config["sliding_window"]
     fields["layer_pattern"] = ("global",) if config["sliding_window"] is None else ("local",)
 
@@ -44,7 +44,7 @@ def write_window_of_all(spec: DecoderSpec, config: Settings) -> None:
 
 
 def _read_layer_types(config: Settings, fields: Settings) -> None:
-    """Families whose config lists the kind of each layer."""
+    """Reads the kinds of the layers, for families whose config lists the kind of each layer."""
     if (types := config["layer_types"]) is None:
         # One layer in this many is global. Gemma 2, OLMo 3 and gpt-oss lack the key.
         every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or config["_every"]
@@ -138,7 +138,7 @@ def read_glm4_moe(config: Settings, fields: Settings) -> None:
 
 
 def _sigmoid_experts(config: Settings) -> MoeSpec:
-    """GLM and DeepSeek: groups of experts, shared ones, and biases of the choice."""
+    """Returns the experts of GLM and DeepSeek: with sigmoid scores, groups, shared experts and choice biases."""
     return MoeSpec(
         num_experts=config["n_routed_experts"],
         num_experts_per_token=config["num_experts_per_tok"],

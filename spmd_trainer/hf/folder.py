@@ -1,4 +1,4 @@
-"""A Hugging Face folder: the model described by its config.json, and its tensors' headers."""
+"""Opens Hugging Face folders: reads config.json and the headers of the tensor files, and checks that they agree."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class HfFolder:
-    """An opened folder.
+    """An opened Hugging Face folder.
 
     Attributes:
-      path: the folder.
+      path: path of the folder.
       config: the content of config.json.
       family: the architecture.
       spec: the model.
@@ -120,9 +120,9 @@ def read_model(directory: epath.PathLike) -> tuple[dict[str, Any], Family, Decod
 
     Raises:
       HfNotFoundError: config.json is missing.
-      HfDamagedError: it is malformed.
-      HfMismatchError: the model is larger than the weights beside it, if there are any.
-      HfError: the architecture or an option is not supported, or a size is absurd.
+      HfDamagedError: config.json is malformed.
+      HfMismatchError: the model is larger than the weights in the folder, if there are any.
+      HfError: the architecture or an option is not supported, or a size is beyond the limits.
       CheckpointReadError: storage does not answer, or refuses.
     """
     config, family, spec = _described(os.fspath(directory))
@@ -139,7 +139,10 @@ def _described(path: str) -> tuple[dict[str, Any], Family, DecoderSpec]:
 
 
 def _refuse_beyond_files(path: str, config: Mapping[str, Any], spec: DecoderSpec) -> None:
-    """Refuses a model with more values than the folder's weights have bytes, before anything is made for each of its layers."""
+    """Raises HfMismatchError if config.json describes more parameters than the folder's weight files can hold.
+
+    Called before any work that grows with the number of layers.
+    """
 
     def weights() -> int:
         found = [os.path.join(path, name) for name in reading.names(path) if name.endswith(SUFFIX)]
@@ -158,7 +161,7 @@ def read_json(directory: epath.PathLike, name: str) -> dict[str, Any] | None:
     """Returns the object in a JSON file; None if the file doesn't exist.
 
     Raises:
-      HfDamagedError: it is not JSON, or not an object.
+      HfDamagedError: the content is not JSON, or not an object.
       CheckpointReadError: storage does not answer, or refuses.
     """
     path = os.path.join(os.fspath(directory), name)
@@ -205,7 +208,7 @@ def check_tensors(
     head: str,
     fix: str,
 ) -> None:
-    """Compares stored tensors with those that hold a model's variables.
+    """Checks that the stored tensors are those that a model's variables need.
 
     Args:
       variables: the variables by path.
@@ -215,7 +218,7 @@ def check_tensors(
       head, fix: first and last line of the message.
 
     Raises:
-      HfMismatchError: they differ; one line for each of the first differences.
+      HfMismatchError: they differ; the message has a line for each of the first differences.
     """
     wanted = {piece.name: piece for variable in variables.values() for piece in variable.pieces}
     missing = [name for name in wanted if name not in stored]
@@ -233,10 +236,10 @@ def check_tensors(
 
 
 def require_agreement(directory: epath.PathLike, spec: DecoderSpec) -> None:
-    """Checks that a model is the one in a folder's config.json. Shapes alone don't show e.g. rotary bases.
+    """Checks that a folder's config.json describes the model `spec`, e.g. with the same rotary base, which shapes don't show.
 
     Raises:
-      HfMismatchError: it differs; the message names the fields.
+      HfMismatchError: the models differ; the message names the fields.
       HfError, CheckpointReadError: see `read_model`.
     """
     _, _, there = read_model(directory)

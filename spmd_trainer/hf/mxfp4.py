@@ -1,8 +1,8 @@
-"""Weights in MXFP4, as gpt-oss is published in: 4-bit floats in blocks of 32, which share a power of two (OCP Microscaling 1.0).
+"""Reads weights in MXFP4, the format of gpt-oss: 4-bit floats in blocks of 32, each with a scale 2^n (OCP Microscaling 1.0).
 
-A tensor NAME [experts, inputs, outputs] is stored as two of uint8. `NAME_blocks` [experts, outputs, inputs / 32, 16] has two
-values in a byte, the first one in the lower bits. `NAME_scales` [experts, outputs, inputs / 32] has exponents of 2, plus 127.
-bfloat16 holds every such value exactly.
+A tensor NAME [experts, inputs, outputs] is stored as two uint8 tensors. `NAME_blocks` [experts, outputs, inputs / 32, 16] has two
+values in a byte, the first value in the lower bits. `NAME_scales` [experts, outputs, inputs / 32] has n + 127 for each block.
+bfloat16 holds the values exactly, except those beyond its range, which become infinite.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Tensor(Tensor):
-    """A tensor of bfloat16 that is made of its blocks and scales while it is read; see `Tensor`.
+    """A bfloat16 tensor that is dequantised from blocks and scales when it is read; see `Tensor`.
 
     Attributes:
       blocks, scales: the stored tensors.
@@ -43,7 +43,7 @@ class Mxfp4Tensor(Tensor):
 
 
 def dequantised(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[ml_dtypes.bfloat16]:
-    """Returns the values [..., 32 * number of blocks] of blocks [..., number, 16] with scales [..., number]."""
+    """Returns the values, bfloat16 [..., 32 * N], of N blocks, uint8 [..., N, 16], with scales, uint8 [..., N]."""
     exponents = scales.astype(np.int32) - _EXPONENT_BIAS
     with np.errstate(over="ignore"):  # the largest ones end in infinity, as in transformers
         values = np.ldexp(np.take(_PAIRS, blocks, axis=0), exponents[..., None, None])

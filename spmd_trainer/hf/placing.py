@@ -1,4 +1,4 @@
-"""Reads tensors onto a mesh. A process reads only its devices' shards, in blocks that it transposes and stacks on the way."""
+"""Reads tensors onto a mesh. A process reads only its devices' shards, in blocks, which it transposes and stacks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _TRIM_BYTES = 512 << 20
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """Where a tensor goes: the part of a shard that it fills.
+    """The part of a shard that one tensor fills. Letters name dimensions, see `tensor_names`.
 
     Attributes:
-      name: the tensor, for messages.
-      array: that part.
-      bounds: {letter: (start, stop)} of the shard, without padding.
+      name: name of the tensor, for messages.
+      array: the part, a view of the shard.
+      bounds: {letter: (start, stop)}, the shard's indices in each dimension of the variable, without padding.
     """
 
     name: str
@@ -48,12 +48,12 @@ class _Target:
     bounds: Mapping[str, tuple[int, int]]
 
     def copy(self, block: npt.NDArray[Any], limits: Mapping[str, tuple[int, int]], order: Sequence[str]) -> None:
-        """Copies what the shard holds of a block.
+        """Copies the overlap of a block of the tensor and the shard into the shard.
 
         Args:
           block: part of the tensor, with its dimensions in the variable's order.
-          limits: {letter: (start, stop)} of the block, where it is not the whole dimension.
-          order: the letters of its dimensions.
+          limits: {letter: (start, stop)}, the block's indices in each dimension that it holds only a part of.
+          order: the letters of the block's dimensions.
         """
         here, there = [], []
         for letter in order:
@@ -73,7 +73,7 @@ def copy_in_range(target: npt.NDArray[Any], values: npt.NDArray[Any], name: str)
     Args:
       target: the array.
       values: the values.
-      name: the tensor, for the message.
+      name: name of the tensor, for the message.
 
     Raises:
       HfError: finite values are out of the range of the target's dtype.
@@ -99,11 +99,12 @@ def _max_exponent(dtype: np.dtype[Any]) -> int:
 def read_onto_mesh(
     wanted: Mapping[str, VariableSpec], source: Mapping[str, Variable], tensors: Mapping[str, Tensor], mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Reads variables. Each process reads what its own devices hold, once, and keeps at most one variable besides.
+    """Reads variables. Each process reads each shard of its devices once. Besides the arrays, its host memory holds shards of at
+    most one variable, or 32 MiB if this is more.
 
     Args:
       wanted: the model's variables by path.
-      source: the tensors that hold each, by the same path. Floating-point dtypes are converted to the model's.
+      source: the tensors that hold each variable, by the same path. Floating-point dtypes are converted to the model's.
       tensors: the stored tensors by name.
       mesh: the mesh.
 
@@ -137,7 +138,7 @@ def read_onto_mesh(
 
 
 def _blocks(tensor: Tensor, piece: Piece, targets: Sequence[_Target]) -> Iterator[tuple[int, int]]:
-    """Yields (first, last) in the first dimension's outermost letter, so that together they cover the targets."""
+    """Yields ranges [first, last) of about 1 MiB in the tensor's outermost letter. Together they cover the targets."""
     outer, *inner = _without_fused(piece.groups[0])
     step = max(1, _BLOCK_BYTES // max(1, _product(piece, inner) * tensor.row_bytes))
     first = min(target.bounds[outer][0] for target in targets)
@@ -147,7 +148,7 @@ def _blocks(tensor: Tensor, piece: Piece, targets: Sequence[_Target]) -> Iterato
 
 
 def _fill(tensor: Tensor, piece: Piece, first: int, last: int, targets: Sequence[_Target]) -> None:
-    """Reads a block of a tensor, and copies it to where it belongs."""
+    """Reads a block of a tensor, and copies it into the targets."""
     outer, *inner = _without_fused(piece.groups[0])
     unit = _product(piece, inner)
     begin = piece.part * piece.sizes[outer] * unit if piece.groups[0][0] == FUSED else 0
@@ -177,7 +178,7 @@ def _targets(piece: Piece, shards: Mapping[Bounds, npt.NDArray[Any]]) -> list[_T
 
 
 def _shard(shape: tuple[int, ...], bounds: Bounds, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Returns memory for a shard that JAX can use without a copy on a CPU: zeros, if some of it is padding."""
+    """Allocates a shard, aligned so that JAX on a CPU uses it without a copy. Fills it with zeros if it has padding."""
     is_filled = shape == tuple(stop - start for start, stop in bounds)
     size = math.prod(shape) * dtype.itemsize
     memory = (np.empty if is_filled else np.zeros)(size + _ALIGNMENT, np.uint8)

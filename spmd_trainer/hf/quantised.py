@@ -1,7 +1,7 @@
-"""Folders with quantised weights, which are read as bfloat16: FP8 by blocks, as in DeepSeek V3's folder, or MXFP4 (`mxfp4.py`).
+"""Reads quantised weights as bfloat16: FP8 in blocks, as in DeepSeek V3's folder, or MXFP4 (`mxfp4.py`).
 
-In FP8 a tensor NAME [outputs, inputs] of float8_e4m3fn has a second one beside it: `NAME_scale_inv`, [blocks of outputs, blocks
-of inputs], the factor of each block (float32 in DeepSeek V3, bfloat16 in Qwen 3). Products are float32, rounded to bfloat16.
+In FP8, each tensor NAME, float8_e4m3fn [outputs, inputs], has a second tensor `NAME_scale_inv`, [blocks of outputs, blocks of
+inputs], with the factor of each block (float32 in DeepSeek V3, bfloat16 in Qwen 3). Products are float32, rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FACTOR_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Tensor(Tensor):
-    """A tensor of bfloat16 that is made of its values and factors while it is read; see `Tensor`.
+    """A bfloat16 tensor that is computed from FP8 values and factors when it is read; see `Tensor`.
 
     Attributes:
       values, factors: the stored tensors.
@@ -72,7 +72,7 @@ def refuse_unsupported(config: Mapping[str, Any], where: str, *, in_mxfp4: bool)
 
     Args:
       config: the content of config.json.
-      where: its path, for messages.
+      where: path of the file, for messages.
       in_mxfp4: True if weights may be in MXFP4, too.
 
     Raises:
@@ -96,11 +96,11 @@ def refuse_unsupported(config: Mapping[str, Any], where: str, *, in_mxfp4: bool)
 
 
 def combined(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the tensors of a folder, each of those that are quantised as one tensor of bfloat16.
+    """Returns the tensors of a folder, with one bfloat16 tensor in place of each quantised tensor and its factors.
 
     Args:
       tensors: the stored tensors by name.
-      config: the content of config.json, as `refuse_unsupported` admits it.
+      config: the content of config.json, checked by `refuse_unsupported`.
 
     Raises:
       HfDamagedError: quantised values have no factors, or factors no values; or their shapes or dtypes don't fit.

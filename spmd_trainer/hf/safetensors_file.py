@@ -47,7 +47,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """An array, by its name, dtype and shape."""
+    """Name, dtype and shape of an array."""
 
     name: str
     dtype: np.dtype[Any]
@@ -63,8 +63,8 @@ class Tensor(Described):
     """An array in a file.
 
     Attributes:
-      path: the file.
-      start: offset of its bytes in the file.
+      path: path of the file.
+      start: offset of the array's first byte in the file.
     """
 
     path: str
@@ -72,14 +72,14 @@ class Tensor(Described):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one index of the first dimension."""
+        """Size in bytes of a row, one index of the first dimension."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
     def read_rows(self, first: int, last: int) -> npt.NDArray[Any]:
-        """Returns the rows from `first` to before `last`, as a read-only array of shape [last - first, ...].
+        """Returns the rows [first, last) as a read-only array of shape [last - first, ...].
 
         Raises:
-          HfDamagedError: the file ends before.
+          HfDamagedError: the file ends before the last of these rows.
           CheckpointReadError: storage does not answer, or refuses.
         """
         start, end = self.start + first * self.row_bytes, self.start + last * self.row_bytes
@@ -90,7 +90,7 @@ class Tensor(Described):
 
 
 def read_header(path: str) -> dict[str, Tensor]:
-    """Returns the arrays of a file by name. Reads no array.
+    """Returns the arrays of a file by name. Reads only the header.
 
     Raises:
       HfDamagedError: the file is malformed or cut off.
@@ -121,7 +121,7 @@ def read_header(path: str) -> dict[str, Tensor]:
 
 
 def _end(tensors: Iterable[Tensor], first: int) -> int:
-    """Returns where the last tensor ends. As in the library, each begins where the one before it ends, the first at `first`.
+    """Returns the offset of the end of the last tensor. Checks, as the library does, that tensors are contiguous from `first` on.
 
     Raises:
       ValueError: tensors overlap, or there are bytes between them.
@@ -148,7 +148,7 @@ def _parse(name: str, path: str, entry: Mapping[str, Any], first: int) -> Tensor
 
 
 def in_file_order(tensors: Iterable[Described]) -> list[Described]:
-    """Returns arrays in the order in which the library writes them: large elements first, then by name."""
+    """Returns arrays in the order in which the library writes them: by descending element size, then by name."""
     return sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
 
 

@@ -10,7 +10,7 @@ from spmd_trainer.hf.errors import HfError
 
 
 def is_number(value: object) -> bool:
-    """Returns True for a finite int or float, which a bool is not."""
+    """Returns True for a finite int or float that is not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -81,10 +81,10 @@ def check_types(settings: Mapping[str, Any], read: frozenset[str] | None = None,
     Args:
       settings: the content of a config.json, with the family's defaults, or an object in it.
       read: the settings that the family reads; others may have any type. None: all.
-      inside: name of the object, whose settings may be null.
+      inside: name of the object if `settings` is an object in a config.json; its settings may be null.
 
     Raises:
-      HfError: a setting has the wrong type or is not positive.
+      HfError: a setting has the wrong type or is out of range.
     """
     for key in sorted(settings.keys() if read is None else read & settings.keys()):
         value, kind = settings[key], _KIND_OF.get(key)

@@ -30,10 +30,10 @@ _VARS, _STEP = "mdl_vars/", "step"
 
 @dataclasses.dataclass(frozen=True)
 class HfSource(CheckpointSource):
-    """A folder; its variables, with the dtypes of the stored tensors, are those of step 0 of a run.
+    """A Hugging Face folder as a checkpoint of step 0, with the dtypes of the stored tensors.
 
     Attributes:
-      folder: the folder.
+      folder: the opened folder.
     """
 
     folder: HfFolder
@@ -45,10 +45,10 @@ class HfSource(CheckpointSource):
     mismatch_error = HfMismatchError
 
     def require_fit(self, wanted: Mapping[str, VariableSpec], *, partial: bool = False) -> None:
-        """Makes sure that the folder holds these variables, of any floating-point dtype; see `CheckpointSource.require_fit`.
+        """Checks that the folder holds these variables, in any floating-point dtype; see `CheckpointSource.require_fit`.
 
         Raises:
-          HfMismatchError: paths or shapes differ, or there are optimizer states among them.
+          HfMismatchError: paths or shapes differ, or `wanted` has optimizer states or moving averages.
         """
         in_folder = {path: spec for path, spec in wanted.items() if path != _STEP}
         if rest := [path for path in in_folder if not path.startswith(_VARS)]:
@@ -75,7 +75,7 @@ class HfSource(CheckpointSource):
 
 
 def find_agreed(directory: epath.Path) -> bool:
-    """Returns True if a directory is a Hugging Face folder, as process 0 sees it. Called by every process."""
+    """Returns True if process 0 finds a Hugging Face folder in a directory. Called by every process."""
     return decided_by_process_0(lambda: hf_folder.is_folder(directory))
 
 
@@ -88,10 +88,10 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState |
       variables: not used; other kinds of checkpoints need the model.
 
     Returns:
-      The source, or None if the directory is no Hugging Face folder.
+      The source, or None if the directory is not a Hugging Face folder.
 
     Raises:
-      HfError: it can't be opened; see `folder.open_folder`. Or a step was asked for.
+      HfError: the folder can't be opened (see `folder.open_folder`), or `step` is neither None nor 0.
       CheckpointReadError: storage does not answer, or refuses.
     """
     del variables

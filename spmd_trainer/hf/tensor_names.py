@@ -3,8 +3,8 @@
 A layout writes both shapes as in einops: '(n h) d -> d n h' is a tensor with first dimension heads * head width, for a variable
 [D, N, H]. Letters: v vocabulary, p positions, d model width, n and k query and key/value heads, h head width, u a value's width,
 f feed-forward width, e experts, x an expert's width, s the shared experts' width; c parts fused in one tensor (GPT-2's query,
-key and value; gpt-oss' gate and up, in turns). Of latent attention: q and r the widths of its vectors, l that of the second with
-the rotated part of a key, m that of a key's other part with its value.
+key and value; gpt-oss' gate and up, interleaved). For latent attention: q and r are the widths of its vectors, query_dims and
+key_value_dims; l is r + the rotated width of a key; m is the other width of a key + u.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class Rule:
     """A variable and the tensor that holds it, for one layer and one expert.
 
     Attributes:
-      path: the variable, below `root` or below a layer.
-      name: the tensor, below the model or below a layer; '{expert}' is the number of an expert.
-      layout: see above. It omits the variable's leading dimensions (stacked layers, experts in '{expert}').
-      part: index among the tensors fused along 'c'.
-      root: beginning of the variable's path.
+      path: path of the variable, below `root` or below a layer.
+      name: name of the tensor, below the model or below a layer; '{expert}' is the number of an expert.
+      layout: order of the dimensions, see the module docstring. It omits the variable's leading dimensions (stacked layers,
+        experts in '{expert}').
+      part: index among the parts that are fused along 'c' in the tensor.
+      root: prefix of the variable's path.
     """
 
     path: str
@@ -51,11 +52,11 @@ class Names:
     """Tensor names of a family.
 
     Attributes:
-      base: prefix of the model; the projection to the vocabulary lacks it.
+      base: prefix of all tensors except the projection to the vocabulary.
       layer: prefix of a layer, below `base`.
       model: rules of the variables outside the layers.
       in_layer: rules of a layer's variables.
-      in_first_layer: the same of the first layers, those without experts of a model with experts.
+      in_first_layer: rules of the variables of the first layers, without experts, in a model with experts.
     """
 
     base: str
@@ -95,8 +96,8 @@ class Variable:
     """A variable of a model and the tensors that hold it.
 
     Attributes:
-      path: its path in the state.
-      shape: its logical shape.
+      path: path of the variable in the train state.
+      shape: logical shape.
       pieces: the tensors, in the order of the leading dimensions.
     """
 
@@ -106,7 +107,7 @@ class Variable:
 
     @property
     def learns(self) -> bool:
-        """False for a variable that the optimizer doesn't change."""
+        """True if the optimizer updates the variable."""
         return not self.path.startswith(_NON_TRAINABLE)
 
 
@@ -146,7 +147,7 @@ def _gpt2() -> Names:
 
 
 def _llama_like(spec: DecoderSpec, model_type: str) -> Names:
-    """The names shared by all families but GPT-2."""
+    """Returns the tensor names of all families except GPT-2."""
     model = [Rule("token_emb/w", "embed_tokens.weight", "v d -> v d"), *_norm("final_norm", "norm")]
     if not spec.tied_embeddings:
         model.append(Rule("logits/w", "lm_head.weight", "v d -> d v"))
@@ -271,7 +272,7 @@ def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
 
 
 def _layers(spec: DecoderSpec) -> Iterator[tuple[str, list[int]]]:
-    """Yields the layers' paths in the model, with their numbers in the folder."""
+    """Yields (path of a layer, or of stacked layers, in the model; numbers of these layers in the folder)."""
     period, repeats, first = len(spec.layer_pattern), spec.num_repeats, len(spec.first_layers)
     for j in range(first):
         yield f"first_layers_{j}", [j]
@@ -299,7 +300,7 @@ def _variable(
 
 
 def parse_layout(layout: str) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Returns the letters of each dimension of the tensor, and the letters of the variable: 'd (n h) -> n h d'."""
+    """Parses a layout, e.g. 'd (n h) -> n h d'. Returns the letters of each dimension of the tensor, and of the variable."""
     tensor, _, variable = layout.partition(" -> ")
     groups: list[tuple[str, ...]] = []
     for part in tensor.replace("(", "|(").replace(")", ")|").split("|"):

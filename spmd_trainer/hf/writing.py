@@ -1,6 +1,6 @@
-"""Writes folders of safetensors files: checks the directory, moves the finished folder to its name, gathers variables.
+"""Writes folders of safetensors files: checks the directory, gathers variables, and renames the finished folder.
 
-Process 0 writes; the other processes bring their parts of the arrays.
+Process 0 writes; the other processes take part in gathering the variables.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ToWrite:
     """A tensor to write.
 
     Attributes:
-      described: its name, dtype and shape.
-      parts: its variables, each with the conversion from the variable to the tensor.
+      described: name, dtype and shape of the tensor.
+      parts: the variables that the tensor holds, each with the `Piece` that maps it to the tensor.
     """
 
     described: Described
@@ -47,8 +47,8 @@ class ToWrite:
 
 
 def tensors_of(variables: Mapping[str, Variable], dtype: np.dtype[Any]) -> list[ToWrite]:
-    """Returns the tensors in the order of the variables. Fused ones have several parts. What does not learn stays float32: biases
-    of experts differ by less than bfloat16 resolves.
+    """Returns the tensors to write, in the order of the variables. A fused tensor has several parts. Non-trainable variables stay
+    float32, because biases of experts differ by less than the precision of bfloat16.
     """
     parts: dict[str, list[tuple[Variable, Piece]]] = {}
     for variable in variables.values():
@@ -64,7 +64,7 @@ def check_directory(name: str, path: epath.Path) -> None:
     """Checks that a folder can be written to a directory. The remains of a killed export are ignored.
 
     Args:
-      name: the user's text for the directory, for messages.
+      name: name of the setting that gives the directory, for messages.
       path: the directory.
 
     Raises:
@@ -80,11 +80,13 @@ def check_directory(name: str, path: epath.Path) -> None:
 
 @contextlib.contextmanager
 def atomically(path: epath.Path, *, last: str) -> Iterator[epath.Path | None]:
-    """Yields the folder to write to on process 0, and None on the others. The folder gets its final name at the end.
+    """Yields the folder to write to on process 0, and None on other processes.
+
+    A local folder has a temporary name until the block ends. In an object store, files are written to `path` directly.
 
     Args:
       path: the folder.
-      last: the file by which the folder is recognised, moved last.
+      last: name of the file by which readers recognise a folder; it is moved last.
     """
     if jax.process_index() != 0:
         yield None
@@ -100,10 +102,10 @@ def atomically(path: epath.Path, *, last: str) -> Iterator[epath.Path | None]:
 
 @contextlib.contextmanager
 def _under_another_name(path: epath.Path, last: str) -> Iterator[epath.Path]:
-    """Yields a new folder. Its content is moved to a path at the end, or deleted if the block fails.
+    """Yields a new folder. Its content is moved to `path` at the end, or deleted if the block fails.
 
     Args:
-      path: a directory without links in its name, new or empty. An empty one may be a mount point, and stays.
+      path: a directory without links in its name, new or empty. An empty directory is kept, as it may be a mount point.
       last: the file to move last.
     """
     exists = path.exists()
@@ -140,8 +142,8 @@ def write_file(
       target: the folder; None on the processes that don't write.
       name: the file's name.
       tensors: the tensors.
-      specs: the layouts of the variables, by path.
-      state: the state that holds them.
+      specs: VariableSpecs of the variables, by path.
+      state: the state that holds the variables.
     """
     by_name = {tensor.described.name: tensor for tensor in tensors}
     order = in_file_order([tensor.described for tensor in tensors])
@@ -160,7 +162,7 @@ def write_file(
 def _contents(
     tensors: list[ToWrite], specs: Mapping[str, VariableSpec], state: TrainState
 ) -> Iterator[npt.NDArray[Any]]:
-    """Yields the content of each tensor, with one in memory at a time."""
+    """Yields the content of each tensor. Keeps one tensor in memory at a time."""
     leaves = {f"mdl_vars/{path}": leaf for path, leaf in named_leaves(state.mdl_vars)}
     for tensor in tensors:
         content = np.empty(tensor.described.shape, tensor.described.dtype)
@@ -171,7 +173,7 @@ def _contents(
 
 
 def _logical(array: jax.Array, spec: VariableSpec, leading: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Returns one index of a variable's leading dimensions on the host, without padding. Called by every process."""
+    """Returns a variable at index `leading` of its leading dimensions, on the host, unpadded. Called by every process."""
     part = array
     if leading or not array.is_fully_addressable:
         part = _slicer(array.sharding, len(leading), array.is_fully_addressable)(array, leading)
@@ -180,9 +182,9 @@ def _logical(array: jax.Array, spec: VariableSpec, leading: tuple[int, ...]) -> 
 
 @functools.cache
 def _slicer(sharding: NamedSharding, depth: int, is_local: bool) -> Callable[..., jax.Array]:
-    """Returns a jitted (array, index) -> array[index], so that one layer at a time leaves the devices.
+    """Returns a jitted function (array, index) -> array[index], which copies one layer at a time from the devices.
 
-    The result is split like the array. If other processes hold parts of it, every process gets all of it.
+    The result is sharded like the array, or replicated if other processes hold parts of the array.
     """
     spec = PartitionSpec(*sharding.spec[depth:]) if is_local else PartitionSpec()
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | `TextInput`, `PromptInput` | `text` | text files for training and evaluation; prompts from text files for decode |
 | `ChatPromptInput` | `chat_text` | conversations as prompts for decode, by a chat template |
-| `ChatInput`, `Chat` | `chat_text` | conversations for training, also among text: the loss counts what the assistant wrote |
+| `ChatInput`, `Chat` | `chat_text` | conversations for training, also mixed with text; the loss counts the assistant's text |
 | `PreferenceInput` | `preferences` | pairs of answers, one preferred, for DPO |
 | `DocumentPrompts` | `text` | the beginnings of a corpus' documents as prompts for decode |
 | `PackedTextInput` | `text` | short documents packed into rows, each document a segment |

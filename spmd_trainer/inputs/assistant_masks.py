@@ -1,16 +1,17 @@
-"""Finds the tokens of a conversation that the assistant wrote.
+"""Finds the tokens that the assistant wrote in a conversation: those that count in the loss.
 
 If the chat template has `{% generation %}...{% endgeneration %}` marks, the assistant's text is the text between them.
-Otherwise it is, for each of the assistant's messages, the text after the generation prompt: the difference between
-rendering `messages[:i + 1]` and rendering `messages[:i]` with `add_generation_prompt`. With marks, the end-of-turn
-token counts if it is between them. Without marks it always counts, as does anything else the template writes after the
-message, such as ChatML's newline.
+Otherwise, for message i by the assistant, the template renders `messages[:i]` with `add_generation_prompt`, and
+`messages[:i + 1]`. The text of the message is the part that the second rendering adds to the first. With marks, the
+end-of-turn token counts if it is between them. Without marks it always counts, as does any other text that the template
+writes after the message, such as ChatML's newline.
 
-A token counts if one of its characters is the assistant's. With marks, the masks equal transformers'
+A token counts if one of its characters is in the assistant's text. With marks, the masks equal transformers'
 `return_assistant_tokens_mask`, except where transformers does not find a character's token:
+
 - If several tokens stand for the last character between two marks (an emoji), transformers counts the first of them.
-- If the tokenizer's offsets leave out the first character (a space), transformers counts nothing from there on; if
-they leave out the last one, it counts everything from there on.
+- If the tokenizer's offsets leave out the first character (a space), transformers counts no token from there on; if
+they leave out the last character, it counts every token from there on.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def assistant_text(messages: Messages, render: Render, *, has_marks: bool, turns
     """Renders a conversation and finds the text that the assistant wrote.
 
     Args:
-      messages: at least one by the assistant.
-      render: renders them.
+      messages: the conversation, with at least one message by the assistant.
+      render: renders messages, with or without a generation prompt.
       has_marks: True if the template has `{% generation %}`.
       turns: 'all', or 'last' for the last message of the assistant only.
 
@@ -64,7 +65,9 @@ def assistant_text(messages: Messages, render: Render, *, has_marks: bool, turns
 
 
 def count_tokens(offsets: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Marks the tokens that have a character in one of the spans, bool [n].
+    """Returns True for each token that has a character in one of the spans, bool [n].
+
+    A token without characters counts if it lies between two tokens of one span.
 
     Args:
       offsets: (start, end) characters of each token, int64 [n, 2], in the order of the text.
@@ -81,7 +84,7 @@ def count_tokens(offsets: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.nd
 
 
 def _after_prompts(messages: Messages, render: Render, text: str, own: list[int]) -> list[tuple[int, int]]:
-    """Finds the assistant's messages by rendering the conversation up to each of them."""
+    """Returns the (start, end) characters of the assistant's messages, by rendering the conversation up to each of them."""
     spans = []
     for index in own:
         try:

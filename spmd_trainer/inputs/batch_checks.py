@@ -20,15 +20,15 @@ _TOKENS = ("ids", "labels")
 
 
 def check_values(name: str, batch: Any, vocab_size: int | None) -> None:
-    """Checks the tokens and the weights of a batch; costs one minimum and one maximum per leaf.
+    """Checks the tokens and the weights of a batch, at the cost of one minimum and one maximum per leaf.
 
     `ids` must be in the vocabulary. `labels` must be where their weight isn't 0 (some inputs mark ignored labels with
     -1 or -100). Weights (`batches.WEIGHT_NAMES`) must be finite and 0 or more.
 
     Args:
       name: the input's name.
-      batch: one process's batch, a tree of numpy arrays [B, ...].
-      vocab_size: the model's, `task.model.lm_tpl.vocab_size`; None skips the tokens.
+      batch: one process's batch, a pytree of numpy arrays [rows, ...].
+      vocab_size: vocabulary size of the model, `task.model.lm_tpl.vocab_size`; None skips the tokens.
 
     Raises:
       UserError: a value is out of range; names the input, the leaf, the row, the value and the range.

@@ -27,7 +27,7 @@ def pad_batch(batch: Any, to_size: int) -> Any:
     `paddings` 1 and `segment_ids` 0; their `ids` and `labels` are those of row 0.
 
     Args:
-      batch: any pytree of numpy arrays [B, ...] with the same B.
+      batch: any pytree of numpy arrays [B, ...] with the same number of rows B.
       to_size: rows of the result, at least B.
 
     Raises:
@@ -50,10 +50,14 @@ def pad_batch(batch: Any, to_size: int) -> Any:
 
 
 def blank_rows(batch: NestedMap, real: np.ndarray) -> NestedMap:
-    """Gives the rows of a batch where `real`, bool [B], is False weight 0, like the rows that `pad_batch` adds.
+    """Returns a batch with weight 0 in the rows where `real` is False, as in the rows that `pad_batch` adds.
 
-    Their weights and segment ids become 0, and their paddings 1. `eval_sample_weights` float32 [B] is added if
+    The weights and segment ids of these rows become 0, and their paddings 1. `eval_sample_weights` float32 [B] is added if
     missing.
+
+    Args:
+      batch: numpy arrays [B, ...], B rows.
+      real: bool [B].
     """
     batch = NestedMap(batch)
     if "eval_sample_weights" not in batch:
@@ -92,14 +96,14 @@ def _pad_rows(name: str, leaf: np.ndarray, rows: int) -> np.ndarray:
 
 
 def cut_rows(batch: NestedMap, length: int) -> NestedMap:
-    """Cuts each row of a language-model batch [B, T] into T / length rows, which follow each other. No token is lost.
+    """Cuts each row of a language-model batch into T / length consecutive rows. No token is lost.
 
-    Attention does not cross a cut. A segment that a cut divides begins there at position 0. Rows without a token get
-    `eval_sample_weights` 0.
+    Attention does not cross a cut. A segment that a cut divides continues in the next row at position 0. Rows without a
+    token get `eval_sample_weights` 0.
 
     Args:
-      batch: numpy arrays as in `lm_input_specs`.
-      length: tokens of the new rows, a divisor of T.
+      batch: numpy arrays as in `lm_input_specs`, with T tokens per row.
+      length: tokens per new row, a divisor of T.
     """
     parts = batch.ids.shape[1] // length
     cut = NestedMap({name: x.reshape(-1, length) if x.ndim == 2 else np.repeat(x, parts) for name, x in batch.items()})
@@ -169,7 +173,7 @@ class DatasetSpecsProvider(base_input.BaseInputSpecsProvider):
     input_p: pax_fiddle.Config[base_input.BaseInput] | None = None
 
     def get_input_specs(self) -> NestedMap:
-        """Raises ValueError if `input_p` is not set."""
+        """Returns the shapes and dtypes of a batch. Raises ValueError if `input_p` is not set."""
         if self.input_p is None:
             raise ValueError("DatasetSpecsProvider has no input_p; set it to the config of the training dataset")
         return dataset_input_specs(self.input_p)
@@ -187,7 +191,7 @@ class LmInputSpecsProvider(base_input.BaseInputSpecsProvider):
     seq_len: int = 0
 
     def get_input_specs(self) -> NestedMap:
-        """Raises ValueError if a field is below 1."""
+        """Returns the shapes and dtypes of a batch. Raises ValueError if a field is below 1."""
         if self.batch_size < 1 or self.seq_len < 1:
             raise ValueError(
                 f"LmInputSpecsProvider has batch_size={self.batch_size} and seq_len={self.seq_len}; both must be 1 or "

@@ -1,8 +1,8 @@
-"""Chat templates render conversations as the text a model was trained on. Needs the package jinja2: extra `hf`.
+"""Chat templates, which render conversations as the text that a model was trained on. Needs the package jinja2: extra `hf`.
 
-Templates come with tokenizers and may be malicious, so they run in jinja2's sandbox without access to files, modules
-or the interpreter, in a process beside this one that ends if they take too much time or memory. They see the same names as in
-transformers and give the same text.
+Templates come with tokenizers and may be malicious. They therefore run in a separate process, in jinja2's sandbox without
+access to files, modules or the interpreter, and with limits of time and memory. They see the same names as in transformers
+and give the same text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _make_renderer() -> WorkerProcess:
 
 
 def _forget() -> None:
-    """A forked process starts a process of its own."""
+    """Makes a new renderer after a fork, so that the forked process starts another worker process."""
     global _renderer
     _renderer = _make_renderer()
 
@@ -54,14 +54,14 @@ atexit.register(lambda: _renderer.stop())
 
 
 class RenderLimitError(UserError):
-    """A chat template took more time or memory, or wrote a longer text, than a rendering may."""
+    """A rendering exceeded its limit of time, memory or text length."""
 
 
 class Rendering(NamedTuple):
     """A rendered conversation.
 
     Attributes:
-      text: the text.
+      text: the rendered text.
       generated: (start, end) characters of each `{% generation %}` block, in order.
     """
 
@@ -73,10 +73,10 @@ class ChatTemplate:
     """A compiled chat template.
 
     Attributes:
-      name: its origin, for errors.
+      name: origin of the template, for errors.
       text: the template.
-      special_tokens: those of the tokenizer's tokens that it names: {'bos_token': '<s>', ...}.
-      has_marks: True if it marks the assistant's text by `{% generation %}...{% endgeneration %}`.
+      special_tokens: the tokenizer's special tokens that the template names: {'bos_token': '<s>', ...}.
+      has_marks: True if the template marks the assistant's text by `{% generation %}...{% endgeneration %}`.
     """
 
     def __init__(
@@ -92,13 +92,14 @@ class ChatTemplate:
 
         Args:
           text: the template.
-          name: its origin, for errors.
+          name: origin of the template, for errors.
           special_tokens: tokens that the template can name: {'bos_token': '<s>', ...}.
-          max_render_seconds: most seconds of processor time that one rendering may take.
-          max_rendered_chars: most characters of a rendered conversation. The memory of a rendering grows with it.
+          max_render_seconds: limit of the processor time of one rendering, in seconds.
+          max_rendered_chars: limit of the length of a rendered conversation, in characters. The memory limit of a rendering
+            grows with it.
 
         Raises:
-          UserError: jinja2 is missing, the template has a syntax error, or a limit is not above 0.
+          UserError: jinja2 is missing, the template has a syntax error, or a limit is not above 0 and at most 2**31.
         """
         for field, value in (("max_render_seconds", max_render_seconds), ("max_rendered_chars", max_rendered_chars)):
             if not 0 < value <= _MOST:
@@ -128,12 +129,12 @@ class ChatTemplate:
           add_generation_prompt: end with the beginning of the assistant's answer, if the template supports it.
           tools: JSON schemas of the functions that the model may call.
           documents: documents for retrieval templates.
-          **variables: further variables; they override the special tokens. They must be values, not functions, because
-            another process renders. `strftime_now` is the date that the template's function of this name formats, see
-            `clock_of`; without it, today's.
+          **variables: further variables; they override the special tokens. They must be values, not functions, because another
+            process renders. `strftime_now` is the date that the template's function `strftime_now` formats, see `clock_of`; the
+            default is the current date.
 
         Raises:
-          RenderLimitError: the template reaches a limit of time, memory or length.
+          RenderLimitError: the rendering exceeds a limit of time, memory or length.
           UserError: the template rejects the conversation, fails, or violates the sandbox.
         """
         given = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
@@ -143,7 +144,7 @@ class ChatTemplate:
         """Renders a conversation and locates each `{% generation %}` block. Arguments are those of `render`.
 
         Raises:
-          UserError: as `render`; or a block can't be located in the text.
+          UserError: see `render`; or a block can't be located in the text.
         """
         return self._rendering(messages, {**_USUAL, **variables}, is_marked=True)
 
@@ -159,7 +160,7 @@ class ChatTemplate:
         return Rendering(answer["text"], tuple((start, end) for start, end in answer["spans"]))
 
     def _ask(self, variables: dict[str, Any] | None, *, is_marked: bool = False) -> dict[str, Any]:
-        """Compiles the template, and renders it with variables; returns the answer of `template_worker`."""
+        """Compiles the template, renders it unless `variables` is None, and returns the answer of `template_worker`."""
         seconds, chars = self._limits
         try:
             content = pickle.dumps(tuple(Request(self.text, variables, is_marked, seconds, chars)))
@@ -205,9 +206,9 @@ def choose(templates: Mapping[str, str], chosen: str | None, *, has_tools: bool,
 
     Args:
       templates: {name: text} of a tokenizer.
-      chosen: a name; None for 'default' ('tool_use' if there are tools and such a template).
+      chosen: name of a template. None chooses 'tool_use' if `has_tools` and the tokenizer has it, otherwise 'default'.
       has_tools: True if the conversation has tools.
-      owner: the tokenizer, for errors.
+      owner: name of the tokenizer, for errors.
 
     Raises:
       UserError: the template does not exist.
@@ -227,7 +228,7 @@ def choose(templates: Mapping[str, str], chosen: str | None, *, has_tools: bool,
 
 
 def _as_templates_expect(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Drops null entries, and repeats reasoning under the names that templates look for."""
+    """Drops the null entries of a message, and copies its reasoning to the names that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
     found = next((message[name] for name in _REASONING if name in message), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
@@ -238,8 +239,8 @@ def template_of(tokenizer: Any, given: str | None, *, has_tools: bool, **limits:
 
     Args:
       tokenizer: the input's tokenizer.
-      given: None for the tokenizer's own template; the name of one of its templates; the path of a .jinja file; or a
-        text.
+      given: None for the tokenizer's own template; the name of one of its templates; the path of a .jinja file; or the text of
+        a template.
       has_tools: True if the conversation has tools.
       **limits: `max_render_seconds` and `max_rendered_chars` of `ChatTemplate`.
 
@@ -261,10 +262,10 @@ def template_of(tokenizer: Any, given: str | None, *, has_tools: bool, **limits:
 
 
 def clock_of(date: str | None) -> datetime.datetime | None:
-    """Returns `strftime_now` for the templates of a training input: a fixed date.
+    """Returns the fixed date that `strftime_now` formats in the templates of a training input; None if `date` is None.
 
-    Today's date would change the tokens of a run resumed tomorrow, so with `date=None` a template that writes the date
-    fails.
+    Today's date would change the tokens when a run is resumed on another day. With `date=None`, a template that writes the
+    date therefore fails.
 
     Raises:
       UserError: `date` is not a date such as '2024-07-26'.

@@ -5,8 +5,8 @@ the tokens are those of transformers' `apply_chat_template`. A conversation of n
 positions: each token but the last is an id, and each token but the first a label. `weights` is 1 on the assistant's
 labels (see `assistant_masks`) and 0 on all others. Conversations are packed into rows and never split.
 
-Example, T = 8, '<user>hi<assistant>yes<end>' with one token for each of the five, and the assistant's text marked as
-'{% generation %}yes<end>{% endgeneration %}':
+Example with rows of T = 8 tokens, '<user>hi<assistant>yes<end>' with one token for each of the five, and the assistant's text
+marked as '{% generation %}yes<end>{% endgeneration %}':
     ids         <user> hi <assistant> yes 0 0 0 0
     labels      hi <assistant> yes <end>  0 0 0 0
     weights     0  0           1   1      0 0 0 0
@@ -52,19 +52,19 @@ _LOGGED = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat(messages.MessageProcessor):
-    """Makes tokens of conversations, as `Documents.processor` and for `ChatInput`.
+    """Processor that renders and tokenises conversations, for `Documents.processor` and `ChatInput`.
 
-    A record is {"messages": [{"role": ..., "content": ...}, ...]}, with `tools`, `documents`, `chat_template_kwargs` and
-    `turns` beside it if need be. An unusable conversation is a bad record: it has no message of the assistant, an unknown
-    role, an empty message, no label that counts, or the template fails. A tool's message may be empty, and an assistant's
+    A record is {"messages": [{"role": ..., "content": ...}, ...]}, and may also have the entries `tools`, `documents`,
+    `chat_template_kwargs` and `turns`. A conversation is a bad record if it has no message of the assistant, an unknown role, an
+    empty message or no label that counts, or if the template fails. A tool's message may be empty, and an assistant's message
     may have reasoning or tool calls instead of content.
 
     Attributes:
       chat_template, template_variables, max_render_seconds, max_rendered_chars: see `messages.Templated`.
       turns: 'all' counts all messages of the assistant, 'last' only the last one. An entry `turns` of a conversation
         takes precedence.
-      too_long: see `messages.MessageProcessor`; or 'cut': keep the first seq_len + 1 tokens, and log the first such
-        conversations. One whose assistant's text is cut off is a bad record.
+      too_long: see `messages.MessageProcessor`; or 'cut': keep the first seq_len + 1 tokens, and log the first 10 cut
+        conversations. If this cuts off all of the assistant's text, the conversation is a bad record.
       other_roles, date: see `messages.MessageProcessor`.
     """
 
@@ -158,7 +158,10 @@ class Chat(messages.MessageProcessor):
     def _counted(
         self, where: str, encoded: tuple[np.ndarray, np.ndarray], text: Rendering
     ) -> CountedTokens | BadRecord:
-        """Returns the tokens with those that count, as many as fit. `encoded`: tokens and their characters."""
+        """Returns a conversation's tokens and which of them count in the loss; a BadRecord if they are unusable or too long.
+
+        `encoded`: the tokens, int32 [n], and their (start, end) characters, int64 [n, 2].
+        """
         tokens, offsets = encoded
         size, room = len(tokens), self.seq_len + 1
         counted = assistant_masks.count_tokens(offsets, text.generated)
@@ -217,13 +220,13 @@ class ChatPromptInput(text.PromptRows):
     of `text.PromptRows`; `prompt_index` counts the conversations of all files.
 
     Attributes:
-      files: as of `ChatInput`.
+      files: see `ChatInput`.
       tokenizer, eos_id: see `text_base.TokenizedInput`.
       start: must keep its default: the template writes the start token.
       chat_template, template_variables, max_render_seconds, max_rendered_chars: see `messages.Templated`.
       add_generation_prompt: end the prompt with the beginning of the assistant's answer.
       prefix_len: most tokens in a prompt, P. A longer conversation is an error.
-      num_prompts: use only the first this many conversations; None uses all.
+      num_prompts: number of conversations to use, from the first one; None uses all.
     """
 
     chat_template: str | None = None
@@ -251,7 +254,7 @@ class ChatPromptInput(text.PromptRows):
         """Returns the tokens of a conversation. The first call renders all conversations.
 
         Raises:
-          UserError: as `text_of_prompt`; or a conversation is longer than `prefix_len`, or has a token outside the
+          UserError: see `text_of_prompt`; or a conversation is empty or longer than `prefix_len`, or has a token outside the
             model's vocabulary.
         """
         return self._tokens[index]

@@ -19,11 +19,11 @@ class ExamplesInput(indexed.IndexedInput):
     """Base of inputs over a set of numbered examples. A subclass implements `num_examples`, `example_specs` and
     `read_examples`.
 
-    Training (`is_training=True`) is endless: each epoch gives every example once, in an order drawn from
-    (input_random_seed, epoch). Evaluation gives every example once, in order, then StopIteration until `reset()`. Rows
-    that fill up the last batch repeat the last example with `eval_sample_weights` (and `weights`, if present) 0.
+    Training (`is_training=True`) is endless: each epoch gives every example once, in an order drawn from (input_random_seed,
+    epoch). Evaluation gives every example once, in order, then raises StopIteration until `reset()`. Rows that fill up the last
+    batch repeat the last example with `eval_sample_weights` (and `weights`, if present) 0.
 
-    A batch is a NestedMap of numpy arrays [B, ...], and `eval_sample_weights` float32 [B]. With `jax_enable_x64` off,
+    A batch is a NestedMap of numpy arrays [B, ...] of B rows, and `eval_sample_weights` float32 [B]. With `jax_enable_x64` off,
     int64 and float64 arrays become int32 and float32, and a value that doesn't fit is an error.
 
     Attributes:
@@ -44,7 +44,7 @@ class ExamplesInput(indexed.IndexedInput):
 
     @property
     def num_examples(self) -> int:
-        """Size of the set, 1 or more."""
+        """Number of examples in the set, 1 or more."""
         raise NotImplementedError
 
     @property
@@ -53,7 +53,7 @@ class ExamplesInput(indexed.IndexedInput):
         raise NotImplementedError
 
     def read_examples(self, examples: np.ndarray) -> NestedMap:
-        """Returns examples int64 [B] as a NestedMap of numpy arrays [B, ...] that match `example_specs`."""
+        """Reads examples by number, int64 [B], as a NestedMap of numpy arrays [B, ...] that match `example_specs`."""
         raise NotImplementedError
 
     @property
@@ -93,7 +93,8 @@ class ArrayInput(ExamplesInput):
     """Input over arrays in memory.
 
     Attributes:
-      arrays: {name: array [N, ...]}, or a function without arguments that returns them. A dot in a name nests.
+      arrays: {name: array [examples, ...]}, or a function without arguments that returns it. A dot in a name nests: 'src.ids'
+        becomes batch.src.ids.
     """
 
     arrays: Any = None
@@ -197,10 +198,10 @@ def specs_of(tree: NestedMap) -> NestedMap:
 
 
 def stack(examples: list[Any], specs: NestedMap, name_of: Callable[[int], str]) -> NestedMap:
-    """Stacks examples into a NestedMap of numpy arrays [B, ...].
+    """Stacks examples into a NestedMap of numpy arrays [len(examples), ...].
 
     Args:
-      examples: trees of arrays.
+      examples: nested dicts of arrays.
       specs: shapes and dtypes of every example, a NestedMap of jax.ShapeDtypeStruct.
       name_of: names example i in errors.
 

@@ -14,9 +14,9 @@ class FileFormat:
     """A file format.
 
     Attributes:
-      name: with its article, e.g. 'a Parquet file'.
+      name: its name with an article, e.g. 'a Parquet file'.
       instead: advice, a sentence without a full stop.
-      kind: which of the kinds of `corpus.file_kinds` it is, if any.
+      kind: its kind in `corpus.file_kinds`, or None.
     """
 
     name: str
@@ -91,10 +91,10 @@ _WAVE = FileFormat("a WAVE sound", "ArrayInput takes sounds as arrays")
 
 
 def identify(head: bytes) -> FileFormat | None:
-    """Recognises a file that isn't text; None if its format is unknown.
+    """Returns the format of a file that isn't text; None if the format is unknown.
 
-    A text may begin with the letters of a signature ('GGUF is a file format'), so a signature of letters only counts
-    if a control character follows. For TFRecord files use `record_files.begins_with_record`.
+    A text may begin with the letters of a signature ('GGUF is a file format'), so a signature that consists of letters is valid
+    only if `head` also has a control character. For TFRecord files use `record_files.begins_with_record`.
 
     Args:
       head: the file's first `HEAD_BYTES` bytes, or the whole file if it is shorter.
@@ -121,7 +121,7 @@ def identify(head: bytes) -> FileFormat | None:
 
 
 def begins_as_json(head: bytes) -> bool:
-    """True if a file begins with a JSON object, or with a list of objects, and goes on behind its first line.
+    """True if a file begins with a JSON object, or with a list of objects, and has more than one line.
 
     A file of one short line is a text: a note, or a prompt.
 

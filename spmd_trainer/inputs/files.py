@@ -28,7 +28,7 @@ class TextFiles:
     """Existing files, with their sizes when they were found.
 
     Attributes:
-      paths: in the order given.
+      paths: paths of the files, in the order given.
       sizes: bytes of each file.
     """
 
@@ -41,7 +41,7 @@ class TextFiles:
 
     @functools.cached_property
     def checksum(self) -> int:
-        """Changes when a file is added, removed, reordered or resized."""
+        """Checksum that changes when a file is added, removed, reordered or resized."""
         return zlib.crc32(",".join(map(str, self.sizes)).encode())
 
     @property
@@ -70,7 +70,7 @@ _MAX_NAMES = 8
 
 @contextlib.contextmanager
 def readable(path: str, *, name: str = "", fix: str = "") -> Iterator[None]:
-    """Turns an OSError of the code inside into a UserError that names the file and ends with `fix`."""
+    """Turns an OSError of the code inside into a UserError, which names the file (`name`, or else `path`) and ends with `fix`."""
     try:
         yield
     except OSError as error:
@@ -98,11 +98,11 @@ def find_files(files: FileSource | None) -> TextFiles:
 
 
 def read_text(path: str, name: str) -> str:
-    """Text of a UTF-8 file, without a byte order mark.
+    """Returns the text of a UTF-8 file, without a byte order mark.
 
     Args:
       path: the file.
-      name: what messages call it.
+      name: name of the file in errors.
 
     Raises:
       UserError: it can't be read, or is not UTF-8.
@@ -116,7 +116,7 @@ def read_text(path: str, name: str) -> str:
 
 
 def nearby_names(path: str) -> str:
-    """Suffix for an error about a missing path: ' (did you mean b.txt?)', or the content of its folder."""
+    """Returns a suffix for an error about a missing path: ' (did you mean b.txt?)', or the content of its folder."""
     folder = os.path.dirname(path) or "."
     try:
         if reading.exists(path):
@@ -137,7 +137,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def entries_of(files: object) -> list[str]:
-    """Returns the paths, patterns and folders of a `files` field: of a list, of one entry, or of a function.
+    """Returns the paths, patterns and folders of a `files` field: a list, a single entry, or a function that returns either.
 
     Raises:
       UserError: there are none, or one is not a path.

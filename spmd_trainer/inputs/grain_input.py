@@ -29,12 +29,12 @@ _READ_AHEAD = 64
 class GrainInput(indexed.IndexedInput):
     """Input over a `grain.MapDataset` of examples (dicts of arrays of fixed shapes), not batched and not sharded.
 
-    Training (`is_training=True`) repeats the dataset; `.shuffle(seed=...)` of the dataset gives each epoch a different
-    order. Evaluation gives each element once, in the dataset's order, then StopIteration until `reset()`. Rows that
-    fill up the last batch repeat the last element with `eval_sample_weights` 0. Grain's threads read elements ahead.
+    Training (`is_training=True`) repeats the dataset; `.shuffle(seed=...)` of the dataset gives each epoch a different order.
+    Evaluation gives each element once, in the dataset's order, then raises StopIteration until `reset()`. Rows that fill up the
+    last batch repeat the last element with `eval_sample_weights` 0. Grain's threads read elements ahead.
 
-    A batch is a NestedMap of numpy arrays [B, ...] and `eval_sample_weights` float32 [B]; 64-bit arrays become 32-bit.
-    A saved position is valid for any number of processes and any batch size. Restoring compares only the dataset's
+    A batch is a NestedMap of numpy arrays [B, ...] of B rows, and `eval_sample_weights` float32 [B]; 64-bit arrays become
+    32-bit. A saved position is valid for any number of processes and any batch size. Restoring compares only the dataset's
     length and the shapes and dtypes of its first element; other changes of the pipeline go unnoticed.
 
     Attributes:
@@ -73,7 +73,7 @@ class GrainInput(indexed.IndexedInput):
 
     @property
     def num_examples(self) -> int:
-        """Elements of one epoch."""
+        """Number of elements in one epoch."""
         return len(self.source)
 
     @property
@@ -85,7 +85,10 @@ class GrainInput(indexed.IndexedInput):
         return indexed.ExampleOrder(self.num_examples, self.is_training)
 
     def input_specs(self) -> NestedMap:
-        """Returns the per-process batch without padding, as jax.ShapeDtypeStruct. Reads the first element."""
+        """Returns the shapes and dtypes of a per-process batch without padding, as jax.ShapeDtypeStruct.
+
+        Reads the first element.
+        """
         return _batch_specs(self._example_specs, self.batch_size)
 
     @functools.cached_property
@@ -142,7 +145,8 @@ class GrainStreamInput(indexed.CheckpointedInput):
     a single process: it gives each element once, fills up the last batch with rows of weight 0, then raises
     StopIteration until `reset()`.
 
-    A batch is a NestedMap of numpy arrays [B, ...] and `eval_sample_weights` float32 [B]; 64-bit arrays become 32-bit.
+    A batch is a NestedMap of numpy arrays [B, ...] of B rows, and `eval_sample_weights` float32 [B]; 64-bit arrays become
+    32-bit.
 
     Attributes:
       dataset: a function (process index, number of processes) that returns this process' share of the dataset.
@@ -179,7 +183,10 @@ class GrainStreamInput(indexed.CheckpointedInput):
             raise self.error(f"the first element of the dataset is not an example: {error}") from error
 
     def input_specs(self) -> NestedMap:
-        """Returns the per-process batch without padding, as jax.ShapeDtypeStruct. Reads one element and keeps it."""
+        """Returns the shapes and dtypes of a per-process batch without padding, as jax.ShapeDtypeStruct.
+
+        Reads the first element with a separate iterator, so that no batch lacks it.
+        """
         return _batch_specs(self._example_specs, self.batch_size)
 
     def get_next(self) -> NestedMap:
@@ -239,14 +246,14 @@ def _batch_specs(example: NestedMap, batch_size: int) -> NestedMap:
 def rows_ahead(
     source: indexed.IndexedInput, start: int, row: Callable[[int, int], Any], *, threads: int, ahead: int
 ) -> Iterator[Any]:
-    """Makes the rows of this process from batch `start` on, `ahead` of them in Grain's threads.
+    """Yields the rows of this process from batch `start` on. Grain's threads make up to `ahead` rows in advance.
 
     Args:
       source: the input.
       start: the position of the first batch.
-      row: makes a row: (position of its batch, its number in the batch).
-      threads: how many threads; 0 makes them in the caller's.
-      ahead: number of rows.
+      row: makes a row from the position of its batch and its number in the batch.
+      threads: number of threads; 0 makes the rows in the caller's thread.
+      ahead: number of rows to make in advance.
     """
     grain = import_grain(source.error)
 

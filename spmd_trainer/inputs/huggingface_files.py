@@ -1,4 +1,4 @@
-"""Reads the files of a Hugging Face tokenizer, or the same data from an object of that library."""
+"""Reads the files of a Hugging Face tokenizer, or the same data from a Python object of Hugging Face's libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Source(NamedTuple):
     """A tokenizer's data.
 
     Attributes:
-      name: for errors.
+      name: name of the tokenizer, for errors.
       content: the content of its tokenizer.json.
       stated: settings of tokenizer_config.json and special_tokens_map.json.
       chat_templates: {name: template}; the usual one is called 'default'.
@@ -93,7 +93,7 @@ def _template_files(folder: str) -> dict[str, str]:
 
 
 def _named_templates(stated: Any, where: str) -> dict[str, str]:
-    """Returns the templates of a `chat_template` setting by name. Raises UserError, which names `where`, if it holds others."""
+    """Returns the templates of a `chat_template` setting by name. Raises UserError, with `where`, if it is malformed."""
     if not stated:
         return {}
     if isinstance(stated, str):
@@ -138,7 +138,7 @@ def _describe(source: Any) -> Source:
 
 
 def content_of(token: Any) -> str | None:
-    """Text of a special token given as a string, a dict or an AddedToken."""
+    """Returns the text of a special token given as a string, a dict or an AddedToken; None for None."""
     if token is None or isinstance(token, str):
         return token
     return token.get("content") if isinstance(token, Mapping) else getattr(token, "content", str(token))

@@ -89,8 +89,8 @@ class HuggingFaceTokenizer:
             `tokenizers.Tokenizer` loses its own setting when a config is cloned.
 
         Raises:
-          UserError: the library is missing; the source can't be read or is not a tokenizer; or end-of-text or a given
-            or named token is missing.
+          UserError: the library is missing; the source can't be read or is not a tokenizer; end-of-text is unknown; or the
+            vocabulary lacks a special token that is given here or named by the files.
         """
         self.name, self._content, stated, self.chat_templates = read_source(source)
         backend = getattr(source, "backend_tokenizer", source)
@@ -132,7 +132,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def encoded_vocab_size(self) -> int:
-        """Highest id of plain text and end-of-text, + 1; at most `vocab_size`.
+        """Highest id that plain text and end-of-text can have, + 1; at most `vocab_size`.
 
         Special tokens added to the model's own vocabulary do not count, because they occur only if a text spells them.
         """
@@ -278,7 +278,7 @@ class HuggingFaceTokenizer:
         return {symbol for piece, _ in pieces for symbol in piece}
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
-        """Returns the texts of ids, without special tokens and ids outside the vocabulary."""
+        """Returns the text of the first lengths[b] ids of each row, without special tokens and ids outside the vocabulary."""
         rows = tokenizers.ids_of_text(ids, lengths, self.vocab_size, self.eos_id)
         return [self._tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in rows]
 

@@ -60,7 +60,7 @@ class ExampleOrder:
         return within
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns everything that decides the order, as JSON values."""
+        """Returns everything on which the order depends, as JSON values."""
         found: dict[str, Any] = {"num_examples": self.num_examples, "shuffle": self.shuffle, "seed": self.seed}
         if self.shuffle and (self.num_examples or 0) > permutations.STORED_SIZE:
             # Earlier versions stored these permutations: another order, so their positions must not be continued.
@@ -77,7 +77,10 @@ class CheckpointedInput(base_input.BaseInput):
 
     @contextlib.contextmanager
     def naming(self, where: str = "") -> Iterator[None]:
-        """Adds this input's name, and `where`, to the UserErrors of the code inside. A text that can't be encoded is one."""
+        """Adds this input's name and `where` to UserErrors of the code inside.
+
+        Also turns the UnicodeEncodeError of a text that UTF-8 can't encode into a UserError.
+        """
         try:
             yield
         except UnicodeEncodeError as error:
@@ -94,14 +97,14 @@ class CheckpointedInput(base_input.BaseInput):
         return batches.pad_batch(self.get_next(), self.batch_size + self.batch_padding_size)
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Returns everything besides the position that decides the batches, as JSON values."""
+        """Returns everything on which the batches depend, except the position, as JSON values."""
         raise NotImplementedError
 
     def _encode_position(self, *position: int) -> bytes:
         return json.dumps({"position": position, "data": self._fingerprint()}, sort_keys=True).encode()
 
     def _decode_position(self, state: bytes, count: int) -> list[int]:
-        """Reads the `count` integers of a saved position, and refuses one saved with other settings."""
+        """Returns the `count` integers of a saved position. Raises UserError if it was saved with other settings."""
         try:
             saved = json.loads(state)
             position, data = [int(number) for number in saved["position"]], dict(saved["data"])
@@ -113,7 +116,10 @@ class CheckpointedInput(base_input.BaseInput):
         return position
 
     def _refuse_other_settings(self, saved: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> None:
-        """Compares `_fingerprint()` with a saved one; `texts` describe changes of keys whose values are checksums."""
+        """Raises UserError if `_fingerprint()` differs from a saved fingerprint.
+
+        `texts`: {key: description of its change}, for keys with checksums as values.
+        """
         now, texts = self._fingerprint(), texts or {}
         changed = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
         if changed:
@@ -170,7 +176,7 @@ class IndexedInput(CheckpointedInput):
         return self.order.endless
 
     def input_specs(self) -> NestedMap:
-        """Returns the per-process batch without padding, as jax.ShapeDtypeStruct. Reads no data."""
+        """Returns the shapes and dtypes of a per-process batch without padding, as jax.ShapeDtypeStruct. Reads no data."""
         raise NotImplementedError
 
     def batch_at(self, position: int) -> NestedMap:
@@ -179,7 +185,7 @@ class IndexedInput(CheckpointedInput):
 
     @property
     def takes_any_batch_size(self) -> bool:
-        """True if an input with another batch size, restored here, goes on with the next row of the same order."""
+        """True if a saved position is valid for any batch size: the restored input continues with the next row of the order."""
         return True
 
     @property
@@ -194,7 +200,7 @@ class IndexedInput(CheckpointedInput):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches until StopIteration, the same in every process. None: endless."""
+        """Number of batches until StopIteration, the same in every process. None: endless."""
         if self.endless:
             return None
         order = self.order
@@ -244,10 +250,10 @@ class IndexedInput(CheckpointedInput):
         self.reset_for_eval: bool = not self.endless
 
     def require_positive(self, field: str) -> None:
-        """Checks that a field is an integer of 1 or more that int32 holds, as it holds positions in rows and batches.
+        """Checks that a field is an integer from 1 to 2**31 - 1, because positions in rows and batches are int32.
 
         Raises:
-          UserError: names the input, the field and its value.
+          UserError: the field has another value; names the input, the field and its value.
         """
         value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
@@ -265,11 +271,11 @@ class IndexedInput(CheckpointedInput):
         self._iterator = None
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Returns everything besides the position that decides the batches, as JSON values."""
+        """Returns everything on which the batches depend, except the position, as JSON values."""
         return self.order.fingerprint()
 
     def _sizes_behind_checksums(self) -> dict[str, str]:
-        """Sizes shown in errors instead of checksums in `_fingerprint`: {'files': '3 files of 900 bytes'}."""
+        """Returns the sizes that errors show instead of checksums of `_fingerprint`: {'files': '3 files of 900 bytes'}."""
         return {}
 
     def _get_state_internal(self) -> bytes:
@@ -294,7 +300,7 @@ class IndexedInput(CheckpointedInput):
 
 
 def _changed_size(key: str, before: str | None, now: str) -> str:
-    """Message about changed data. `before` is None for positions saved without sizes."""
+    """Returns a message about changed data. `before` is None for positions saved without sizes."""
     if before is None:
         return f"the {key} have changed: now {now}"
     if before == now:

@@ -1,4 +1,4 @@
-"""Conversations in files: messages with roles and contents, the tools beside them, and the template that renders them."""
+"""Conversations in files: messages with roles and contents, their tools, and the chat template that renders them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shown(value: object) -> str:
 
 
 def parse_tools(given: object, where: str) -> list[dict[str, Any]] | None:
-    """Returns the tools of a row: a list of objects, the JSON text of one, or None.
+    """Returns the tools of a row, given as a list of objects, as the JSON text of such a list, or as None.
 
     Parquet files hold JSON text, because all schemas in a column must have the same fields.
 
@@ -118,17 +118,17 @@ _OWN_ENTRIES = {"messages", "tools", "documents"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Templated:
-    """How messages are rendered.
+    """Settings with which a chat template renders messages.
 
     Attributes:
-      chat_template: None takes the tokenizer's own (for conversations with tools the one named 'tool_use', if it
-        exists). Otherwise the name of one of the tokenizer's templates, the path of a .jinja file, or a template's
-        text.
-      template_variables: variables for the template, e.g. {'enable_thinking': False}. A row's variables take
-        precedence. Values, not functions: another process renders.
-      max_render_seconds: most seconds of processor time for one rendering.
-      max_rendered_chars: most characters of a rendered conversation. A rendering may use 1 GiB, and 32 bytes for each of them.
-      tokenizer: the input's tokenizer; set by the input, if it is not a setting of its own.
+      chat_template: None takes the tokenizer's own template (for conversations with tools the one named 'tool_use', if it
+        exists). Otherwise the name of one of the tokenizer's templates, the path of a .jinja file, or a template's text.
+      template_variables: variables for the template, e.g. {'enable_thinking': False}. A row's variables take precedence. They
+        are values, not functions, because another process renders.
+      max_render_seconds: limit of the processor time of one rendering, in seconds.
+      max_rendered_chars: limit of the length of a rendered conversation, in characters. A rendering may use 1 GiB of memory plus
+        32 bytes for each of these characters.
+      tokenizer: the tokenizer, set by the input.
     """
 
     chat_template: str | None = None
@@ -139,7 +139,7 @@ class Templated:
 
     @classmethod
     def of(cls, fields: Any) -> Self:
-        """Takes the settings of an object that has fields of their names."""
+        """Makes an instance from the fields of an object that have the same names."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: getattr(fields, name) for name in names if hasattr(fields, name)})
 
@@ -168,7 +168,7 @@ class Templated:
 
         Args:
           found: the conversation.
-          **defaults: variables that `template_variables` override. The conversation's own variables override both.
+          **defaults: default variables. `template_variables` override them, and the conversation's variables override both.
 
         Raises:
           UserError: a variable has the name of an entry of the conversation, e.g. 'messages'.
@@ -186,7 +186,7 @@ class Templated:
         return text
 
     def check_tokenizer(self) -> None:
-        """Refuses a tokenizer that reads special tokens as plain text, by UserError."""
+        """Raises UserError if the tokenizer reads special tokens as plain text."""
         if getattr(self.tokenizer, "encodes_special_tokens", False):
             raise UserError(
                 "the tokenizer has encode_special_tokens=True, so that the special tokens of the chat template would be read as "
@@ -194,7 +194,7 @@ class Templated:
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the settings that decide a text, as JSON values."""
+        """Returns the settings on which a rendered text depends, as JSON values."""
         try:
             templates = [self.template(has_tools=has_tools) for has_tools in (False, True)]
         except UserError:  # pairs of texts need none, and messages will say what is wrong with it
@@ -209,7 +209,7 @@ class Templated:
 
 
 def refuse_surrogates(text: str) -> None:
-    """Refuses a text with half of a surrogate pair, by UserError."""
+    """Raises UserError if a text has half of a surrogate pair, which UTF-8 can't encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -224,12 +224,12 @@ class MessageProcessor(Templated):
     """Base of the processors of records with messages.
 
     Attributes:
-      too_long: for records of more than seq_len + 1 tokens. 'error': a bad record. 'drop': leave out, count it as `skipped`, and
-        log the first ones.
+      too_long: for records of more than seq_len + 1 tokens. 'error' makes the record a bad record. 'drop' leaves it out, counts
+        it in `skipped`, and logs the first ones.
       other_roles: roles that the template knows besides `ROLES`.
       date: the template's current date, e.g. '2024-07-26'. Required if the template writes the date: today's date
         would change the tokens of a run resumed tomorrow.
-      seq_len: tokens per row; set by the input, and a setting where there is none.
+      seq_len: tokens per row. The input sets it; without an input (`--mode=tokenise`), the user does.
     """
 
     gives_pairs: ClassVar[bool] = False
@@ -241,7 +241,7 @@ class MessageProcessor(Templated):
     seq_len: int = 0
 
     def bound(self, tokenizer: Any, seq_len: int) -> Self:
-        """Returns it for a tokenizer and rows of `seq_len` tokens. Raises UserError if a setting can't be used."""
+        """Returns a copy that uses a tokenizer and rows of `seq_len` tokens. Raises UserError if a setting is invalid."""
         require_one_of("too_long", self.too_long, self._too_long)
         clock_of(self.date)
         return dataclasses.replace(self, tokenizer=tokenizer, seq_len=seq_len)
@@ -255,8 +255,8 @@ class MessagesInput(CorpusInput):
     """Base of inputs over records with messages; a subclass implements `_processor`.
 
     Attributes:
-      files: as of `Documents`: JSON lines (also .gz and .zst), Parquet, Arrow or ArrayRecord.
-      source: instead of `files`: `Documents`, or a `Mixture` of them. Those without a processor get this input's.
+      files: as in `Documents`: JSON lines (also .gz and .zst), Parquet, Arrow or ArrayRecord.
+      source: instead of `files`: `Documents`, or a `Mixture` of them. A source without a processor gets this input's processor.
       chat_template, template_variables, max_render_seconds, max_rendered_chars: see `Templated`.
       too_long, other_roles, date: see `MessageProcessor`.
       window_rows: see `CorpusInput`; None: 64, or fewer.
@@ -288,12 +288,12 @@ _EXAMPLE = '{"messages": [{"role": "user", "content": "..."}]}'
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """A conversation of a file.
+    """A conversation in a file.
 
     Attributes:
       where: file and line ('chats.jsonl:3'), row or record.
       messages: at least one.
-      tools: JSON schemas, or None.
+      tools: JSON schemas of the functions that the model may call, or None.
       documents: documents for the template, or None.
       variables: further variables of the template.
       turns: value of `turns`, not validated; None if missing.
@@ -308,7 +308,7 @@ class Conversation:
 
 
 def row_of(document: Document) -> Any:
-    """Returns the value of a record of JSON. Raises UserError if it is not JSON."""
+    """Returns the parsed value of a JSON record. Raises UserError if the record is not JSON."""
     assert isinstance(document.content, bytes)
     value = value_of(document.content, document.where)
     if isinstance(value, BadRecord):
@@ -317,10 +317,10 @@ def row_of(document: Document) -> Any:
 
 
 def conversation_of(document: Document) -> Conversation:
-    """Returns the conversation of a record of JSON.
+    """Returns the conversation in a JSON record.
 
     Raises:
-      UserError: it is none; names the record.
+      UserError: the record is not a conversation; names the record.
     """
     row, where = row_of(document), document.where
     if not isinstance(row, dict) or "messages" not in row:
@@ -336,7 +336,7 @@ def conversation_of(document: Document) -> Conversation:
 
 
 def variables_in(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the variables of the template in a row. Raises UserError if they are no object."""
+    """Returns the template variables in a row (`chat_template_kwargs`). Raises UserError if they are not an object."""
     variables = row.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise UserError(f"{where}: `chat_template_kwargs` is {shown(variables)}; give an object")

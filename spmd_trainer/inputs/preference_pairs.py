@@ -35,7 +35,7 @@ class Pair:
       where: file and line, for errors.
       prompt: the common prompt.
       chosen: the preferred answer.
-      rejected: the other one.
+      rejected: the other answer.
       tools: JSON schemas of the functions that the model may call, for the chat template.
       variables: further variables of the chat template.
     """
@@ -54,11 +54,11 @@ class Pair:
 
 
 def parse(row: object, where: str, other_roles: Sequence[str] = ()) -> Pair:
-    """Makes a pair of a row of JSON values.
+    """Makes a `Pair` from a row of JSON values.
 
     Args:
       row: the values.
-      where: names it in errors.
+      where: names the row in errors.
       other_roles: roles that messages may have besides `messages.ROLES`.
 
     Raises:
@@ -122,7 +122,10 @@ def _check_messages(name: str, messages: list[Any], where: str, roles: Sequence[
 
 
 def _check_turns(prompt: Messages, answers: dict[str, Any], where: str) -> None:
-    """Refuses empty prompts and answers, and other roles in answers: the loss counts every message of an answer."""
+    """Raises UserError for an empty prompt or answer, a prompt that ends with the assistant, or other roles in an answer.
+
+    Other roles are refused because the loss counts every message of an answer.
+    """
     if not any(text_of_content(message.get("content"), "the prompt") for message in prompt):
         raise UserError(f"{where}: the prompt is empty; give one, or take the pair out")
     if prompt[-1]["role"] == "assistant":
@@ -147,7 +150,7 @@ def _is_written(message: dict[str, Any]) -> bool:
 
 
 def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
-    """Splits two answers into their common beginning and the rest of each. A space before a text belongs to the text."""
+    """Splits two answers into their common beginning and the rest of each. A space at the split goes to the rest."""
     size = common_length(chosen, rejected)
     if isinstance(chosen, str) and size < min(len(chosen), len(rejected)) and chosen[size - 1 : size] == " ":
         size -= 1
@@ -165,6 +168,6 @@ def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[A
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the common beginning."""
+    """Returns the length of the common beginning of two sequences."""
     same = itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
     return sum(1 for _ in same)

@@ -42,9 +42,9 @@ _LOGGED = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs(MessageProcessor):
-    """Makes tokens of pairs: of the prompt with the chosen answer, then of the prompt with the rejected one.
+    """Processor that tokenises pairs: the prompt with the chosen answer, then the prompt with the rejected answer.
 
-    Those of the answers count, so that it is known where each of them begins and ends.
+    Only the answers' tokens count in the loss, so the mask also shows where each answer begins and ends.
 
     Attributes:
       start_id: token before a pair of texts, or None.
@@ -74,7 +74,7 @@ class Pairs(MessageProcessor):
             return BadRecord.of(document.where, error)
 
     def _pair(self, pair: Pair, encoded: Sequence[np.ndarray | BadRecord]) -> CountedTokens | BadRecord:
-        """Joins both conversations, with the token before the first label."""
+        """Joins the tokens of both sequences, and marks those of the answers; returns a BadRecord if the pair can't be used."""
         bad = [one for one in encoded if isinstance(one, BadRecord)]
         if bad:
             return bad[0]
@@ -140,17 +140,17 @@ class Pairs(MessageProcessor):
 
 
 class PreferenceInput(MessagesInput):
-    """Pairs of answers to a prompt, one row of a batch each (`preference_pairs` has the forms of a record).
+    """Input over pairs of answers to a prompt, each pair one row of a batch (`preference_pairs` describes the records).
 
     A chat template renders messages with all special tokens. A text gets the token of `start` before it, if set, and
-    end-of-text after it, unless it ends with it. As in TRL, prompt and answer are encoded together, and the answer
-    begins at the first token that differs from the encoded prompt.
+    end-of-text after it, unless it already ends with end-of-text. As in TRL, prompt and answer are encoded together, and the
+    answer begins at the first token that differs from the encoded prompt.
 
-    A batch has `chosen` and `rejected`, each with `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T], and
-    `paddings`, `weights` float32 [B, T]: one row for prompt and answer, with weight 1 on the labels of the answer;
-    `pair_index` int32 [B], the number of the pair in its files, below `num_pairs`, -1 in rows that fill up the last batch; and
-    `eval_sample_weights` float32 [B]. With `reference='file'`, both sides also have `reference_logps`:
-    log-probabilities as the bits of float32 in int32 [B], because a step in bfloat16 would round floats.
+    A batch of B pairs has `chosen` and `rejected`, each with `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T], and
+    `paddings`, `weights` float32 [B, T]: one row for prompt and answer, with weight 1 on the labels of the answer; `pair_index`
+    int32 [B], the number of the pair in its files, below `num_pairs`, -1 in rows that fill up the last batch; and
+    `eval_sample_weights` float32 [B]. With `reference='file'`, both sides also have `reference_logps`: log-probabilities as the
+    bits of float32 in int32 [B], because a step in bfloat16 would round floats.
 
     Training is endless: each epoch gives each pair once, in an order drawn from (input_random_seed, epoch); files that can only
     be read in order are shuffled in windows (`Documents.shuffle`). Evaluation gives each pair once.
@@ -160,7 +160,7 @@ class PreferenceInput(MessagesInput):
       tokenizer, eos_id, start: see `text_base.TokenizedInput`. `start` is for texts only.
       seq_len: tokens per row, T.
       too_long: for pairs whose prompt and answer have more than T + 1 tokens, see `messages.MessageProcessor`. Answers are
-        never cut: a cut answer is not the one that was compared.
+        never cut: a cut answer is not the answer that was compared.
       shuffle, window_rows, bad_records: see `CorpusInput`.
       reference: 'file' adds log-probabilities that the trainer has computed once and keeps in the job_log_dir. None:
         the model needs no reference or computes it itself.
@@ -181,16 +181,16 @@ class PreferenceInput(MessagesInput):
 
     @property
     def num_pairs(self) -> int:
-        """Records of one epoch, also those that are left out. Compressed and remote JSON lines are read to count them."""
+        """Number of records in one epoch, including those left out. Compressed and remote JSON lines are read to count them."""
         return self._first_of(len(self._opened), 0)
 
     def _first_of(self, source: int, chunk: int) -> int:
-        """Returns the number of the first pair of a chunk, counted over all sources. Counts no chunk after it."""
+        """Returns the number of the first pair of a chunk, counted over all sources. Does not count later chunks."""
         before = sum(self._in_source(number, self._opened[number].num_chunks) for number in range(source))
         return before + (self._in_source(source, chunk) if chunk else 0)
 
     def _in_source(self, source: int, chunk: int) -> int:
-        """Returns the pairs of a source before a chunk."""
+        """Returns the number of pairs in a source before a chunk."""
         ends, opened, sizes = self._ends[source], self._opened[source], self._sizes[source]
         while len(ends) <= chunk:
             number = len(ends) - 1
@@ -204,7 +204,7 @@ class PreferenceInput(MessagesInput):
 
     @functools.cached_property
     def _ends(self) -> list[list[int]]:
-        """For each source, the pairs before each of its first chunks, as far as they are counted."""
+        """For each source, the number of pairs before each of the chunks counted so far."""
         return [[0] for _ in self._opened]
 
     @functools.cached_property
@@ -213,7 +213,7 @@ class PreferenceInput(MessagesInput):
 
     @functools.cached_property
     def pairs_checksum(self) -> str:
-        """Checksum of the files and of what makes their tokens: they decide log-probabilities. Reads the files."""
+        """Checksum of the data that decide log-probabilities: the files, the tokenizer and the processors. Reads the files."""
         made = [self.tokenizer.fingerprint(), [one.made_by for one in self.sources]]
         found = hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode())
         for path in self.paths:
@@ -270,7 +270,7 @@ class PreferenceInput(MessagesInput):
         return batch
 
     def _logps_of(self, pairs: np.ndarray) -> np.ndarray:
-        """Returns the reference's log-probabilities of pairs, float32 [B, 2]; 0 for -1."""
+        """Returns the reference's log-probabilities of pairs, float32 [B, 2]; 0 where the number of the pair is -1."""
         found: np.ndarray = np.where(pairs[:, np.newaxis] >= 0, self._logps[pairs], np.float32(0))
         lacking = pairs[np.isnan(found).any(axis=1)]
         if len(lacking):

@@ -50,7 +50,7 @@ class RecordFiles:
 
     Attributes:
       files: the files, in the order of the records.
-      shards: records of each file.
+      shards: index of the records of all files.
     """
 
     def __init__(self, source: files.FileSource | None):
@@ -74,12 +74,12 @@ class RecordFiles:
 
     @property
     def counts(self) -> list[int]:
-        """Records in each file."""
+        """Number of records in each file."""
         return self.shards.counts.tolist()
 
     @functools.cached_property
     def checksum(self) -> int:
-        """Changes when a file is added, removed or reordered, or when record sizes change."""
+        """Checksum that changes when a file is added, removed or reordered, or when record sizes change."""
         crc = self.files.checksum
         for bounds in self._bounds:
             for begin in range(0, len(bounds) - 1, _SIZES_AT_ONCE):
@@ -105,7 +105,7 @@ class RecordFiles:
         """Returns the data of records int64 [n], in any order. Faster than n calls of `read`.
 
         Raises:
-          BrokenRecord, UserError: as `read`.
+          BrokenRecord, UserError: see `read`.
         """
         found: list[bytes] = [b""] * len(records)
         for index, rows, numbers in self.shards.split(records):
@@ -117,11 +117,16 @@ class RecordFiles:
 
 
 def data_of(frame: bytes, size: int, where: Callable[[], str]) -> bytes:
-    """Checks the frame of a record of `size` bytes, and returns its data. `where()` names the record in errors.
+    """Checks a record's frame of `size` bytes (length, checksums and data), and returns its data.
+
+    Args:
+      frame: the bytes read.
+      size: bytes that the frame had when the file was indexed.
+      where: returns the record's place, for errors.
 
     Raises:
       BrokenRecord: the data don't match their checksum.
-      UserError: the frame isn't one, or is shorter: the file has changed.
+      UserError: the bytes are no longer a frame of this size, because the file has changed.
     """
     if len(frame) != size or int.from_bytes(frame[:_LENGTH_BYTES], "little") != size - _FRAME:
         raise UserError(f"{where()} is no longer where this run found it; start the run again")
@@ -132,7 +137,7 @@ def data_of(frame: bytes, size: int, where: Callable[[], str]) -> bytes:
 
 
 def masked_crc(data: bytes) -> int:
-    """The format's checksum: CRC-32C, rotated right by 15 bits, plus 0xa282ead8, modulo 2**32."""
+    """Returns the format's checksum: CRC-32C, rotated right by 15 bits, plus 0xa282ead8, modulo 2**32."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -198,7 +203,7 @@ def _walk(file: BinaryIO, path: str, total: int, bounds: array.array[int]) -> No
 
 
 def _broken(path: str, bounds: array.array[int], wrong: str) -> UserError:
-    """Error for the record that begins at the last of `bounds`."""
+    """Returns the error for the record that begins at the last of `bounds`."""
     whole = len(bounds) - 1
     return UserError(
         f"{describe(path, whole, bounds[-1])} is broken: {wrong}. The {whole} records before it are whole. {_FIX}"

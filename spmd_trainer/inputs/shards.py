@@ -18,7 +18,7 @@ class ShardIndex:
     """Maps record numbers across all shards to a shard and a number within it.
 
     Attributes:
-      counts: records of each shard, int64 [shards].
+      counts: number of records in each shard, int64 [shards].
     """
 
     def __init__(self, counts: Sequence[int] | np.ndarray):
@@ -31,7 +31,7 @@ class ShardIndex:
         return self._end_list[-1] if self._end_list else 0
 
     def span(self, part: int) -> tuple[int, int]:
-        """Returns the number of a shard's first record, and of the first one after it."""
+        """Returns the number of a shard's first record, and of the first record after the shard."""
         end = self._end_list[part]
         return end - int(self.counts[part]), end
 
@@ -66,7 +66,7 @@ class LRUCache(Generic[T]):
     """
 
     def __init__(self, most: int, *, size_of: Callable[[T], int] | None = None, most_size: int = 0):
-        """Keeps at most `most` (>= 1) objects; with `size_of`, several objects of at most `most_size` in total."""
+        """Keeps at most `most` (>= 1) objects. With `size_of`, several objects are kept only up to `most_size` in total."""
         self._most, self._size_of, self._most_size = most, size_of, most_size
         self._kept: collections.OrderedDict[int, T] = collections.OrderedDict()
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class LRUCache(Generic[T]):
 
 
 class OpenFile:
-    """A local file open for reading; closes itself when collected. OSError if it can't be read.
+    """A local file open for reading; closes itself when collected. Raises OSError if it can't be read.
 
     Attributes:
       number: its file descriptor.

@@ -20,12 +20,12 @@ _ONE_IN = 20
 
 
 def stdlib_train_files() -> tuple[str, ...]:
-    """Paths of the training part, sorted. Raises the errors of `stdlib_files`."""
+    """Returns the paths of the training part, sorted. Raises the errors of `stdlib_files`."""
     return tuple(path for relative, path in stdlib_files() if not is_heldout(relative))
 
 
 def stdlib_heldout_files() -> tuple[str, ...]:
-    """Paths of the held-out part, sorted. Raises the errors of `stdlib_files`."""
+    """Returns the paths of the held-out part, sorted. Raises the errors of `stdlib_files`."""
     return tuple(path for relative, path in stdlib_files() if is_heldout(relative))
 
 

@@ -40,7 +40,7 @@ class _SyntheticBase(indexed.IndexedInput):
         return indexed.ExampleOrder(self.num_examples, self.is_training or self.num_examples is None, seed=self.seed)
 
     def _sample_weights(self, position: int) -> np.ndarray:
-        """Weights of the rows, float32 [B]: 0 after the end of a finite set."""
+        """Returns the weights of the rows, float32 [B]: 0 after the end of a finite set."""
         examples = self.examples_at(position)
         if self.num_examples is None:
             return np.ones(self.batch_size, np.float32)
@@ -50,8 +50,8 @@ class _SyntheticBase(indexed.IndexedInput):
 class SyntheticInput(_SyntheticBase):
     """Batches of given shapes and dtypes with uniformly distributed values.
 
-    Example: `specs={'images': ((28, 28, 1), 'float32', 1.0), 'labels': ((), 'int32', 10)}` gives `images` float32
-    [B, 28, 28, 1] in [0, 1), `labels` int32 [B] in 0..9, and `eval_sample_weights` float32 [B].
+    Example: `specs={'images': ((28, 28, 1), 'float32', 1.0), 'labels': ((), 'int32', 10)}` gives batches of B rows with `images`
+    float32 [B, 28, 28, 1] in [0, 1), `labels` int32 [B] in 0..9, and `eval_sample_weights` float32 [B].
 
     Attributes:
       specs: {name: (shape without the batch dimension, dtype, maxval)}. Values lie in [0, maxval); bool ignores maxval.

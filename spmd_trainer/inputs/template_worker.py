@@ -1,9 +1,8 @@
-"""Renders chat templates in a process beside the trainer: a program, started by `chat_template`.
+"""Renders chat templates in a worker process, a program that `chat_template` starts.
 
-A template is a program of somebody else's. Its loops, its strings and the integers that it makes may grow without end, inside
-C code too, which nothing in the same process can interrupt. Here the kernel ends what takes too long or too much memory.
-
-A request is a pickled `Request`, and its answer JSON. Imports nothing of the trainer, so that it starts quickly.
+A template is untrusted code. Its loops, strings and integers may grow without end, also inside C code, which cannot be
+interrupted from the same process. In this process, the kernel limits the processor time and the memory of a rendering. A
+request is a pickled `Request`, and its answer is JSON. The program imports nothing of the trainer, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ _REASON = 2000
 
 
 class Request(NamedTuple):
-    """A template to compile, or to render too.
+    """Request to compile a template, and to render it if there are variables.
 
     Attributes:
       text: the template.
-      variables: what it is rendered with; None only compiles it. `strftime_now` is the date for the function of that
-        name, and None if there is no date.
+      variables: variables of the rendering; None only compiles the template. `strftime_now` is the date that the template's
+        function `strftime_now` formats, or None without a date.
       is_marked: True locates the `{% generation %}` blocks.
-      max_seconds: seconds of processor time.
-      max_chars: characters of the rendered text.
+      max_seconds: limit of processor time, in seconds.
+      max_chars: limit of the rendered text, in characters.
     """
 
     text: str
@@ -129,7 +128,7 @@ def _compiled(text: str) -> tuple[jinja2.Template, bool]:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """Environment of all templates; differs from jinja2's defaults as transformers' does."""
+    """Returns the jinja2 environment of all templates, with the settings that transformers uses."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
@@ -202,7 +201,10 @@ def _serve_one(content: bytes) -> bytes:
 
 
 def main() -> None:
-    """Answers requests until the trainer closes the pipe. The arguments behind its descriptor are the trainer's `sys.path`."""
+    """Answers requests until the trainer closes the pipe.
+
+    The arguments of the program are the file descriptor of the pipe, and the entries of the trainer's `sys.path`.
+    """
     sys.path[:] = sys.argv[2:]
     _environment()  # imports jinja2, which counts for no template
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

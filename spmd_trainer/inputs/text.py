@@ -36,10 +36,10 @@ _BYTES_PER_TOKEN = 8
 class PromptRows(text_base.TokenizedFiles):
     """Prompts for `LanguageModel.decode`, each one once and in order, then StopIteration.
 
-    A batch is a NestedMap of numpy arrays: `ids` int32 [B, P], prompts at the left; `paddings` float32 [B, P], 1 after
-    the end of the prompt; `weights` float32 [B, P], 0 there; `prefix_lengths` int32 [B], tokens of the prompt;
-    `prompt_index` int32 [B], the prompt's number; `eval_sample_weights` float32 [B]. Rows that fill up the last batch
-    hold one token, with weight 0 and prompt_index -1.
+    A batch of B rows is a NestedMap of numpy arrays: `ids` int32 [B, P], prompts at the left; `paddings` float32 [B, P], 1
+    after the end of the prompt; `weights` float32 [B, P], 0 there; `prefix_lengths` int32 [B], tokens of the prompt;
+    `prompt_index` int32 [B], the prompt's number; `eval_sample_weights` float32 [B]. Rows that fill up the last batch hold one
+    token, with weight 0 and prompt_index -1.
 
     A subclass implements `num_available` and `tokens_of_prompt`.
 
@@ -114,14 +114,14 @@ class PromptRows(text_base.TokenizedFiles):
 class TextInput(text_base.TokenizedFiles):
     """Language-model input over text files; the module docstring defines a window.
 
-    Training (`is_training=True`) is endless: each epoch gives every window once, in an order drawn from
-    (input_random_seed, epoch). Evaluation gives every window once, in the order of the files, then StopIteration until
-    `reset()`. Reading by byte works with text of any encoding. SentencePiece and Hugging Face tokenizers need UTF-8.
-    All files are read before the first batch.
+    Training (`is_training=True`) is endless: each epoch gives every window once, in an order drawn from (input_random_seed,
+    epoch). Evaluation gives every window once, in the order of the files, then raises StopIteration until `reset()`. Reading by
+    byte works with text of any encoding. SentencePiece and Hugging Face tokenizers need UTF-8. All files are read before the
+    first batch.
 
-    A batch is a NestedMap of numpy arrays: `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T]; `paddings`,
-    `weights` float32 [B, T]; `eval_sample_weights` float32 [B]. Each row is one segment (1). Where `weights` is 0,
-    `paddings` is 1 and the other arrays are 0.
+    A batch of B rows is a NestedMap of numpy arrays: `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T]; `paddings`,
+    `weights` float32 [B, T]; `eval_sample_weights` float32 [B]. Each row is one segment (1). Where `weights` is 0, `paddings`
+    is 1 and the other arrays are 0.
 
     Attributes:
       files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`. The caller splits the files into
@@ -143,14 +143,14 @@ class TextInput(text_base.TokenizedFiles):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one epoch: those of the windows used, including one end-of-text per file."""
+        """Number of tokens in one epoch: those of the windows used, including one end-of-text per file."""
         if self.num_windows < self._windows_of_stream:
             return self.num_windows * self.seq_len  # the last window, which may be short, is not used
         return self._stream_len
 
     @property
     def num_windows(self) -> int:
-        """Windows of one epoch."""
+        """Number of windows in one epoch."""
         return min(self._windows_of_stream, self.max_windows or self._windows_of_stream)
 
     @property
@@ -183,12 +183,18 @@ class TextInput(text_base.TokenizedFiles):
         return -(-self._stream_len // self.seq_len)
 
     def _numbers(self, windows: np.ndarray) -> np.ndarray:
-        """Returns the numbers in the stream of the windows used; the one after them is after the stream's last."""
+        """Returns the windows of the stream that some windows of the input stand for, int64 [n].
+
+        Window `num_windows`, the one after the input's last, stands for the window after the stream's last.
+        """
         return windows * self._windows_of_stream // self.num_windows
 
     @functools.cached_property
     def _windows(self) -> np.ndarray:
-        """The windows used, and an empty one: each the token before it and its tokens, `token_dtype` [windows + 1, T + 1]."""
+        """The windows used and an empty one, `token_dtype` [windows + 1, T + 1].
+
+        Each row is the token before a window, and the window's tokens.
+        """
         stream = np.zeros((self._windows_of_stream + 1) * self.seq_len + 1, self.token_dtype)
         stream[0] = self.tokenizer.eos_id
         np.concatenate(self._tokens_of_files, out=stream[1 : self._stream_len + 1])
@@ -230,7 +236,7 @@ class PromptInput(PromptRows):
     Attributes:
       files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`.
       prefix_len: most tokens in a prompt, including the start token, P.
-      num_prompts: use only the first this many files; None uses all.
+      num_prompts: number of files to use, from the first one; None uses all.
     """
 
     @property
@@ -275,15 +281,15 @@ class PromptInput(PromptRows):
 class DocumentPrompts(PromptRows):
     """Prompts for `LanguageModel.decode`: the beginnings of the first documents of a corpus, of any kind of file.
 
-    A row holds the start token and the first tokens of a document, up to `prefix_len` together and half of the document, so that
-    there is something to continue. Documents without text and records that can't be read are left out. Batches are those of
-    `PromptRows`.
+    A row holds the start token and the first tokens of a document, up to `prefix_len` together and at most half of the
+    document, so that the model has something to continue. Documents without text and records that can't be read are left out.
+    Batches are those of `PromptRows`.
 
     Attributes:
-      source: `Documents`; `files` is left out.
+      source: the corpus; `files` is ignored.
       tokenizer, eos_id, start: see `text_base.TokenizedInput`.
       prefix_len: most tokens in a prompt, including the start token, P.
-      num_prompts: use the first this many documents.
+      num_prompts: number of documents to use, from the first one.
     """
 
     source: Documents | None = None

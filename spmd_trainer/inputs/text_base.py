@@ -52,7 +52,7 @@ class TokenizedInput(indexed.IndexedInput):
 
     @property
     def encoded_vocab_size(self) -> int:
-        """Vocabulary size that a model needs: without special tokens that occur only if a text spells them."""
+        """Vocabulary size that a model needs, without special tokens that occur only if a text spells them."""
         of_text = getattr(self.tokenizer, "encoded_vocab_size", self.vocab_size)
         return of_text if self.start_id is None else max(of_text, self.start_id + 1)
 
@@ -61,7 +61,7 @@ class TokenizedInput(indexed.IndexedInput):
         self._model_vocab_size = model_vocab_size
 
     def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
-        """Decodes the first lengths[b] of each row of ids [B, T]. End-of-text and tokens without text are dropped."""
+        """Decodes the first lengths[b] ids of each row b of ids [B, T]. End-of-text and tokens without text are dropped."""
         del key
         return self.tokenizer.decode(ids, lengths)
 
@@ -148,7 +148,7 @@ class TokenizedFiles(TokenizedInput):
 
 
 def refuse_unless_text(found: text_files.TextFiles, tokenizer: tokenizers.Tokenizer) -> None:
-    """Refuses files that aren't text, by their names, their first `HEAD_BYTES`, and what the tokenizer reads.
+    """Raises UserError if a file isn't text for the tokenizer, by its name and its first `HEAD_BYTES` bytes.
 
     Raises:
       UserError: one (named) is of another format.

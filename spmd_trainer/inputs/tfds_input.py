@@ -1,6 +1,6 @@
 """Prepared TensorFlow Datasets, with examples read by number. Needs the package tensorflow-datasets: extra `tfds`.
 
-Numbers and images are read without TensorFlow, in either of the two file formats.
+Numbers and images are read without TensorFlow, from TFRecord and from ArrayRecord files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TfdsInput(examples_lib.ExamplesInput):
 
     @functools.cached_property
     def builder(self) -> Any:
-        """The dataset's builder. UserError if tensorflow-datasets isn't installed or the dataset isn't prepared."""
+        """The dataset's builder. Raises UserError if tensorflow-datasets isn't installed or the dataset isn't prepared."""
         try:
             import tensorflow_datasets as tfds
         except ImportError as error:
@@ -166,7 +166,7 @@ def _read_from(source: Any, example: int) -> dict[str, Any]:
 
 
 def _spec(feature: Any) -> jax.ShapeDtypeStruct | None:
-    """Returns shape and dtype of a feature; None if it is not numeric or has no fixed shape."""
+    """Returns the shape and dtype of a feature; None if it is not numeric or has no fixed shape."""
     shape, dtype = feature.shape, feature.np_dtype
     if isinstance(shape, Mapping) or isinstance(dtype, Mapping) or None in shape or np.dtype(dtype).kind not in "biuf":
         return None

@@ -21,7 +21,7 @@ ENCODINGS = ("numbers", "raw", "image")
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """How to read one feature of an Example.
+    """Description of one feature of a tf.train.Example.
 
     Attributes:
       shape: shape of one example's array.
@@ -42,7 +42,7 @@ class TfRecordInput(examples_lib.ExamplesInput):
     """Input over TFRecord files. Needs TensorFlow. See `ExamplesInput` for order, batches and `transform`.
 
     Example: `features={'image': Feature((28, 28, 1), 'uint8', 'image', key='image/encoded'), 'label': Feature((), 'int32')}`
-    gives `image` uint8 [B, 28, 28, 1], `label` int32 [B] and `eval_sample_weights` float32 [B].
+    gives B rows: `image` uint8 [B, 28, 28, 1], `label` int32 [B] and `eval_sample_weights` float32 [B].
 
     A broken file is an error: at the start if a record's length is wrong, otherwise when the broken record is read.
 

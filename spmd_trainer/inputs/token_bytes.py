@@ -87,8 +87,8 @@ def _bytes_of(spelling: str, steps: Sequence[Mapping[str, Any]], alphabet: Mappi
 def _byte_of_symbol() -> dict[str, int]:
     """Maps each symbol of GPT-2's byte-level alphabet to its byte.
 
-    Printable Latin-1 characters stand for their own byte. The other 68 bytes, in ascending order, are the characters
-    from U+0100.
+    Printable Latin-1 characters stand for their own byte. The characters from U+0100 on stand for the other 68 bytes, in
+    ascending order.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]

@@ -89,12 +89,12 @@ def start_token(tokenizer: tokenizers.Tokenizer, start: str) -> int | None:
 
 
 def default_start(tokenizer: tokenizers.Tokenizer) -> str:
-    """Default `start`: 'tokenizer' for a Hugging Face tokenizer, otherwise 'eos'."""
+    """Returns the default `start`: 'tokenizer' for a Hugging Face tokenizer, otherwise 'eos'."""
     return "tokenizer" if isinstance(tokenizer, HuggingFaceTokenizer) else "eos"
 
 
 def _is_sentencepiece(path: str) -> bool:
-    """True for any file that is not JSON. Raises UserError if the path can't be read."""
+    """Returns True for any file that is not JSON, False for a folder. Raises UserError if the path can't be read."""
     path = file_or_pattern("tokenizer", path)
     if not reading.exists(path):
         hint = "" if path.endswith((".model", ".json")) else ". Tokenizers are not downloaded"

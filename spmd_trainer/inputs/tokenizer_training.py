@@ -59,7 +59,7 @@ _UNKNOWN_OR_NEWLINE, _BYTE = ("<unk>", "\n"), re.compile("<0x[0-9A-F]{2}>")
 
 
 def train_tokenizer(config: TokenizerConfig) -> None:
-    """Trains a tokenizer, writes it and prints what it is.
+    """Trains a tokenizer, writes it and prints a summary.
 
     Raises:
       UserError: the files, the output or the chat template can't be used, or the text is too small for `vocab_size`.
@@ -89,7 +89,7 @@ def train_tokenizer(config: TokenizerConfig) -> None:
 
 
 def _with_special_tokens(config: TokenizerConfig, eos: str) -> TokenizerConfig:
-    """Returns the settings with end-of-text, which the other special tokens leave out.
+    """Returns the settings with end-of-text set (default: `eos`), and without it among the other special tokens.
 
     Raises:
       UserError: a special token has the name of a piece that SentencePiece makes itself.
@@ -106,7 +106,7 @@ def _with_special_tokens(config: TokenizerConfig, eos: str) -> TokenizerConfig:
 
 
 class Texts(Iterable[str]):
-    """The texts of a corpus. Logs how many it has read."""
+    """The texts of a corpus. Logs the number of documents read."""
 
     def __init__(self, config: TokenizerConfig):
         """Opens the corpus.
@@ -155,7 +155,7 @@ class Texts(Iterable[str]):
         logging.info("%s read; the vocabulary is being made", self.counted())
 
     def counted(self) -> str:
-        """Returns how much was read: '21 documents, 15,000 bytes'."""
+        """Returns the amount of text read so far: '21 documents, 15,000 bytes'."""
         left_out = f", {self._skipped:,} left out" if self._skipped else ""
         return f"{count_text(self._documents, 'document')}, {self._bytes:,} bytes{left_out}"
 
@@ -169,7 +169,7 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _blocks(texts: Iterable[str]) -> Iterator[str]:
-    """Yields texts, long ones in parts that end with a line if they can."""
+    """Yields texts. Long texts are split into parts, each of which ends with a line where possible."""
     for text in texts:
         start = 0
         while start < len(text):
@@ -183,11 +183,11 @@ def _blocks(texts: Iterable[str]) -> Iterator[str]:
 def train_sentencepiece(texts: Iterable[str], config: TokenizerConfig, **more: Any) -> bytes:
     """Trains a SentencePiece model and returns the content of its `.model` file.
 
-    Its pieces are unknown (0), end-of-text (1), a newline, the special tokens, 256 bytes, and those that were learned.
+    Its pieces are unknown (0), end-of-text (1), a newline, the special tokens, 256 bytes, and the learned pieces.
 
     Args:
       texts: the texts.
-      config: what to train.
+      config: algorithm, vocabulary size and special tokens.
       **more: further settings of SentencePiece.
 
     Raises:
@@ -261,7 +261,7 @@ def train_huggingface(texts: Iterable[str], config: TokenizerConfig) -> huggingf
 
 
 def _unigram(huggingface: ModuleType, texts: Iterable[str], config: TokenizerConfig) -> huggingface.Tokenizer:
-    """Trains by SentencePiece: the library's own trainer gives other tokens each time."""
+    """Trains with SentencePiece, because the trainer of Hugging Face's library gives other tokens each time."""
     import sentencepiece
 
     # A text that spells a byte's token, '<0x0A>', has other tokens for it only if these characters do.
@@ -283,7 +283,7 @@ def _unigram(huggingface: ModuleType, texts: Iterable[str], config: TokenizerCon
 
 
 def _in_thread(train: Callable[[], _Made]) -> _Made:
-    """Calls `train` in a thread: the libraries' own loops don't notice Ctrl-C, and the main thread does."""
+    """Calls `train` in a thread, so that the main thread notices Ctrl-C, and returns its result."""
     done: concurrent.futures.Future[_Made] = concurrent.futures.Future()
 
     def run() -> None:
@@ -297,7 +297,10 @@ def _in_thread(train: Callable[[], _Made]) -> _Made:
 
 
 def _refuse_other_files(folder: epath.Path, *, has_template: bool) -> None:
-    """Refuses a folder that holds more than an earlier tokenizer, e.g. a model, whose tokenizer would be replaced."""
+    """Raises UserError if a folder holds files besides an earlier tokenizer, e.g. a model.
+
+    The model's tokenizer would be replaced.
+    """
     own = {TOKENIZER_FILE, STATING_FILES[0], *([TEMPLATE_FILE] if has_template else [])}
     held = reading.names(os.fspath(folder)) if folder.exists() else []
     if others := [name for name in held if name not in own]:
@@ -305,7 +308,7 @@ def _refuse_other_files(folder: epath.Path, *, has_template: bool) -> None:
 
 
 def _write_folder(folder: epath.Path, made: huggingface.Tokenizer, eos: str, template: str | None) -> None:
-    """Writes what `HuggingFaceTokenizer` and transformers read. Raises OSError if it can't."""
+    """Writes the files that `HuggingFaceTokenizer` and transformers read. Raises OSError if they can't be written."""
     found = HuggingFaceTokenizer(made, eos=eos)
     usual = {"eos_token": found.eos_id, "bos_token": found.bos_id, "pad_token": found.pad_id}
     stated = {name: made.id_to_token(index) for name, index in usual.items() if index is not None}

@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
-        """Decodes the first lengths[b] of each row of ids [B, T]. End-of-text is dropped."""
+        """Decodes the first lengths[b] ids of each row b of ids [B, T]. End-of-text is dropped."""
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns everything that decides the tokens, as JSON values."""
@@ -177,7 +177,7 @@ class SentencePieceTokenizer:
         return [np.asarray(ids, np.int32) for ids in self._processor.encode(decoded, out_type=int)]
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
-        """Decodes ids, without control pieces and ids outside the vocabulary."""
+        """Returns the text of the first lengths[b] ids of each row b, without control pieces and ids outside the vocabulary."""
         rows = ids_of_text(ids, lengths, self.vocab_size, self.eos_id)
         return [self._processor.decode(row.tolist()) for row in rows]
 
@@ -243,13 +243,13 @@ def decode_bytes(ids: Any, lengths: Any, eos_id: int = BYTE_VALUES) -> list[str]
 
 
 def ids_of_text(ids: Any, lengths: Any, limit: int, eos_id: int) -> list[np.ndarray]:
-    """Returns the first lengths[b] of each row of ids [B, T], without end-of-text and those that are not below `limit`."""
+    """Returns the first lengths[b] ids of each row b of ids [B, T], without end-of-text and ids outside 0 to `limit` - 1."""
     rows = [np.asarray(row)[: int(length)] for row, length in zip(ids, lengths, strict=True)]
     return [row[(row >= 0) & (row < limit) & (row != eos_id)] for row in rows]
 
 
 def unknown_token(token: int, limit: int) -> str:
-    """Returns what is wrong with a text that gives a token outside a vocabulary of `limit` tokens, as a clause."""
+    """Returns a clause for errors: a text gives `token`, and the model's vocabulary has only `limit` tokens."""
     return (
         f"gives token {token}, and the model's vocabulary is 0 to {limit - 1}. The text spells a special token: take it out, "
         "make the model's vocabulary larger, or read special tokens like other text with "
@@ -258,5 +258,5 @@ def unknown_token(token: int, limit: int) -> str:
 
 
 def token_dtype(vocab_size: int) -> Any:
-    """Smallest unsigned dtype that holds every token; inputs store tokens in it."""
+    """Returns the smallest unsigned dtype, uint16 or uint32, that holds every token; inputs store tokens in it."""
     return np.uint16 if vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32

@@ -1,6 +1,6 @@
-"""Processes beside the trainer that answer its requests: they tokenise, decode images, render chat templates.
+"""Worker processes, which tokenise, decode images or render chat templates for the trainer.
 
-Requests and answers are bytes in a pipe. A process ends with the trainer, because the pipe does.
+Requests and answers are bytes in a pipe. When the trainer ends, the pipe closes, and the worker ends too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class EndedError(Exception):
     """A process ended instead of answering. The message says how: 'ended with status 1'.
 
     Attributes:
-      status: its exit status, negative for a signal; None if it could not be started, or closed its pipe and went on.
+      status: its exit status, negative for a signal; None if it could not be started, was stopped before its start, or closed
+        its pipe but kept running.
     """
 
     def __init__(self, how: str, status: int | None = None):
@@ -42,18 +43,18 @@ class EndedError(Exception):
 
 
 class WorkerProcess:
-    """A process that starts with its first request, and after its end with another one.
+    """A process that starts with its first request, and starts again with the next request after it has ended.
 
-    It is in a session of its own: Ctrl-C in a terminal is the trainer's to handle.
+    It runs in a separate session, so that Ctrl-C in a terminal reaches only the trainer.
     """
 
     def __init__(self, command: Sequence[str], arguments: Sequence[str] = (), *, first: bytes = b"", **settings: Any):
-        """Prepares it.
+        """Prepares the process without starting it.
 
         Args:
-          command: the program, which gets the number of its pipe's file descriptor.
-          arguments: what the program gets behind it, as they are when it starts.
-          first: what it reads before the requests, if anything.
+          command: the program. Its first argument is the number of the pipe's file descriptor.
+          arguments: the program's further arguments, read when the process starts.
+          first: bytes to send before the first request; empty sends nothing.
           **settings: arguments of `subprocess.Popen`.
         """
         self._command, self._arguments, self._first, self._settings = command, arguments, first, settings
@@ -66,16 +67,22 @@ class WorkerProcess:
     def of_module(
         cls, module: str, first: bytes, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> WorkerProcess:
-        """Prepares one that runs a module, see `pipe_of_trainer`.
+        """Prepares a process that runs a Python module, which calls `pipe_of_trainer`.
 
-        It imports what this process can import, because it may get objects of the user's classes, and leaves the devices alone.
+        The process can import all modules that this process can, because it may unpickle objects of the user's classes. JAX uses
+        only the CPU in it.
+
+        Args:
+          module: name of the module.
+          first, arguments: see `WorkerProcess`.
+          environment: further environment variables.
         """
         own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "JAX_PLATFORMS": "cpu"}
         env = {**os.environ, **own, **(environment or {})}
         return cls([sys.executable, "-P", "-m", module], arguments, first=first, env=env)
 
     def ask(self, request: bytes) -> bytes:
-        """Returns the answer to a request. Raises EndedError if the process ends. Threads wait for each other."""
+        """Returns the answer to a request. Raises EndedError if the process ends. Concurrent calls wait for each other."""
         with self._lock:
             try:
                 if self._pipe is None:
@@ -89,7 +96,7 @@ class WorkerProcess:
                 raise
 
     def stop(self) -> None:
-        """Ends the process at once, and for good. Any thread may call it."""
+        """Kills the process at once, and prevents a new start. Any thread may call it."""
         self._is_over = True
         if (process := self._process) is not None:
             process.kill()
@@ -111,7 +118,10 @@ class WorkerProcess:
         return ours
 
     def _ended(self, error: Exception) -> EndedError:
-        """Returns how the process ended that has closed its pipe. `error`: of the pipe, or of the process' start."""
+        """Returns the error for a process that has closed its pipe or could not start.
+
+        `error`: the exception of the pipe or of the start.
+        """
         status, has_started = None, self._process is not None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -122,7 +132,7 @@ class WorkerProcess:
         return EndedError("closed its pipe and went on" if has_started else f"could not be started ({error})")
 
     def _end(self) -> None:
-        """Ends the process, if there is one."""
+        """Kills the process if there is one, and closes the pipe."""
         process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
         if pipe is not None:
             pipe.close()

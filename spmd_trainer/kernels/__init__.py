@@ -1,16 +1,18 @@
-"""Self-attention over whole rows, the grouped products of sparse experts, and a loss without logits.
+"""Kernels: self-attention over whole rows, grouped matrix products for sparse experts, and cross entropy without stored logits.
 
 Start with `attend.py`: layers call its `attend`, which picks a kernel for the device, the shapes and the pattern, and runs it
-on each device's part of the arrays. `kernels.py` defines which keys a query sees, and has the
-interface of a kernel and the order in which kernels are tried:
+on each device's part of the arrays. `kernels.py` defines which keys a query sees, the interface of a kernel, and the order in
+which kernels are tried:
 
 - `splash.py`: JAX's splash attention for TPUs.
 - `cudnn.py`: cuDNN's fused attention for CUDA GPUs.
 - `chunked.py`: blocks with an online softmax in `jax.numpy`, for every device.
-- `reference.py`: plain logits and probabilities; for short rows, dropout, and as the truth in tests.
+- `reference.py`: plain logits and probabilities; for short rows, for dropout, and as the reference in tests.
 
-A new attention kernel is one new file and one line in `kernels.py`. `ring.py` and `all_to_all.py` split rows over a mesh axis.
+A new attention kernel is one new file and one line in `kernels.py`. `ring.py` and `all_to_all.py` split the tokens of a row over
+a mesh axis (context parallelism).
 
 For experts, `token_groups.py` sorts tokens by expert, and `grouped_dot.py` multiplies them: by `megablox.py` on TPUs, by
-`grouped_blocks.py` elsewhere. `cross_entropy.py` is the loss of a language model, in blocks of tokens.
+`hopper.py` on Hopper GPUs, by `grouped_blocks.py` elsewhere. `cross_entropy.py` is the loss of a language model, in blocks of
+tokens.
 """

@@ -1,8 +1,10 @@
-"""All-to-all attention (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): splits heads where the row was split.
+"""All-to-all attention (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): exchanges a split of tokens for one of heads.
 
-Each device of a sequence axis has a part of the row with all its heads. One all-to-all each for queries, keys and values
-gives it whole rows with a part of the heads. Any kernel computes these, and one all-to-all returns the outputs. Rows keep
-their order.
+Each device of a sequence axis has a part of the row's tokens, with all heads. One all-to-all each for queries, keys and values
+gives it whole rows with a part of the heads. Any kernel computes attention on these, and one all-to-all brings the outputs back.
+Tokens keep their order.
+
+Shapes: B rows, T tokens of a row, N query heads, K key heads, head width H.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from spmd_trainer.kernels.kernels import Kernel, Pattern, Rows
 
 
 def attend(rows: Rows, pattern: Pattern, axes: tuple[str, ...], kernel: Kernel) -> jax.Array:
-    """Computes attention over rows that are split over mesh axes. Under `shard_map`. Returns this device's part of the
-    output, [B, T / n, N, H], of value's dtype.
+    """Computes attention over rows that are split over mesh axes. Call it under `jax.shard_map`.
+
+    Returns this device's part of the output, [B, T / n, N, H], of value's dtype.
 
     Args:
       rows: this device's part, of T / n tokens.
       pattern: which keys a query sees.
-      axes: the mesh axes, n devices.
-      kernel: computes whole rows, with the shapes of `shapes_of_kernel`.
+      axes: the mesh axes, of n devices together.
+      kernel: the kernel, which gets whole rows of the shapes that `shapes_of_kernel` returns.
     """
     query, key, value, segment_ids, sinks = rows
     heads = query.shape[2]
@@ -43,7 +46,12 @@ def attend(rows: Rows, pattern: Pattern, axes: tuple[str, ...], kernel: Kernel) 
 def shapes_of_kernel(
     query: jax.ShapeDtypeStruct, key: jax.ShapeDtypeStruct, count: int
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns the kernel's shapes for a device's part [B, T / n, N, H] and [B, T / n, K, H], n = `count`."""
+    """Returns the shapes of the queries and keys that the kernel gets on each device.
+
+    Args:
+      query, key: a device's part, [B, T / n, N, H] and [B, T / n, K, H].
+      count: number of devices, n.
+    """
     padded = jax.eval_shape(lambda q, k: with_divisible_heads(q, k, k, count)[:2], query, key)
     queries, keys = (
         jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * count, x.shape[2] // count, x.shape[3]), x.dtype) for x in padded
@@ -59,7 +67,7 @@ def with_divisible_heads(
     Args:
       query: [B, T, N, H].
       key, value: [B, T, K, H]; N is a multiple of K.
-      count: number of pieces.
+      count: number of equal pieces that the heads must divide into.
 
     Returns:
       Queries with at least N heads (the first N unchanged), keys and values. Piece i of the queries' heads uses piece i of the

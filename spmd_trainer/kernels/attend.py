@@ -1,4 +1,7 @@
-"""The attention called by layers: picks a kernel and runs it on each device's part of the arrays."""
+"""The attention called by layers: picks a kernel and runs it on each device's part of the arrays.
+
+Shapes: B rows, T tokens of a row, N query heads, K key heads, head width H.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from spmd_trainer.kernels.kernels import Call, Choice, Pattern, Rows
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The mesh axes that split each dimension; () if it is not split.
+    """The mesh axes that split each dimension of a call's arrays; () for a dimension that is not split.
 
     Attributes:
       batch: axes of the rows.
@@ -47,15 +50,15 @@ def attend(
 ) -> jax.Array:
     """Computes self-attention over rows. Returns [B, T, N, H], of value's dtype.
 
-    On a mesh of several devices each device computes its own rows and heads. Rows and heads are padded to divide by the
-    devices. Under a `jax.shard_map`, `split` is ignored: the arrays belong to one device.
+    On a mesh of several devices each device computes its own rows and heads. Rows and heads are padded so that they divide evenly
+    among the devices. Under a `jax.shard_map`, `split` is ignored: the arrays belong to one device.
 
     Args:
       query: [B, T, N, H].
       key, value: [B, T, K, H]; N is a multiple of K. Query head n uses key head n // (N / K).
       pattern: which keys a query sees.
       segment_ids: int32 [B, T]; a token sees only tokens of its segment. None if each row is one segment.
-      sinks: [N], a further logit of each head's softmax, whose probability goes to no key; None for none.
+      sinks: [N], a further logit of each head's softmax, whose probability goes to no key; None for no sinks.
       split: how the arrays are split over the ambient mesh (`jax.set_mesh`).
       kernel: name of the kernel to use; None for the first that can be used (see `kernels.choose`).
       context_parallel: how attention is computed if `split.length` splits the rows' tokens: 'ring', with tokens in the order of
@@ -65,7 +68,7 @@ def attend(
 
     Raises:
       UserError: the kernel doesn't exist or can't be used; query heads are not a multiple of key heads; the mesh lacks an axis
-        of `split`; the devices that split a row's tokens (for a ring, twice as many) don't divide their number.
+        of `split`; T is not a multiple of the number of devices that split the tokens (for a ring, of twice this number).
     """
     if key.shape != value.shape or query.shape[2] % key.shape[2]:
         raise UserError(
@@ -126,7 +129,7 @@ def _on_each_device(choice: Choice, pattern: Pattern, parts: _Parts, rows: Rows)
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """Splits of a call's arrays: like `Split`, without axes of size 1; empty under a `jax.shard_map`.
+    """The `Split` of a call's arrays on a mesh, without axes of size 1; empty under a `jax.shard_map`.
 
     Attributes:
       sizes: size of each axis; empty on one device.
@@ -139,7 +142,7 @@ class _Parts:
 
     @classmethod
     def of(cls, split: Split, mesh: AbstractMesh, name: str) -> _Parts:
-        """Returns the parts on a mesh, which may have no axes.
+        """Returns the split on a mesh, which may have no axes. `name`: the layer's name, for errors.
 
         Raises:
           UserError: the mesh lacks an axis of `split`.
@@ -159,7 +162,7 @@ class _Parts:
         return cls(batch, length, heads, sizes)
 
     def count(self, dimension: str) -> int:
-        """Returns the number of parts of 'batch', 'length' or 'heads'."""
+        """Returns the number of parts that a dimension is split into: 'batch', 'length' or 'heads'."""
         return math.prod(self.sizes[axis] for axis in getattr(self, dimension))
 
     def local(self, x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -169,7 +172,7 @@ class _Parts:
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     def padded(self, rows: Rows) -> Rows:
-        """Pads rows and heads to divide by the devices, so that each device has the keys of its query heads.
+        """Pads rows and heads to divide evenly among the devices, so that each device has the keys of its query heads.
 
         Rows are padded with zeros. If the devices divide the query heads, key heads are repeated to at least one per device.
         Otherwise they are repeated to one per query head, and then heads are padded with zeros.
@@ -185,7 +188,7 @@ class _Parts:
 
 
 def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) -> str | None:
-    """Returns 'ring' or 'all_to_all' for rows of a split length; None for whole rows.
+    """Returns how attention is computed, 'ring' or 'all_to_all', if the tokens of a row are split; None for whole rows.
 
     Raises:
       UserError: the form is unknown, or the devices don't divide the length.
@@ -205,7 +208,7 @@ def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) 
 
 
 def _choose(call: Call, asked: str | None, form: str | None, num_devices: int) -> Choice:
-    """Picks the kernel of a call, whose length may be split over `num_devices`.
+    """Picks the kernel of a call. `form`: 'ring' or 'all_to_all' if `num_devices` devices split the tokens; otherwise None.
 
     Raises:
       UserError: as `kernels.choose`; also dropout with a split length, and another kernel than 'chunked' for a ring.

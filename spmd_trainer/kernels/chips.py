@@ -1,6 +1,6 @@
-"""Memory and peak FLOP/s of a device by its name in JAX, the FLOPs of a training step, and the device of a program.
+"""Memory and peak FLOP/s of a device by its name in JAX, FLOPs of a training step, and the device that a program is compiled for.
 
-JAX only has data for TPUs, for its own kernels (`jax.experimental.pallas.tpu.get_tpu_info`), and none for GPUs.
+JAX itself has such data only for TPUs (`jax.experimental.pallas.tpu.get_tpu_info`, for its own kernels).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Gpu:
       lanes: float32 units of a multiprocessor.
       clock_ghz: highest clock of the multiprocessors.
       memory_bytes: memory that CUDA reports, which is less than the data sheet's.
-      bandwidth: of the memory, in bytes per second.
+      bandwidth: bandwidth of the memory in bytes per second.
       l2_bytes: size of the L2 cache.
       shared_bytes: shared memory of a multiprocessor. A block may use all but 1 KiB of it.
       per_host: most GPUs in a host.
@@ -143,10 +143,10 @@ def peak_flops(device_kind: str, count: int) -> float | None:
 def model_flops(num_params: int, tokens: int, *, num_frozen: int = 0) -> float:
     """Returns a training step's FLOPs as 6 * parameters * tokens (Kaplan et al. 2020, arXiv:2001.08361).
 
-    Frozen parameters (`num_frozen`) count 4 * parameters * tokens, because they need no gradient. This covers the forward and
-    the backward pass, without attention's products of queries, keys and values and without rematerialisation. Give the
-    parameters that compute one token, without those of experts that it doesn't choose. The compiler's own count isn't used,
-    because it counts a loop's body once.
+    Frozen parameters (`num_frozen`) count 4 * parameters * tokens, because they need no gradient. The result covers the forward
+    and the backward pass, without attention's products of queries, keys and values and without rematerialisation. `num_params`
+    must leave out the parameters of experts that a token doesn't choose. The compiler's own count isn't used, because it counts a
+    loop's body once.
     """
     return (6.0 * num_params + 4.0 * num_frozen) * tokens
 

@@ -5,8 +5,11 @@ pair comes after another in a `lax.scan`, so the program's size doesn't depend o
 logit, its sum of exponentials and its weighted sum of values (Milakov & Gimelshein 2018, arXiv:1805.02867). The backward pass
 computes the logits again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135).
 
-`forward`, `finish` and `backward` work on any queries and keys whose tokens' places in the row are given, so ring attention
-uses them for keys that come from another device:
+Shapes: B rows, T tokens of a row, N query heads, K key heads, G = N / K query heads per key head, head width H, n blocks of
+queries and m blocks of keys.
+
+`forward`, `finish` and `backward` get the positions of the queries and keys as arguments, so ring attention uses them for keys
+that come from another device:
 
     queries, keys, values = query_blocks(query, key.shape[2], block), key_blocks(key, block), key_blocks(value, block)
     sums = initial_sums(queries, sinks)
@@ -72,7 +75,7 @@ class Sums(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """The backward pass' data of each query.
+    """Inputs of the backward pass for each query.
 
     Attributes:
       out: [n, B, K, G, block, H], gradient of the output.
@@ -104,7 +107,7 @@ def attend(rows: Rows, pattern: Pattern) -> jax.Array:
 
 
 def block_length(length: int) -> int:
-    """Returns the tokens of a block for rows of this length: equal blocks, as few as the device allows."""
+    """Returns the tokens of a block for rows of `length` tokens: equal blocks, as few as the device's largest block allows."""
     most = _BLOCK_ON_CPU if chips.current_target().platform == "cpu" else _BLOCK
     if length <= most:
         return length
@@ -165,7 +168,7 @@ def visible_pairs(length: int, block: int, pattern: Pattern) -> np.ndarray:
 
 
 def initial_sums(queries: jax.Array, sinks: jax.Array | None) -> Sums:
-    """Returns the sums over zero keys, for queries in blocks. A sink (float32 [B, N]) is like a key of the value 0."""
+    """Returns the sums before any key is added, for queries in blocks. A sink (float32 [B, N]) is like a key of the value 0."""
     weighted = jnp.zeros_like(queries, jnp.float32)
     if sinks is not None:
         return Sums(weighted[..., 0] + sinks.reshape(*weighted.shape[1:4], 1), weighted[..., 0] + 1, weighted)
@@ -182,7 +185,7 @@ def forward(
     sums: Sums,
     pattern: Pattern,
 ) -> Sums:
-    """Adds keys to the sums of queries.
+    """Adds the keys in the given pairs of blocks to the sums of the queries. Returns the new sums.
 
     Args:
       queries: [n, B, K, G, block, H].
@@ -216,7 +219,7 @@ def finish(sums: Sums) -> tuple[jax.Array, jax.Array]:
 
 
 def sink_grads(sinks: jax.Array | None, rows: RowGrads) -> jax.Array | None:
-    """Returns the gradients of the sinks [B, N]. A sink adds nothing to the output: only the probability that it takes counts."""
+    """Returns the gradients of the sinks, [B, N]. A sink affects the output only by the probability that it takes from keys."""
     if sinks is None:
         return None
     probabilities = jnp.exp(sinks.reshape(*rows.lse.shape[1:4], 1) - rows.lse)
@@ -226,7 +229,7 @@ def sink_grads(sinks: jax.Array | None, rows: RowGrads) -> jax.Array | None:
 def row_sums(outs: jax.Array, out_grads: jax.Array) -> jax.Array:
     """Returns the sum of output * gradient over the head's width, float32 [n, B, K, G, block].
 
-    The gradient of the softmax subtracts it: it is the sum over keys of probability * gradient of the probability.
+    It equals the sum over keys of probability * gradient of the probability, which the gradient of the softmax subtracts.
     """
     return jnp.sum(outs.astype(jnp.float32) * out_grads.astype(jnp.float32), axis=-1)
 
@@ -248,7 +251,10 @@ def backward(
     grads: Grads,
     pattern: Pattern,
 ) -> Grads:
-    """Adds the gradients through the given pairs of blocks; arguments as for `forward`."""
+    """Adds the gradients through the given pairs of blocks to `grads`. Returns the new sums.
+
+    `rows` has the queries' data, and `grads` the gradients so far. The other arguments are those of `forward`.
+    """
     keys, values, query_tokens, key_tokens, pairs = _tied(keys, values, query_tokens, key_tokens, pairs)
 
     def add(grads: Grads, pair: jax.Array) -> tuple[Grads, None]:
@@ -277,8 +283,8 @@ def _tied(
 ) -> tuple[jax.Array, jax.Array, Tokens, Tokens, jax.Array]:
     """Makes the arguments depend on the keys.
 
-    Token positions are the same in all layers. If layers are a `lax.scan`, its differentiation would otherwise compute and keep
-    everything that depends on positions alone before the loop: the masks of all pairs of blocks, [T, T].
+    Token positions are the same in all layers. If layers are a `lax.scan`, its differentiation would otherwise move everything
+    that depends on positions alone out of the loop, and keep it: the masks of all pairs of blocks, [T, T].
     """
     tied: tuple[jax.Array, jax.Array, Tokens, Tokens, jax.Array] = lax.optimization_barrier(
         (keys, values, query_tokens, key_tokens, jnp.asarray(pairs))

@@ -1,12 +1,15 @@
-"""Cross entropy of a language model without its logits: blocks of tokens, forward and backward.
+"""Cross entropy of a language model without storing its logits: computed in blocks of tokens, forward and backward.
 
-The logits of a block are computed, reduced to a few numbers a token, and forgotten; the backward pass computes them again. Their
-memory is that of a block, whatever the batch and the vocabulary, for a fourth product beside the three of the whole form.
-Published as Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009), whose kernels also cut the vocabulary; here the mesh does.
+The logits of a block are computed, reduced to a few numbers per token, and dropped; the backward pass computes them again. Memory
+holds the logits of one block only, whatever the batch and the vocabulary. The price is a fourth matrix product: with stored
+logits there are three. Published as Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009), whose kernels also split the
+vocabulary into blocks; here only the mesh splits it.
 
 On a mesh, each device computes its own tokens with its own part of the vocabulary. The matrix is gathered along its width before
-all blocks. The parts' maxima and sums are combined after all blocks, and so are the gradients, in float32. Nothing is exchanged
-in the loops.
+the first block. Maxima, sums and gradients are combined across devices after the last block, in float32. The loops contain no
+collectives.
+
+Shapes: B rows, T tokens of a row, n tokens of a block, D features of a token, V labels of the vocabulary.
 """
 
 from __future__ import annotations
@@ -36,12 +39,12 @@ _LEAST = float(jnp.finfo(jnp.float32).min)
 
 
 class TokenLosses(NamedTuple):
-    """What is known of each token.
+    """Results for each token.
 
     Attributes:
       xent: cross entropy of its label, float32 [B, T].
       log_sum: logarithm of the sum of its exponentiated logits, float32 [B, T].
-      argmax: the most likely label, the first of equals, int32 [B, T]. Without a gradient.
+      argmax: the most likely label (the first one if several are equal), int32 [B, T]. Without a gradient.
     """
 
     xent: jax.Array
@@ -56,8 +59,8 @@ class VocabularySplit:
     Attributes:
       batch, length: axes of the tokens.
       vocab: axes of the matrix' rows.
-      width: axes of the matrix' columns. Over those that split tokens, the matrix is gathered for the products, and its gradient
-        reduced and scattered; XLA gathers it over others.
+      width: axes of the matrix' columns. Over axes that also split tokens, this module gathers the matrix for the products, and
+        reduces and scatters its gradient. Over other axes, XLA gathers it.
     """
 
     batch: tuple[str, ...] = ()
@@ -81,21 +84,21 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     split: VocabularySplit = VocabularySplit(),
 ) -> TokenLosses:
-    """Computes the cross entropy of `hidden` times the rows of `matrix`.
+    """Computes the cross entropy of labels, for the logits `hidden` times the transpose of `matrix`.
 
-    Rows and the matrix are padded to divide by the devices; no token is given a label of the padding.
+    The batch and the matrix are padded to divide evenly among the devices. Added labels get the probability 0.
 
     Args:
       hidden: [B, T, D].
       matrix: [V, D], of the same dtype.
       labels: int32 [B, T], 0 to V - 1.
-      biases: added to each token's products, [V]; None: nothing is.
-      softcap: logits become softcap * tanh(logits / softcap); None: they stay.
-      label_smoothing: probability that the label shares among the other labels, each an equal part (Szegedy et al. 2016,
-        arXiv:1512.00567; there the label has a part too).
+      biases: [V], added to the logits of each token; None for no biases.
+      softcap: logits become softcap * tanh(logits / softcap); None for no cap.
+      label_smoothing: probability that is taken from the label and divided equally among the other labels (Szegedy et al. 2016,
+        arXiv:1512.00567, where the label gets an equal part too).
       split: how the arrays are split over the ambient mesh. Ignored under a `jax.shard_map`.
 
-    Where products are to be shown (`sharding.jaxprs.products_shown`), logits of all tokens are computed in one product.
+    In the context `sharding.jaxprs.products_shown`, the logits of all tokens are computed in one product.
     """
     if jaxprs.are_products_shown():
         form = _Form(VocabularySplit(), (), matrix.shape[0], matrix.shape, softcap, label_smoothing)
@@ -136,11 +139,11 @@ def _padded(x: jax.Array, shape: tuple[int, ...], fill: float = 0) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """What is fixed when a call is traced.
+    """Static settings of a call.
 
     Attributes:
-      split: axes of the call that split something.
-      axes: such axes of the mesh.
+      split: the call's split, without mesh axes of size 1.
+      axes: all mesh axes larger than 1.
       vocab_size: V without padding.
       padded: shape of the matrix with its padding.
       softcap, label_smoothing: see `cross_entropy`.
@@ -155,12 +158,15 @@ class _Form:
 
     @property
     def of_other(self) -> float:
-        """Probability of each label but the token's own."""
+        """Target probability of each label except the token's own."""
         return self.label_smoothing / (self.vocab_size - 1) if self.label_smoothing else 0.0
 
     def on_each_device(self, local: Callable[..., Any], given: str, returned: str) -> Callable[..., Any]:
-        """Wraps a function of a device's parts: 't' is an array by tokens, 'v' the matrix, 'w' with its whole width, 'b' the
-        biases."""
+        """Returns a function of whole arrays that runs `local` on each device's parts.
+
+        `given` and `returned` have one letter per argument and result: 't' for an array by tokens, 'v' for the matrix, 'w' for
+        the matrix with its whole width, 'b' for the biases.
+        """
         if not self.axes:
             return local
         rows = self.split.vocab or None
@@ -174,13 +180,16 @@ class _Form:
         return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def gathered(self, part: jax.Array, width: int) -> jax.Array:
-        """Returns a device's part of the matrix with its whole width, without padding."""
+        """Returns a device's part of the matrix, gathered to its whole width and without padding of the width."""
         if not self.split.width:
             return part
         return lax.all_gather(part, self.split.width, axis=1, tiled=True)[:, :width]
 
     def scattered(self, of_part: jax.Array) -> jax.Array:
-        """Sums the gradients of all tokens, of whole width; returns a device's part, padded as before `gathered`."""
+        """Sums the matrix' gradients, of whole width, over the devices' tokens.
+
+        Returns a device's part, padded as before `gathered`.
+        """
         if self.split.width:
             of_part = _padded(of_part, (of_part.shape[0], self.padded[1]))
             of_part = lax.psum_scatter(of_part, self.split.width, scatter_dimension=1, tiled=True)
@@ -188,7 +197,7 @@ class _Form:
         return lax.psum(of_part, rest) if rest else of_part
 
     def after(self, earlier: jax.Array, *later: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns the arrays `later`; on a mesh, see `hold_until_known`."""
+        """Returns the arrays `later`; on a mesh of CPU devices, they are used only after `earlier` (see `hold_until_known`)."""
         return hold_until_known([earlier], *later) if self.axes else later
 
     def first(self, part: jax.Array) -> jax.Array | int:
@@ -196,7 +205,7 @@ class _Form:
         return lax.axis_index(self.split.vocab) * part.shape[0] if self.split.vocab else 0
 
     def logits(self, hidden: jax.Array, part: jax.Array, biases: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Returns a block's logits with this device's labels, float32 [n, V], and these labels [V]."""
+        """Returns a block's logits for this device's labels, float32 [n, labels here], and these labels, int32 [labels here]."""
         products = jnp.einsum("nd,vd->nv", hidden, part, preferred_element_type=jnp.float32)
         if biases is not None:
             products += biases
@@ -208,12 +217,17 @@ class _Form:
         return jnp.where(labels < self.vocab_size, products, _LEAST) if is_padded else products, labels
 
     def probabilities(self, own: jax.Array, labels: jax.Array) -> jax.Array:
-        """Returns the probability of each of this device's labels `own` [V] for tokens with `labels` [n], float32 [n, V]."""
+        """Returns the target probability of each label on this device for each token of a block, float32 [n, labels here].
+
+        Args:
+          own: int32 [labels here], the labels on this device.
+          labels: int32 [n], the tokens' labels.
+        """
         others = jnp.where(own < self.vocab_size, self.of_other, 0.0) if self.label_smoothing else 0.0
         return jnp.where(own == labels[:, None], 1.0 - self.label_smoothing, others)
 
     def expected(self, logits: jax.Array, own: jax.Array, labels: jax.Array) -> jax.Array:
-        """Returns the sum of each token's logits times `probabilities`, [n]."""
+        """Returns the sum of logits * `probabilities` for each token, [n]."""
         of_label = jnp.sum(jnp.where(own == labels[:, None], logits, 0.0), axis=-1)
         if not self.label_smoothing:
             return of_label

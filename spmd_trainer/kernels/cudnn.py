@@ -1,13 +1,15 @@
 """Attention by cuDNN's fused kernels, for NVIDIA GPUs of compute capability 8.0 and later.
 
 No array has both a query and a key dimension: there is neither a mask nor a bias. Packed rows go to cuDNN as the offset and the
-length of each segment ("ragged" tensors). The number of segments is static there; a batch with more of them, or with a segment
-in several pieces, is computed by the chunked kernel instead, in the same program. A batch whose rows are one segment each is
-computed without packing: cuDNN clears buffers as if each of the segments were as long as a row, which took 12% of a step of
-Llama-3.2-1B on an H200.
+length of each segment ("ragged" tensors). The number of segments is static in the program. A batch with more segments, or with a
+segment in several pieces, is computed by the chunked kernel instead, in the same program. A batch in which each row is one
+segment is computed without packing. With packing, cuDNN clears buffers as if each segment were as long as a row, which took 12%
+of a step of Llama-3.2-1B on an H200.
 
-JAX's own function (`jax.nn.dot_product_attention`) has no packed rows, and checks the capabilities of
-this process' GPU, which may differ from the compile target. So this module uses the function's primitives.
+JAX's own function (`jax.nn.dot_product_attention`) doesn't support packed rows, and checks the capabilities of this process' GPU,
+which may differ from the compile target. So this module uses the function's primitives.
+
+Shapes: B rows, T tokens of a row, N query heads, K key heads, head width H, at most M segments per row on average.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _Call: TypeAlias = Callable[[tuple[Any, ...], "Packing | None"], Arrays]
 
 
 class Packing(NamedTuple):
-    """Segments of B rows of T tokens, B * M of them, listed in order regardless of their row.
+    """The segments of B rows of T tokens: at most B * M, in the order of their tokens over all rows.
 
     Attributes:
       lengths: number of tokens of each segment, int32 [B, M]; 0 after the last segment.
@@ -66,16 +68,16 @@ class Packing(NamedTuple):
 
     @property
     def way(self) -> jax.Array:
-        """int32 []: 0 to compute without packing, 1 with it, 2 by the chunked kernel."""
+        """How to compute, int32 []: 0 for cuDNN without packing, 1 for cuDNN with packing, 2 for the chunked kernel."""
         return jnp.where(self.whole, 0, jnp.where(self.fits, 1, 2))
 
 
 def packing(segment_ids: jax.Array, max_segments: int) -> Packing:
-    """Returns where the segments lie: a segment is a run of tokens of one row with the same id.
+    """Returns lengths and offsets of the segments. A segment is a run of tokens of one row with the same id.
 
     Args:
       segment_ids: int32 [B, T].
-      max_segments: M, at least 2; most segments per row, on average.
+      max_segments: M, at least 2: the largest number of segments per row, on average.
     """
     batch, length = segment_ids.shape
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -89,7 +91,7 @@ def packing(segment_ids: jax.Array, max_segments: int) -> Packing:
 
 
 def _all_differ(starts: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Returns True if no row has two segments with the same id. `starts`: first tokens of segments, then B * T."""
+    """Returns True if no row has two segments with the same id. `starts`: first token of each segment, then B * T as filling."""
     batch, length = segment_ids.shape
     rows = starts // length
     ids = jnp.take(segment_ids.reshape(-1), starts, mode="clip")
@@ -99,7 +101,7 @@ def _all_differ(starts: jax.Array, segment_ids: jax.Array) -> jax.Array:
 
 
 def folded(packed: Packing, num_tokens: int) -> Packing:
-    """Merges the packings of several batches (a leading axis in each array) into one packing of all their rows."""
+    """Merges the packings of several batches of `num_tokens` tokens (a leading axis in each array) into one of all rows."""
     size, rows, segments = packed.lengths.shape
     first = num_tokens * jnp.arange(size, dtype=jnp.int32)
     offsets = packed.offsets.reshape(size, -1)[:, : rows * segments] + first[:, None]
@@ -118,7 +120,7 @@ def reasons_against(call: Call) -> list[str]:
 
 
 def attend(rows: Rows, pattern: Pattern) -> jax.Array:
-    """See `Kernel`. There are no sinks."""
+    """See `Kernel`. `rows.sinks` must be None."""
     packed = None if rows.segment_ids is None else packing(rows.segment_ids, MAX_SEGMENTS)
     return _attention(pattern, rows, packed)
 
@@ -281,7 +283,7 @@ def _head_by_head(call: Callable[..., Arrays], rows: Rows, *more: jax.Array, lik
 
 
 def _with_batching(call: _Call) -> _Call:
-    """Makes `jax.vmap` turn a call into one with more rows, because JAX's primitives have no rule for packed rows."""
+    """Makes `jax.vmap` of a call merge the mapped axis into the rows: JAX's primitives have no batching rule for packed rows."""
     batched_call = jax.custom_batching.custom_vmap(call)
 
     @batched_call.def_vmap

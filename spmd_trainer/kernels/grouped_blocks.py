@@ -1,10 +1,10 @@
 """Grouped products in blocks of rows, in plain JAX for every device.
 
-Each group's rows are cut into blocks of equal size, the last one of a group only partly filled. A scan multiplies one block
-after the other by its group's matrix. A program has static shapes, so the scan is as long as the most blocks that any group
-sizes can need. Host devices skip the blocks that these sizes don't need. GPUs multiply them with zeros: to skip one, the host
-would have to wait for the device. So on GPUs that `hopper.py` doesn't know, a split of the experts saves no arithmetic: a device
-multiplies all rows that it has room for, which are fewer only if it has fewer experts than a token (`token_groups.py`).
+Each group's rows are cut into blocks of equal size; the last block of a group may be partly filled. A scan multiplies one block
+after the other by its group's matrix. A program has static shapes, so the scan has as many steps as the worst group sizes need.
+CPUs skip the blocks that the actual sizes don't need. GPUs compute them on zeros: to skip a block, the host would have to wait
+for the device. So on GPUs that `hopper.py` doesn't support, a split of the experts saves no arithmetic. A device multiplies all
+rows that it has room for, and has room for fewer only if it has fewer experts than a token chooses (`token_groups.py`).
 
 The block size is chosen so that the partly filled blocks add at most a sixteenth to the rows, or is `_SMALLEST` if there are few
 rows for each group.
@@ -80,7 +80,13 @@ def weights_product(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
 
 
 class _Block(NamedTuple):
-    """int32 scalars, or arrays [number of blocks]: the block's group, its first row, and the rows that it has of its group."""
+    """One block, as int32 scalars, or several, as int32 arrays [number of blocks].
+
+    Attributes:
+      group: index of the block's group.
+      first: index of the block's first row.
+      filled: number of the block's rows that belong to its group.
+    """
 
     group: jax.Array
     first: jax.Array
@@ -88,7 +94,10 @@ class _Block(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """The blocks of all groups in order. Unneeded blocks are at the end; they have no rows and begin after the last row."""
+    """The blocks of all groups in order, of `size` rows each.
+
+    Unneeded blocks are at the end; they have no rows and begin after the last row.
+    """
 
     size: int
     each: _Block
@@ -111,7 +120,7 @@ class _Blocks(NamedTuple):
 
 
 def _if_needed(block: _Block, compute: Callable[[], jax.Array], otherwise: jax.Array) -> jax.Array:
-    """Returns the result for a block; for one without rows, which has the result `otherwise`, host devices compute nothing."""
+    """Returns `compute()`. For a block without rows, CPUs return the same result, `otherwise`, without computing it."""
     return lax.platform_dependent(
         cpu=lambda: lax.cond(block.filled > 0, compute, lambda: otherwise),
         default=compute,
@@ -119,6 +128,6 @@ def _if_needed(block: _Block, compute: Callable[[], jax.Array], otherwise: jax.A
 
 
 def _within(block: _Block, x: jax.Array) -> jax.Array:
-    """Returns the block's rows [size, width] with zeros in those of other groups."""
+    """Returns the block's rows [size, width], with zeros in the rows of other groups."""
     is_own = lax.broadcasted_iota(jnp.int32, x.shape, 0) < block.filled
     return jnp.where(is_own, x, jnp.zeros((), x.dtype))

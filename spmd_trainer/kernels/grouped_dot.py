@@ -6,11 +6,14 @@
 - `hopper.py`: Pallas kernels for NVIDIA's Hopper GPUs.
 - `grouped_blocks.py`: blocks of rows in `jax.numpy`, for every device.
 
-`token_groups.py` sorts tokens by expert, and undoes it. All exchanges between devices are written out here and there, because
-XLA would turn a sort of all tokens, and the gathers that follow it, into all-gathers of all tokens.
+`token_groups.py` sorts tokens by expert, and undoes it. Both modules write all collectives explicitly, because XLA would turn a
+sort of all tokens, and the gathers that follow it, into all-gathers of all tokens.
 
-The product is a JAX primitive, so that what reads programs (LoRA, the planner's count of FLOPs) sees one operation, whatever
+The product is a JAX primitive, so that code that reads programs (LoRA, the planner's count of FLOPs) sees one operation, whatever
 kernel computes it.
+
+Shapes: S parts of the tokens, X parts of the experts, M rows of a part, G experts (groups) of a part, E experts in all, K inputs
+and N outputs of an expert's matrix.
 """
 
 from __future__ import annotations
@@ -41,11 +44,11 @@ class GroupedKernel(Protocol):
     in the arrays' dtype."""
 
     def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
-        """Returns why the kernel can't be used for these arrays of a device, as in `product`; empty if it can."""
+        """Returns why the kernel can't compute `product` of these arrays of a device; empty if it can."""
         ...
 
     def product(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-        """Multiplies the rows of each group with the group's matrix. Returns [M, N], zeros after the rows of all groups.
+        """Multiplies the rows of each group with the group's matrix. Returns [M, N], with zeros after the last group's rows.
 
         Args:
           rows: [M, K], sorted by group.
@@ -56,22 +59,27 @@ class GroupedKernel(Protocol):
         ...
 
     def weights_product(self, rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Returns the sum over each group's rows of the outer products of [M, K] and [M, N]: [G, K, N], of their dtype."""
+        """Sums the outer products of `rows` and `others` over the rows of each group. Returns [G, K, N], of their dtype.
+
+        Args:
+          rows: [M, K], sorted by group.
+          others: [M, N], sorted by group.
+          sizes: int32 [G], rows of each group.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedSplit:
-    """Where a grouped product is computed: its mesh axes, () if a dimension is not split, and what is fixed when it is traced.
+    """How a grouped product is split over mesh axes, () for a dimension that is not split; and its other static settings.
 
     Attributes:
-      tokens: axes that split the rows into dimension 0.
-      experts: axes that split the experts, and the rows into dimension 1.
-      inputs, outputs: axes that split the dimensions K and N of the weights. Over those that split tokens, weights are gathered
-        for the product, and their gradients reduced and scattered. Over others, also the rows' features are split.
+      tokens: axes that split the tokens: dimension 0 of the rows, S.
+      experts: axes that split the experts: dimension 1 of the rows, X, and dimension 0 of the weights.
+      inputs, outputs: axes that split the dimensions K and N of the weights. Over axes that also split tokens, the weights are
+        gathered for the product, and their gradients reduced and scattered. Over other axes, the rows' features are split too.
       mesh: None for one device. `grouped_dot` sets it.
-      num_pairs: number of the pairs of a token and one of its experts: rows that all parts together multiply. `grouped_dot` sets
-        it.
+      num_pairs: number of pairs of a token and one of its experts, i.e. of rows that all parts multiply. `grouped_dot` sets it.
     """
 
     tokens: tuple[str, ...] = ()
@@ -90,17 +98,17 @@ class GroupedSplit:
         return tuple(axis for axis in axes if axis in self.tokens)
 
     def of_rows(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """Returns the split of [S, X, M, features]. `axes`: of the weights' dimension of the same size."""
+        """Returns the PartitionSpec of rows [S, X, M, features]. `axes`: of the weights' dimension with the same features."""
         return PartitionSpec(self.tokens or None, self.experts or None, None, self.kept(axes) or None)
 
     @property
     def of_sizes(self) -> PartitionSpec:
-        """The split of [S, X, G]."""
+        """The PartitionSpec of the group sizes, [S, X, G]."""
         return PartitionSpec(self.tokens or None, self.experts or None, None)
 
     @property
     def of_weights(self) -> PartitionSpec:
-        """The split of [E, K, N]."""
+        """The PartitionSpec of the weights, [E, K, N]."""
         features = [(*self.kept(axes), *self.gathered(axes)) or None for axes in (self.inputs, self.outputs)]
         return PartitionSpec(self.experts or None, *features)
 
@@ -135,11 +143,11 @@ class GroupedSplit:
         return out
 
     def padded(self, size: int, axes: tuple[str, ...]) -> int:
-        """Returns a size of weights that their axes divide."""
+        """Returns the size of a weight's dimension with the padding that makes it divisible by its axes."""
         return size + -size % num_parts(self.mesh, (*self.kept(axes), *self.gathered(axes)))
 
     def padded_weights(self, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Pads [E, K, N] so that the axes divide all dimensions. No row is of an added expert."""
+        """Pads weights [E, K, N] so that the axes divide all dimensions. Added experts have no rows."""
         inputs, outputs = self.padded(weights.shape[1], self.inputs), self.padded(weights.shape[2], self.outputs)
         return _padded(weights, (sizes.shape[1] * sizes.shape[2], inputs, outputs))
 
@@ -166,20 +174,20 @@ def grouped_dot(
     kernel: str | None = None,
     name: str = "",
 ) -> jax.Array:
-    """Multiplies each row with the matrix of its expert. Returns [S, X, M, N], zeros after the last expert's rows.
+    """Multiplies each row with the matrix of its expert. Returns [S, X, M, N], with zeros after the last expert's rows.
 
-    On a mesh, S and X are the numbers of parts of tokens and experts, and each device computes one part. Without one they are 1.
-    The experts of part x are x * G to x * G + G - 1. Parts may have more experts than there are: no row may be theirs.
+    On a mesh, tokens are split into S parts and experts into X parts, and each device computes one part of both. Without a mesh S
+    and X are 1. The experts of part x are x * G to x * G + G - 1. If X * G exceeds E, the experts from E on must have no rows.
 
     Args:
       rows: [S, X, M, K]; those of each part are sorted by expert.
       weights: [E, K, N].
-      sizes: int32 [S, X, G], rows of each expert of a part. The sum over a part is at most M; rows after it count for
-        nothing, but must be finite.
+      sizes: int32 [S, X, G], rows of each expert of a part. The sum over a part is at most M. Rows of a part after the last
+        expert's are ignored, but must be finite.
       split: how the arrays are split over the ambient mesh (`jax.set_mesh`).
-      pair: int32 [S, X, M], which pair of a token and one of its experts each row is, as an index into [batch, time, experts of
-        a token]. The product does not need it; LoRA's dropout and adapters by row do. None if no one needs it.
-      num_pairs: number of all pairs, for counts of FLOPs; None for the rows that the parts of one expert axis have room for.
+      pair: int32 [S, X, M], each row's pair of a token and one of its experts, as an index into [batch, time, experts of a
+        token]. Only LoRA's dropout and adapters by row need it; None without them.
+      num_pairs: number of all pairs, for counts of FLOPs; None for S * M.
       kernel: name of the kernel to use; None for the first that can be used.
       name: the layer's name, for reports.
 
@@ -294,7 +302,10 @@ def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    """The product is linear in the rows and in the weights. JAX calls this only if one of them has a tangent."""
+    """Returns the product and its tangent. The product is linear in the rows and in the weights.
+
+    JAX calls this only if rows or weights have a tangent.
+    """
     rows, weights, sizes, *pair = primals
     of_rows, of_weights, *_ = tangents
     # The terms don't get the pairs: the backward pass would have to keep them.

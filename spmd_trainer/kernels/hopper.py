@@ -1,10 +1,12 @@
 """Grouped products on NVIDIA GPUs of compute capability 9.0 (Hopper), by Pallas kernels for Mosaic.
 
 `GroupedKernel.product` is JAX's `ragged_dot` (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`), which computes only blocks that
-have rows of a group. `GroupedKernel.weights_product` is a kernel of this module: JAX's asks this process for its GPU, so it
-can't be compiled for a topology.
+have rows of a group. `GroupedKernel.weights_product` is a kernel of this module, because JAX's kernel for it queries the GPU of
+this process, and so can't be compiled for the GPUs of a topology.
 
-Both work on blocks of 128 inputs and outputs; other sizes are filled up with zeros. Products are summed in float32.
+Both work on blocks of 128 inputs and outputs; other sizes are padded with zeros. Products are summed in float32.
+
+Shapes: M rows, K inputs, N outputs, G groups.
 """
 
 from __future__ import annotations
@@ -70,14 +72,20 @@ def weights_product(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
 
 
 def _filled(x: jax.Array) -> jax.Array:
-    """Fills up rows [M, K] to a multiple of a step and their features to one of the block, or weights [G, K, N] to blocks."""
+    """Pads rows [M, K] to multiples of (`_STEP`, `_BLOCK`), or weights [G, K, N] to multiples of `_BLOCK` in K and N."""
     multiples = (_STEP, _BLOCK) if x.ndim == 2 else (1, _BLOCK, _BLOCK)
     missing = [-size % multiple for size, multiple in zip(x.shape, multiples, strict=True)]
     return jnp.pad(x, [(0, size) for size in missing]) if any(missing) else x
 
 
 class _Groups(NamedTuple):
-    """Where groups of rows lie, int32 [G]: first row, row after the last one, first step, number of steps (of `_STEP` rows)."""
+    """The rows of each group, and the steps of `_STEP` rows that cover them. All arrays are int32 [G].
+
+    Attributes:
+      starts, ends: first row, and the row after the last one.
+      first_steps: index of the first step.
+      num_steps: number of steps.
+    """
 
     starts: jax.Array
     ends: jax.Array
@@ -86,7 +94,7 @@ class _Groups(NamedTuple):
 
     @classmethod
     def of(cls, sizes: jax.Array) -> _Groups:
-        """Returns where groups of these sizes lie. Empty groups have no steps."""
+        """Returns rows and steps of groups of these sizes, int32 [G]. Empty groups have no steps."""
         ends = jnp.cumsum(sizes).astype(jnp.int32)
         starts = (ends - sizes).astype(jnp.int32)
         first_steps = starts // _STEP
@@ -96,10 +104,10 @@ class _Groups(NamedTuple):
 
 
 def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Sums the outer products of each group's rows: [M, K], [M, N], int32 [G] -> [G, K, N]. Blocks divide K and N.
+    """Sums the outer products of each group's rows: [M, K], [M, N], int32 [G] -> [G, K, N]. `_BLOCK` must divide K and N.
 
-    Each multiprocessor takes one block [128, 128] of a group's result after the other, and adds up the group's rows in steps.
-    Steps begin at multiples of `_STEP`, so the first and the last one can hold rows of other groups, which are set to zero.
+    Each multiprocessor computes one block [128, 128] of a group's result after the other, and adds up the group's rows in steps.
+    Steps begin at multiples of `_STEP`, so the first and the last step can hold rows of other groups, which are set to zero.
     `rows` and `others` must be finite everywhere.
     """
     tiles = (rows.shape[1] // _BLOCK, others.shape[1] // _BLOCK)
@@ -153,7 +161,7 @@ def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
 
 
 def _store(held, found: jax.Array, target) -> None:
-    """Writes a block of results by way of shared memory."""
+    """Writes a block of results to `target` through the shared memory `held`."""
     held[...] = found.astype(held.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(held, target)

@@ -1,12 +1,12 @@
-"""The interface of attention kernels, the choice of one for a call, and a record of the choices while a program is traced.
+"""The interface of attention kernels, the choice of a kernel for a call, and a record of the choices while a program is traced.
 
 `Rows` are the arrays of a call. `Pattern` says which keys a query sees, and how logits are computed. Both are the same for all
-kernels.
+kernels. Shapes: B rows, T tokens of a row, N query heads, K key heads, head width H.
 
-with kernels.recording() as recorded:
-    lowered = jitted.lower(...)
-for line in kernels.choice_lines(recorded):
-    print(line)
+    with kernels.recording() as recorded:
+        lowered = jitted.lower(...)
+    for line in kernels.choice_lines(recorded):
+        print(line)
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Pattern:
 
     Attributes:
       causal: a query sees no key after it.
-      window: a query sees itself and the `window - 1` tokens before it. Needs `causal`.
-      softcap: logits x become softcap * tanh(x / softcap).
+      window: a query sees itself and the `window - 1` tokens before it. Needs `causal`. None for no window.
+      softcap: logits x become softcap * tanh(x / softcap). None for no cap.
       scale: factor of the logits, applied before the cap.
     """
 
@@ -106,7 +106,7 @@ class Rows(NamedTuple):
       key, value: [B, T, K, H]; N is a multiple of K. Query head n uses key head n // (N / K).
       segment_ids: int32 [B, T]; None if each row is one segment.
       sinks: float32 [B, N], a further logit of each head's softmax, whose probability goes to no key. Neither the scale nor the
-        cap of the pattern applies to it. None for none.
+        cap of the pattern applies to it. None for no sinks.
     """
 
     query: jax.Array
@@ -134,10 +134,10 @@ class Kernel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The kernel of a call.
+    """The kernel chosen for a call.
 
     Attributes:
-      kernel: its name.
+      kernel: the kernel's name.
       reasons: {name of a preferred kernel: why it can't be used}.
       context_parallel: 'ring' or 'all_to_all' if rows are split over devices; otherwise None.
       of: what the kernel computes: 'attention' or 'experts'.
@@ -185,7 +185,7 @@ def choose(call: Call, asked: str | None = None) -> Choice:
 
 
 def first_usable(names: Iterable[str], reasons_against: Callable[[str], list[str]], of: str = "attention") -> Choice:
-    """Returns the first kernel without reasons against it, and those against the kernels before it. The last name has none."""
+    """Returns the first usable kernel, with the reasons against those before it. The last kernel must always be usable."""
     reasons: dict[str, list[str]] = {}
     for name in names:
         if not (against := reasons_against(name)):
@@ -207,7 +207,10 @@ _RECORDERS: contextvars.ContextVar[tuple[dict[str, Choice], ...]] = contextvars.
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[str, Choice]]:
-    """Records choices made inside; yields {layer name: latest choice}. Calls of already traced programs add nothing."""
+    """Records the kernels chosen inside the context. Yields {layer name: latest choice}.
+
+    Choices are made while a program is traced, so calls of traced programs add nothing.
+    """
     recorded: dict[str, Choice] = {}
     token = _RECORDERS.set((*_RECORDERS.get(), recorded))
     try:

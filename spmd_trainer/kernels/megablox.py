@@ -1,8 +1,8 @@
 """Grouped products by JAX's megablox (`jax.experimental.pallas.ops.tpu.megablox`), Pallas kernels for TPUs.
 
 The kernels compute only blocks of rows that belong to a group. Megablox expects groups for all rows, so rows after the last
-group become a group without a matrix, which it skips. Rows are padded to a multiple of the block. Other platforms than TPU
-interpret the kernels, for tests.
+group become a group without a matrix, which it skips. Rows are padded to a multiple of the block. On other platforms than TPU,
+Pallas interprets the kernels, for tests.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _tiling(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> tuple[int
 
 
 def _with_rest(rows: jax.Array, sizes: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Pads the rows to a multiple of the block; adds a group of the rows after the last group."""
+    """Pads the rows to a multiple of `block`, and adds a group for the rows after the last group. Returns rows and sizes."""
     missing = -rows.shape[0] % block
     rows = jnp.pad(rows, ((0, missing), (0, 0)))
     rest = rows.shape[0] - jnp.sum(sizes)

@@ -1,4 +1,7 @@
-"""Attention from plain logits and probabilities, which hold [B, N, T, T] numbers: always usable; the only one with dropout."""
+"""Attention from plain logits and probabilities, [B, N, T, T]. It is always usable, and the only kernel with dropout.
+
+Shapes: B rows, T tokens of a row, N query heads, K key heads.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ def attend(rows: Rows, pattern: Pattern, dropout: Callable[[jax.Array], jax.Arra
 
 
 def softmax(logits: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Returns the softmax over the last dimension and one more logit, `sinks` [..., 1], if it is not None."""
+    """Returns the softmax over the last dimension.
+
+    `sinks` [..., 1] is one more logit of the softmax, whose probability is not returned; None for no sinks.
+    """
     if sinks is None:
         return jax.nn.softmax(logits, axis=-1)
     largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sinks))

@@ -1,4 +1,4 @@
-"""Ring attention (Liu et al. 2023, arXiv:2310.01889): each device has a part of the row, and keys and values go round.
+"""Ring attention (Liu et al. 2023, arXiv:2310.01889): each device has a part of the row; keys and values travel round a ring.
 
 Rows are in zig-zag order (`sequence_order.py`): of 2 n chunks, device i holds the chunks i and 2 n - 1 - i. The keys and values
 of device i - s arrive after s steps. Of the four products of two query chunks and two key chunks, a causal pattern needs two:
@@ -6,11 +6,13 @@ of device i - s arrive after s steps. Of the four products of two query chunks a
     i >= s: both query chunks see the earlier key chunk; neither sees the later one
     i < s:  the later query chunk sees both key chunks; the earlier one sees neither
 
-So every device computes the same number of blocks in every step, and all of them are needed. With a window, steps without
+So every device computes the same number of blocks in every step, and needs all of them. With a window, steps without
 visible keys are skipped, and all devices compute as many blocks as the busiest one.
 
 The forward pass moves the keys and values of the whole row (n - 1) / n times. So does the backward pass, which also moves their
 float32 gradients. The next keys and values travel while the current ones are used.
+
+Shapes: B rows, T tokens of a row, N heads, head width H, n devices.
 """
 
 from __future__ import annotations
@@ -36,20 +38,21 @@ Arrays = TypeVar("Arrays")
 
 
 def attend(rows: Rows, pattern: Pattern, axes: tuple[str, ...]) -> jax.Array:
-    """Computes attention over rows that are split over mesh axes in zig-zag order. Under `shard_map`. Returns this device's
-    part of the output, [B, T / n, N, H], of value's dtype.
+    """Computes attention over rows that are split over mesh axes in zig-zag order. Call it under `jax.shard_map`.
+
+    Returns this device's part of the output, [B, T / n, N, H], of value's dtype.
 
     Args:
       rows: this device's part, of T / n tokens, an even number.
       pattern: which keys a query sees.
-      axes: the mesh axes, n devices.
+      axes: the mesh axes, of n devices together.
     """
     return _attention(rows, Ring.of(axes, lax.axis_size(axes), rows.query.shape[1], pattern))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The computation of each device at each step.
+    """The blocks that each device of the ring computes at each step.
 
     Attributes:
       axes: the mesh axes.
@@ -96,7 +99,8 @@ class Ring:
 
     def pairs(self, shift: int | jax.Array) -> jax.Array:
         """Returns the pairs of blocks (query, key) that this device computes at a step, int32 [pairs, 2]. Under `shard_map`.
-        `shift`: the step; without a window it may be traced, and is then not 0.
+
+        `shift` is the step. Without a window it may be traced, and must then not be 0.
         """
         device = lax.axis_index(self.axes)
         if self.pattern.window is not None:
@@ -107,7 +111,7 @@ class Ring:
         return jnp.where(device >= shift, last_device, first_device)
 
     def tokens(self, shift: int | jax.Array, segment_ids: jax.Array | None) -> Tokens:
-        """Returns where the tokens of device i - shift are, on device i. Under `shard_map`.
+        """Returns, on device i, the positions in the row of the tokens of device i - shift. Under `shard_map`.
 
         Args:
           shift: the step.
@@ -126,7 +130,7 @@ class Ring:
         )
 
     def padded(self, x: jax.Array) -> jax.Array:
-        """Returns [B, 2 * blocks * block, ...] for [B, 2 * chunk, ...]: both chunks padded with zeros."""
+        """Pads both chunks of [B, 2 * chunk, ...] with zeros to whole blocks. Returns [B, 2 * blocks * block, ...]."""
         if not (missing := self.blocks * self.block - self.chunk):
             return x
         chunks = x.reshape(x.shape[0], 2, self.chunk, *x.shape[2:])
@@ -134,7 +138,7 @@ class Ring:
         return padded.reshape(x.shape[0], -1, *x.shape[2:])
 
     def unpadded(self, x: jax.Array) -> jax.Array:
-        """Returns [B, 2 * chunk, ...] for [B, 2 * blocks * block, ...]."""
+        """Inverts `padded`: [B, 2 * blocks * block, ...] -> [B, 2 * chunk, ...]."""
         chunks = x.reshape(x.shape[0], 2, self.blocks * self.block, *x.shape[2:])[:, :, : self.chunk]
         return chunks.reshape(x.shape[0], 2 * self.chunk, *x.shape[2:])
 
@@ -147,7 +151,7 @@ class Ring:
     def around(
         self, state: State, arrays: Arrays, step: Callable[[State, Arrays, int | jax.Array, int], State]
     ) -> State:
-        """Passes arrays on from device to device. Under `shard_map`. Returns the state after the last call.
+        """Passes arrays round the ring, and calls `step` at each arrival. Returns the last state. Under `shard_map`.
 
         The arrays of the next step are sent before `step` is called, so that they travel meanwhile.
 
@@ -177,16 +181,16 @@ class Ring:
         return step(state, arrays, shifts[-1], hops)
 
     def _first_tokens(self, devices: np.ndarray) -> np.ndarray:
-        """Returns where in the whole row the first token of each block of these devices is, int [devices, 2 * blocks]."""
+        """Returns the position in the whole row of the first token of each block of these devices, int [devices, 2 * blocks]."""
         starts = np.stack(sequence_order.chunks_of(devices, self.count), axis=1) * self.chunk
         first: np.ndarray = (starts[:, :, None] + np.arange(self.blocks) * self.block).reshape(len(devices), -1)
         return first
 
 
 def tables(visible: np.ndarray) -> np.ndarray:
-    """Returns each device's pairs of blocks, int32 [n, pairs, 2], equally many for all devices.
+    """Returns each device's (query, key) pairs of blocks, int32 [n, pairs, 2], with the same number of pairs for all devices.
 
-    Devices with fewer visible pairs get invisible ones, which add nothing.
+    `visible` is the result of `Ring.visible`. Devices with fewer visible pairs also get invisible pairs, which add nothing.
     """
     flat = visible.reshape(len(visible), -1)
     pairs = flat.sum(axis=1).max()
@@ -233,7 +237,7 @@ def _backward(ring: Ring, residuals: Residuals, out_grad: jax.Array) -> tuple[Ro
     def add(
         grads: chunked.Grads, keys_values: tuple[jax.Array, jax.Array], shift: int | jax.Array, hops: int = 0
     ) -> chunked.Grads:
-        """Adds one block to the gradients: the queries' stay here, the visiting keys' and values' travel round the ring."""
+        """Adds a step's gradients: those of queries stay here, those of keys and values travel on with the keys and values."""
         arrived = ring.moved(grads[1:], hops) if hops else grads[1:]
         tokens, pairs = ring.tokens(shift, segments), ring.pairs(shift)
         grads = chunked.Grads(grads.query, zeros, zeros)

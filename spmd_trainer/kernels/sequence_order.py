@@ -1,14 +1,14 @@
 """The order of a row's tokens on the devices of a sequence axis.
 
-Ring attention has even causal work on n devices if a row is cut into 2 n chunks and device i holds chunks i and 2 n - 1 - i
-(zig-zag). A model brings its inputs into that order once, at its entry, and its outputs back at its exit:
+With a causal mask, ring attention gives n devices equal work if a row is cut into 2 n chunks and device i holds chunks i and
+2 n - 1 - i (zig-zag). A model brings its inputs into this order once, at its entry, and its outputs back at its exit:
 
     order = sequence_order.of_rows(length, ("seq",), context_parallel)
     ids, segment_ids = order.apply(ids), order.apply(segment_ids, fill=-1)   # [B, order.padded_length]
     ...
     log_probs = order.undo(log_probs)                                        # [B, length, V]
 
-All-to-all attention keeps the order of the row. Both pad rows to a length that the devices divide.
+All-to-all attention keeps the order of the row. Both kinds of attention pad rows so that all chunks are equally long.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SequenceOrder:
         return self._moved(x, back=False)
 
     def undo(self, x: jax.Array) -> jax.Array:
-        """The inverse of `apply`: [batch, padded_length, ...] -> [batch, length, ...], in the row's order."""
+        """Inverts `apply`: [batch, padded_length, ...] -> [batch, length, ...], in the row's order."""
         in_order = self._moved(x, back=True)
         return in_order[:, : self.length] if self.padded_length > self.length else in_order
 
@@ -104,7 +104,7 @@ def num_shards(axes: tuple[str, ...]) -> int:
 
 
 def chunks_of(shard: Shard, count: int) -> tuple[Shard, Shard]:
-    """Returns the two chunks, of 2 * count, that a device holds in zig-zag order, the earlier one first."""
+    """Returns which two of the 2 * `count` chunks the device `shard` holds in zig-zag order, the earlier chunk first."""
     return shard, 2 * count - 1 - shard
 
 

@@ -4,8 +4,8 @@ The kernel computes logits block by block and skips pairs of blocks of which no 
 made on the host and become constants of the program. Segments are masked inside of blocks, but no block is skipped for them.
 
 Rows are padded to a multiple of the block. Padding follows the row, so causal queries never see it; for bidirectional attention
-it becomes a segment of its own. Heads may have any width (the compiler pads them to 128 lanes), and grouped heads need no
-repeated keys: the kernel reads key head n // (N / K) for query head n.
+it becomes a separate segment. Heads may have any width (the compiler pads them to 128 lanes). With N query heads and K key heads,
+keys need not be repeated: the kernel reads key head n // (N / K) for query head n.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _block(length: int, width: int, dtype: Any, pattern: Pattern) -> int | None:
 
 @jax.custom_vjp
 def _with_float32_gradient(sinks: jax.Array) -> jax.Array:
-    """Returns float32 sinks. JAX's kernel gives their gradient the dtype of the output."""
+    """Returns float32 sinks unchanged, and makes their gradient float32: JAX's kernel gives it the dtype of the output."""
     return sinks
 
 
@@ -135,7 +135,7 @@ _with_float32_gradient.defvjp(lambda sinks: (sinks, None), lambda _, grads: (gra
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """Decides which pairs of blocks are computed: row length, tokens of a block, causal, window."""
+    """The settings that decide which pairs of blocks are computed: tokens of a row, tokens of a block, and the pattern's mask."""
 
     length: int
     block: int
@@ -146,8 +146,9 @@ class _Shape:
 class _Band(splash_attention_mask.LocalMask):
     """Causal mask, with or without a window, that can be cut into blocks quickly.
 
-    JAX's masks compute all T^2 values to find which blocks are empty or full: minutes for 131,072 tokens. JAX only asks a block
-    for its `any()` and `all()`: the kernel computes the values of blocks that are neither, by `mask_function`.
+    For T tokens, JAX's masks compute all T^2 values to find which blocks are empty or full: minutes for 131,072 tokens.
+    JAX only calls `any()` and `all()` on a block, so here a block is an array of its distinct values. Where a block has both
+    values, the kernel computes its mask by `mask_function`.
     """
 
     def __init__(self, length: int, window: int | None) -> None:
@@ -165,7 +166,7 @@ class _Band(splash_attention_mask.LocalMask):
 
 
 class _Everything(splash_attention_mask.FullMask):
-    """Mask of bidirectional attention. A block is one value, for the reason given in `_Band`."""
+    """Mask of bidirectional attention. A block is an array of one value, for the reason given in `_Band`."""
 
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
         """Returns the distinct values of a block, bool [1, 1]."""
@@ -179,7 +180,7 @@ def _part(block: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _kernel(shape: _Shape, softcap: float | None, *, interpret: bool) -> splash_attention_kernel.SplashAttentionKernel:
-    """Returns the kernel for rows of this shape and any number of heads. Its arrays are NumPy's, so every trace can use it."""
+    """Returns the kernel for rows of this shape and any number of heads. It holds NumPy arrays, so every trace can use it."""
     block = shape.block
     part = _part(block)
     sizes = splash_attention_kernel.BlockSizes(

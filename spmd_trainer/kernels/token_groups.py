@@ -1,12 +1,15 @@
 """Sorts tokens by their experts for `grouped_dot`, and undoes it.
 
-Each device sorts its own tokens: their rows never leave it, and only the experts' weights, or the sum of all parts of the
-experts, cross between devices. XLA compiles a sort of the whole batch to an all-gather of all tokens. If an axis splits both
-tokens and experts, the tokens are gathered over it before the sort, and the experts' results reduced and scattered after it.
+Each device sorts its own tokens, so that their rows stay on it: only the experts' weights, or sums over the parts of the experts,
+cross between devices. XLA would compile a sort of the whole batch to an all-gather of all tokens. If an axis splits both tokens
+and experts, the tokens are gathered over it before the sort, and the experts' results reduced and scattered after it.
 
 A device has room for the case that all its tokens choose its experts, so no token is ever dropped, whatever the router does.
-That room is k rows for each token, for k experts of a token, or the number of the device's experts if it has fewer: more parts of
-the experts do not lower the temporary memory until there are more than E / k, for E experts.
+If a token chooses k experts, the room is k rows for each token, or as many rows as the device has experts if these are fewer. So
+splitting E experts into more parts lowers the temporary memory only if there are more than E / k parts.
+
+Shapes: S parts of the tokens, X parts of the experts, M rows of a part, G experts of a part, D features of a token, K inputs and
+N outputs of an expert's matrix.
 """
 
 from __future__ import annotations
@@ -51,7 +54,10 @@ class TokenParts:
         length: tuple[str, ...],
         experts: tuple[str, ...],
     ) -> TokenParts:
-        """Returns the parts on the ambient mesh. `x`: [batch, time, ...]. Axes that don't divide the time don't split it."""
+        """Returns how the ambient mesh divides tokens and experts.
+
+        `x` is an array [batch, time, ...]. If the `length` axes don't divide the time, they don't split it.
+        """
         mesh = mesh_of_experts()
         if mesh is None:
             return cls(None, (), (), (), num_experts)
@@ -66,29 +72,29 @@ class TokenParts:
 
     @property
     def experts_of_part(self) -> int:
-        """Experts of a part; the last parts may have fewer."""
+        """Number of experts of a part, G; the last parts may have fewer."""
         return -(-self.num_experts // self.count(self.experts))
 
     @property
     def moved(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes of `batch` and of `length` that split the experts too: over these the tokens are gathered."""
+        """The axes of `batch` and of `length` that split the experts too. Tokens are gathered over these axes."""
         batch, length = (tuple(axis for axis in axes if axis in self.experts) for axes in (self.batch, self.length))
         return batch, length
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The axes that split the sorted rows by their tokens."""
+        """The axes that split the sorted rows by token: those of `batch` and `length` that don't split the experts."""
         return tuple(axis for axis in (*self.batch, *self.length) if axis not in self.experts)
 
     def split(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> GroupedSplit:
-        """Returns the split of products with weights whose dimensions K and N are split over these axes."""
+        """Returns the split of a product with weights whose dimensions K and N are split over the axes `inputs` and `outputs`."""
         if self.mesh is None:
             return GroupedSplit()
         inputs, outputs = (tuple(a for a in axes if self.count((a,)) > 1) for axes in (inputs, outputs))
         return GroupedSplit(self.tokens, self.experts, inputs, outputs)
 
     def specs(self, text: str) -> tuple[PartitionSpec, ...]:
-        """Returns a spec for each letter: t [batch, time, ...], g [S, X, ...]."""
+        """Returns a PartitionSpec for each letter of `text`: 't' for arrays [batch, time, ...], 'g' for arrays [S, X, ...]."""
         of = {
             "t": PartitionSpec(self.batch or None, self.length or None),
             "g": PartitionSpec(self.tokens or None, self.experts or None),
@@ -96,7 +102,10 @@ class TokenParts:
         return tuple(of[letter] for letter in text)
 
     def on_each_device(self, fn: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
-        """Returns `fn` of each device's part; letters as of `specs`."""
+        """Returns a function of whole arrays that runs `fn` on each device's parts.
+
+        `inputs` and `outputs` have one letter for each argument and result; see `specs`.
+        """
         if self.mesh is None:
             return fn
         out_specs = self.specs(outputs)
@@ -115,7 +124,7 @@ class TokenParts:
         return x
 
     def add_up(self, x: jax.Array) -> jax.Array:
-        """Sums what the parts of the experts have for all gathered tokens [batch, time, ...]; returns the device's own tokens."""
+        """Sums the experts' results for gathered tokens [batch, time, ...] over all parts. Returns the device's own tokens."""
         moved = self.moved
         for dim, axes in enumerate(moved):
             x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
@@ -129,10 +138,11 @@ class Groups:
     """The order of the pairs of a token and one of its experts, for each part of tokens and of experts.
 
     Attributes:
-      sizes: int32 [S, X, G], pairs of each expert.
-      token: int32 [S, X, M], the token of each sorted pair; of those after the last expert's, any.
-      choice: int32 [S, X, M], which of its token's experts the pair has.
-      place: int32 [S, X, tokens, experts of a token], the sorted place of each pair; M or more if another part has its expert.
+      sizes: int32 [S, X, G], number of pairs of each expert.
+      token: int32 [S, X, M], the token of each sorted pair; arbitrary after the last expert's pairs.
+      choice: int32 [S, X, M], index of each sorted pair's expert among the experts of its token.
+      place: int32 [S, X, tokens, experts of a token], the sorted place of each pair. If another part has the pair's expert, it is
+        not less than the sum of the part's `sizes`.
       pair: int32 [S, X, M], each sorted pair's index in [batch, time, experts of a token] of all devices. The same on any mesh.
       num_pairs: number of all pairs.
     """
@@ -172,8 +182,9 @@ def sort(chosen: jax.Array, parts: TokenParts) -> Groups:
 
 
 def for_each_token(fn: Callable[[jax.Array], jax.Array], x: jax.Array, parts: TokenParts) -> jax.Array:
-    """Returns `fn` of tokens [batch, time, ...], each device with its own ones. XLA would compute a top-k of the whole batch on
-    every device.
+    """Returns `fn(x)` for tokens [batch, time, ...]; each device computes its own tokens.
+
+    Otherwise XLA would, e.g., compute a top-k of the whole batch on every device.
     """
     found: jax.Array = parts.on_each_device(fn, "t", "t")(_with_rows(x, parts, 0))
     return found[: x.shape[0]]
@@ -190,14 +201,14 @@ def combine(rows: jax.Array, weights: jax.Array, groups: Groups, parts: TokenPar
     Args:
       rows: [S, X, M, D], the experts' outputs in sorted order.
       weights: [batch, time, experts of a token].
-      groups: the order.
-      parts: the parts.
+      groups: the order of the rows, from `sort`.
+      parts: how tokens and experts are divided.
     """
     return _combine(parts, rows, _with_rows(weights, parts, 0), groups)[: weights.shape[0]]
 
 
 def _with_rows(x: jax.Array, parts: TokenParts, fill: int) -> jax.Array:
-    """Pads the batch so that its axes divide it. An added row's experts are none of those that there are."""
+    """Pads the batch with `fill` so that its axes divide it. `sort` fills with an expert that doesn't exist."""
     missing = -x.shape[0] % parts.count(parts.batch)
     return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if missing else x
 
@@ -275,7 +286,7 @@ def _of_pairs(rows: jax.Array, groups: Groups) -> jax.Array:
 
 
 def _whole(parts: TokenParts, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a device's [tokens, ...] as [batch, time, ...], for `add_up`. `shape`: of [batch, time, ...] on all devices."""
+    """Reshapes a device's [tokens, ...] to [batch, time, ...], for `add_up`. `shape`: the global shape [batch, time, ...]."""
     batch, length = (
         size // parts.count(tuple(axis for axis in axes if axis not in parts.experts))
         for size, axes in zip(shape[:2], (parts.batch, parts.length), strict=True)

@@ -1,7 +1,8 @@
-"""`--mode=chat`: prompts in, text out, from any checkpoint that evaluation reads, on any mesh.
+"""`--mode=chat`: answers prompts with any checkpoint that evaluation can read, on any mesh.
 
-An answer is generated in pieces, each by one call of the compiled step with all tokens so far: text appears while the rest is
-computed. With a chat template the conversation so far is the prompt; without one the model continues each prompt alone.
+An answer is generated in pieces of a few tokens, so that text appears while the rest is computed. Each piece is one call of the
+compiled step with all tokens so far. With a chat template, the prompt is the whole conversation; without a template, the model
+continues each prompt alone.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends."
 
 
 def chat(job: Job) -> None:
-    """Answers `--prompt`, or each line that is typed, or the whole text of a pipe. Called by every process.
+    """Answers `--prompt`, the whole text of a pipe, or each line that is typed. Called by every process.
 
     Raises:
-      UserError: see `Talk`; there is no prompt.
+      UserError: see `Talk.of_job`; or there is no prompt.
     """
     config = job.config.of(ChatSettings)
     talk = Talk.of_job(job)
@@ -94,7 +95,7 @@ def _show(pieces: Sequence[str] | Iterator[str]) -> None:
 
 
 class Talk:
-    """A conversation with a model. All processes of a job make the same calls.
+    """A conversation with a model. All processes of a job must make the same calls.
 
     Attributes:
       step: the training step of the checkpoint.
@@ -109,8 +110,8 @@ class Talk:
 
         Args:
           requests: runs prompts on the mesh.
-          texts: the tokenizer and its template.
-          settings: how to generate.
+          texts: the tokenizer and its chat template.
+          settings: generation settings.
           source: the model state.
           system: text of the system message; only with a template.
         """
@@ -125,11 +126,11 @@ class Talk:
 
     @classmethod
     def of_job(cls, job: Job) -> Talk:
-        """Restores the job's checkpoint.
+        """Restores the job's checkpoint and begins a conversation.
 
         Raises:
           UserError: the model can't generate, no input has a tokenizer, the checkpoint is missing, a setting is wrong, or a
-            system message has no template.
+            system message is given and the tokenizer has no chat template.
         """
         config, experiment, task = job.config.of(ChatSettings), job.config.experiment, job.task
         given: GenerationSettings | None = getattr(task.model, "generation", None)
@@ -172,7 +173,7 @@ class Talk:
         """Yields the answer to a text, piece by piece, and adds both to the conversation.
 
         Raises:
-          UserError: the prompt has no room before the model's longest row; the template can't render the conversation.
+          UserError: the prompt is too long for the model's rows, or the template can't render the conversation.
         """
         prompt = text
         if self.has_template:
@@ -185,7 +186,7 @@ class Talk:
             self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": shown}]
 
     def _texts_of(self, prompt: list[int]) -> Iterator[str]:
-        """Yields the generated text, longer each time; what may still become part of a stop string is kept back."""
+        """Yields the whole text so far after each piece, without an end that may still become part of a stop string."""
         room = self._requests.max_length
         piece = min(_PIECE, self._settings.max_tokens)
         if len(prompt) > room - piece:
@@ -222,7 +223,7 @@ class Talk:
         )
 
     def _continued(self, prompt: Prompt, number: int, *, is_first: bool) -> list[int]:
-        """Returns the next tokens, `number` of them or those up to the end of the text. Says what the first ones wait for."""
+        """Returns the next `number` tokens, or fewer at the end of the text. The first call reports that it may compile."""
         settings = dataclasses.replace(self._settings, max_tokens=number, stop=())
         length, width = len(prompt.tokens), _LEAST_WIDTH
         while width < length:
@@ -233,6 +234,6 @@ class Talk:
 
 
 def _first_piece(what: str, total: int) -> Phase:
-    """A `Progress`."""
+    """A `Progress` for the first piece of an answer, which reports that the step may be compiling."""
     del what
-    return Phase("generating text", "compiling, if no such text was generated before", announce_after=2.0, total=total)
+    return Phase("generating text", "the first answer compiles the program", announce_after=2.0, total=total)

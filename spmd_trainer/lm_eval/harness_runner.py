@@ -1,4 +1,4 @@
-"""Runs the harness on train states: loads tasks, collects results, writes them as lm-eval does, and as metrics."""
+"""Runs the lm-eval harness on train states: loads tasks, and writes the results in lm-eval's format and as metrics."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_installed() -> str:
     """Checks that lm-eval can be imported, and returns its folder.
 
     Raises:
-      UserError: it is missing or too old; says how to install it.
+      UserError: lm-eval is missing or too old; the message says how to install it.
     """
     fix = "pip install 'spmd-trainer[lm-eval]'"
     spec = importlib.util.find_spec("lm_eval")
@@ -70,8 +70,8 @@ class Tasks:
         """Finds the tasks by name, without loading them.
 
         Raises:
-          UserError: lm-eval is missing, `include_path` is not a directory, a task is unknown, or one names code, and
-            `confirm_run_unsafe_code` does not allow it.
+          UserError: lm-eval is missing, `include_path` is not a directory, a task is unknown, or a task runs code without
+            `confirm_run_unsafe_code`.
         """
         library = check_installed()
         include = settings.include_path
@@ -93,10 +93,10 @@ class Tasks:
         self.names = tuple(dict.fromkeys(found))
 
     def load(self) -> list[Any]:
-        """Loads the tasks and groups of lm-eval with their datasets, for one evaluation: they hold its requests.
+        """Loads lm-eval's task and group objects with their datasets. Each evaluation needs new ones, as they hold its requests.
 
         Raises:
-          UserError: a task (named) can't be loaded.
+          UserError: a task can't be loaded; the message names the task.
         """
         loaded: list[Any] = []
         for name in self.names:
@@ -139,7 +139,7 @@ class Tasks:
 
 
 def _matching(given: str, manager: TaskManager) -> list[str]:
-    """Returns the task names matched by one part of --tasks; the path of a YAML file is its own name."""
+    """Returns the task names that one entry of --tasks matches; for a YAML file, its absolute path."""
     if given.endswith(_YAML):
         return [os.path.abspath(given)] if os.path.isfile(given) else []
     found: list[str] = manager.match_tasks([given])
@@ -147,7 +147,7 @@ def _matching(given: str, manager: TaskManager) -> list[str]:
 
 
 class HarnessRunner:
-    """Evaluates train states on tasks. Steps are compiled once, for the first state.
+    """Evaluates train states on tasks. Steps are compiled for the first state, and reused for others.
 
     Attributes:
       requests: runs requests on the mesh.
@@ -171,14 +171,14 @@ class HarnessRunner:
 
         Args:
           settings: the settings of the evaluation.
-          task, partitioner: of the job, set up.
+          task, partitioner: the job's task and its partitioner, set up.
           tokenizer: the tokenizer.
           start_id: the token before each text in training, or None.
           batch: ShapeDtypeStructs of the global training batch.
-          config_lines: the resolved config, one 'path: value' a line.
-          experiment: its name, for the results.
+          config_lines: the resolved config, lines 'path: value'.
+          experiment: name of the experiment, for the results.
           tasks: the tasks, if already found.
-          progress: makes the context of a series of batches, see `requests.Source`; None reports nothing.
+          progress: makes the context manager around a series of batches, see `requests.Progress`; None reports nothing.
 
         Raises:
           UserError: lm-eval is missing, a task or the chat template is unknown, or the model's rows are too short.
@@ -222,16 +222,16 @@ class HarnessRunner:
 
         Args:
           state: a state without optimizer states.
-          step: its step.
+          step: the training step of the state.
           job_log_dir: the run's directory; files go to `lm_eval/step_N`.
-          writers: receive the metrics, as `lm_eval_TASK`.
+          writers: the summary writers, which receive the metrics as `lm_eval_TASK`.
 
         Returns:
           {'TASK/metric': value}, the same on every process.
 
         Raises:
           UserError: a task can't be loaded or run, or the results can't be written.
-          CheckpointError: another process could not load the tasks or write the results; has its message.
+          CheckpointError: another process could not load the tasks or write the results; has that process' message.
         """
         from lm_eval.utils import make_table
 
@@ -262,7 +262,7 @@ class HarnessRunner:
         return {f"{name}/{metric}": value for name, values in metrics.items() for metric, value in values.items()}
 
     def _identity(self, state: TrainState) -> str:
-        """Fingerprint of the variables and the model's settings, the same on any mesh."""
+        """Returns a fingerprint of the variables and the model's settings, which is the same on any mesh."""
         settings = lines_of(self._config_lines, ("task.model", "task.lora"))
         return request_key(settings, int(state.step), checksum(state.mdl_vars))
 
@@ -300,7 +300,10 @@ class HarnessRunner:
 
 @contextlib.contextmanager
 def _harness_settings() -> Iterator[None]:
-    """Restores the random state after lm-eval seeds it, allows it to print, and makes it resample without forking."""
+    """Context for a call of lm-eval: keeps it from forking, and sends its output to stderr.
+
+    Restores the random states afterwards, which lm-eval seeds.
+    """
     before = random.getstate(), np.random.get_state(), os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
@@ -318,7 +321,7 @@ def _harness_settings() -> Iterator[None]:
 def scalars(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Extracts {task or group: {metric: value}} from lm-eval's results.
 
-    Names of metrics are those of lm-eval, 'acc' and 'acc_stderr'; with a filter, 'exact_match/strict-match'.
+    Names of metrics are those of lm-eval, e.g. 'acc' and 'acc_stderr'; with a filter, e.g. 'exact_match/strict-match'.
     """
     found: dict[str, dict[str, float]] = {}
     for name, entries in {**results["results"], **results.get("groups", {})}.items():

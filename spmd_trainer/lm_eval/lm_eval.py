@@ -16,7 +16,7 @@ from spmd_trainer.training.averages import evaluated
 
 
 class LmEval(Callback):
-    """Evaluates tasks of lm-eval every N steps, and at the last step.
+    """Evaluates the model on lm-eval tasks every `every_steps` steps, and at the last step.
 
         task_p.train.callbacks = [Config(LmEval, tasks="my_task", every_steps=500, tokenizer="models/llama")]
 
@@ -40,12 +40,12 @@ class LmEval(Callback):
         settings: LmEvalSettings | None = None,
         **options: Any,
     ):
-        """Checks the settings.
+        """Checks and stores the settings.
 
         Args:
           tasks: names of tasks, 'a,b' or a tuple.
           every_steps: steps between two evaluations.
-          tokenizer: as the `tokenizer` of text inputs: a path, a tokenizer or its config; None reads by byte.
+          tokenizer: as the `tokenizer` of text inputs: a path, a tokenizer or its config; None uses bytes as tokens.
           start: the token before each text, as the `start` of text inputs; None is 'tokenizer' for a Hugging Face
             tokenizer and 'eos' for others.
           settings: all settings, instead of `tasks` and `options`.

@@ -47,7 +47,7 @@ def evaluate(job: Job) -> dict[str, float]:
 
 
 def make_runner(job: Job, settings: LmEvalSettings, tasks: Tasks | None = None) -> HarnessRunner:
-    """Makes the runner for a job's model. Raises as `tokenizer_of` and `HarnessRunner`."""
+    """Makes the runner for a job's model. Raises the errors of `tokenizer_of` and `HarnessRunner`."""
     experiment = job.config.experiment
     tokenizer, start_id = tokenizer_of(experiment, settings.model_args.tokenizer)
     return HarnessRunner(
@@ -65,11 +65,11 @@ def make_runner(job: Job, settings: LmEvalSettings, tasks: Tasks | None = None) 
 
 
 def tokenizer_of(experiment: ResolvedExperiment, given: str | None = None) -> tuple[Tokenizer, int | None]:
-    """Returns the tokenizer of the experiment's first text input and its start token, or None.
+    """Returns the tokenizer of the experiment's first text input, and the input's start token (None without one).
 
     Args:
       experiment: the experiment.
-      given: path of a tokenizer to take instead.
+      given: path of a tokenizer to use instead.
 
     Raises:
       UserError: no input has a tokenizer, and none is given.

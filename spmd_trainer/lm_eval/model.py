@@ -1,4 +1,4 @@
-"""Implements lm-eval's model interface: texts in, likelihoods and texts out. Imports lm-eval."""
+"""Implements lm-eval's model interface: likelihoods of texts, and generated texts. Imports lm-eval."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 
 
 class HarnessModel(TemplateLM):
-    """A model state behind lm-eval's interface. All processes of a job make the same calls.
+    """lm-eval's model interface for a model state. All processes of a job must make the same calls.
 
     Attributes:
       source: the model state, set by the caller before each evaluation.
@@ -44,11 +44,11 @@ class HarnessModel(TemplateLM):
     def __init__(
         self, requests: Requests, texts: Texts, generation: GenerationSettings | None, info: Mapping[str, Any]
     ):
-        """Stores the parts.
+        """Stores the arguments.
 
         Args:
           requests: runs requests on the mesh.
-          texts: the tokenizer and its rules.
+          texts: converts between texts and tokens.
           generation: defaults for settings that a task leaves out; None for a model that can't generate.
           info: description of the model in the results.
         """
@@ -95,7 +95,7 @@ class HarnessModel(TemplateLM):
         return self._texts.chat(chat_history, add_generation_prompt=add_generation_prompt)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Scores continuations of contexts. `args` of a request: (context, continuation).
+        """Returns (log-probability, whether greedy decoding gives it) of continuations. `args`: (context, continuation).
 
         Raises:
           UserError: a continuation has no tokens, or is longer than `max_length`.
@@ -109,7 +109,7 @@ class HarnessModel(TemplateLM):
         return self._requests.scores(self._rows([request[1:] for request in requests]), self.source)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Scores whole texts, in windows of `max_length` tokens. `args` of a request: (text,)."""
+        """Returns log-probabilities of whole texts, scored in windows of `max_length` tokens. `args` of a request: (text,)."""
         del disable_tqdm
         pairs, counts = [], []
         for request in requests:
@@ -126,7 +126,7 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def _rows(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
-        """Cuts the beginning off contexts that are too long, and logs their number."""
+        """Returns rows to score. Cuts the beginning off contexts that are too long, and logs the number of such contexts."""
         longest, cut, rows = self.max_length + 1, 0, []
         for context, continuation in pairs:
             if len(continuation) > self.max_length:
@@ -147,7 +147,7 @@ class HarnessModel(TemplateLM):
         return rows
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continues contexts. `args` of a request: (context, generation settings).
+        """Returns generated continuations of contexts. `args` of a request: (context, generation settings).
 
         Raises:
           UserError: a setting is unsupported, or leaves no room for a context.
@@ -188,7 +188,7 @@ class HarnessModel(TemplateLM):
         return prompts
 
     def _settings(self, given: Mapping[str, Any]) -> tuple[GenerationSettings, tuple[str, ...]]:
-        """Returns the generation settings, and the strings at which the result is cut."""
+        """Converts a task's settings. Returns the generation settings, and the strings before which the result is cut."""
         rest = dict(normalize_gen_kwargs(dict(given), _MAX_GEN_TOKS))
         eos = self._texts.spelling(self.eot_token_id)
         until = tuple(handle_stop_sequences(list(rest.pop("until")), eos=eos or None))

@@ -1,7 +1,7 @@
-"""Runs requests on the mesh: scores of continuations, and continuations of prompts, both as tokens.
+"""Runs requests on the mesh: scores given continuations, and generates continuations of prompts. Texts are token ids.
 
 Equal requests run once, and answers on disk are reused. Only sums of log-probabilities, one bool per row and generated
-tokens leave the devices.
+tokens are copied from the devices.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ ANSWERS_FILE = "answers.jsonl"
 
 
 def request_key(*parts: Any) -> str:
-    """Returns the key of a request: a checksum of JSON values that its answer depends on, the model included."""
+    """Returns the key of a request: a checksum of the JSON values that determine its answer, including the model's identity."""
     return short_hash(json.dumps(parts, sort_keys=True), 32)
 
 
 class Answers:
-    """The answers of one model state: lines {"key": ..., "answer": ...}. Only one process may create this object."""
+    """A file of a model state's answers, lines {"key": ..., "answer": ...}. Only one process may create this object."""
 
     def __init__(self, directory: epath.Path):
-        """Reads the file in `directory`, ignoring an incomplete line. The first added answer creates it."""
+        """Reads the file in `directory`, ignoring incomplete lines. If the file does not exist, the first answer creates it."""
         path = directory / ANSWERS_FILE
         text = read_joined(path)
         self._known: dict[str, Any] = {}
@@ -66,7 +66,7 @@ class Answers:
         return {key: self._known[key] for key in keys if key in self._known}
 
     def add(self, answers: Mapping[str, Any]) -> None:
-        """Appends answers, JSON values by key."""
+        """Appends answers. `answers`: JSON values by key."""
         lines = "".join(json.dumps({"key": key, "answer": answer}) + "\n" for key, answer in answers.items())
         self._file.write((lines if self._ends_line else "\n" + lines).encode())
         self._ends_line = True
@@ -85,7 +85,7 @@ Progress = Callable[[str, int], Any]
 
 
 def no_progress(what: str, total: int) -> Any:
-    """A `Progress` that says nothing."""
+    """A `Progress` that reports nothing."""
     del what, total
     return contextlib.nullcontext(types.SimpleNamespace(advance=lambda: None))
 
@@ -94,8 +94,8 @@ class Scored(NamedTuple):
     """A row to score.
 
     Attributes:
-      tokens: context and continuation.
-      scored: number of tokens of the continuation, at the end.
+      tokens: the context, followed by the continuation.
+      scored: number of tokens of the continuation.
     """
 
     tokens: tuple[int, ...]
@@ -107,7 +107,7 @@ class Prompt(NamedTuple):
 
     Attributes:
       tokens: the prompt.
-      occurrence: number among equal prompts, which get different random numbers.
+      occurrence: index among equal prompts, which get different random numbers.
     """
 
     tokens: tuple[int, ...]
@@ -119,10 +119,10 @@ class Source:
     """The model state that answers requests, and its stored answers.
 
     Attributes:
-      state: a state without optimizer states.
-      identity: identifies the variables and the settings that decide the answers.
-      answers: the answers on disk; None on all processes but the first.
-      progress: makes the context of a series of batches.
+      state: a train state without optimizer states.
+      identity: identifies the variables and settings of the model, as part of the keys of `answers`.
+      answers: the answers on disk; None on all processes except process 0, and where answers are not stored.
+      progress: makes the context manager around a series of batches, see `Progress`.
     """
 
     state: TrainState
@@ -136,7 +136,7 @@ class Requests:
 
     Attributes:
       max_length: longest row in tokens.
-      compiled: number of steps made so far, one for each shape (and each way of generating).
+      compiled: number of steps made so far: one for each batch shape and, for generation, for each value of the settings.
       computed: number of requests that ran on the devices so far.
     """
 
@@ -150,7 +150,7 @@ class Requests:
         batch_size: int | None = None,
         tokenizer: Tokenizer | None = None,
     ):
-        """Sets the shapes. Compiles nothing.
+        """Stores the arguments. Compiles nothing.
 
         Args:
           task: the task.
@@ -158,7 +158,7 @@ class Requests:
           tokens_per_batch: tokens of a full batch.
           max_length: longest row in tokens.
           batch_size: rows of a full batch of any length; None: as many as `tokens_per_batch` allows.
-          tokenizer: for stop strings.
+          tokenizer: the tokenizer, for stop strings.
         """
         self.max_length = max_length
         self.computed = 0
@@ -204,12 +204,12 @@ class Requests:
 
         Args:
           prompts: at most `max_length` - `settings.max_tokens` tokens each.
-          settings: how to continue them.
+          settings: the generation settings.
           source: the model state.
           least_width: compile for rows of this many tokens or more.
 
         Returns:
-          The generated tokens of each prompt, including the one that ended it.
+          The generated tokens of each prompt, including the token that ended the text.
 
         Raises:
           UserError: the model has no generation settings.
@@ -237,7 +237,7 @@ class Requests:
         return [found[key] for key in keys]
 
     def shapes(self, lengths: Sequence[int], limit: int | None = None) -> list[Shape]:
-        """Chooses the batch shapes for rows of these lengths, each at most `limit` (`max_length`) tokens."""
+        """Chooses the batch shapes for rows of these lengths, each at most `limit` tokens (None: `max_length`)."""
         return steps.choose_shapes(
             lengths,
             limit=self.max_length if limit is None else limit,
@@ -251,7 +251,7 @@ class Requests:
         return max(devices, -(-wanted // devices) * devices if self._batch_size else wanted // devices * devices)
 
     def _with_known_stops(self, settings: GenerationSettings) -> GenerationSettings:
-        """Leaves out stop strings that can't be detected during generation; the text is cut at them afterwards."""
+        """Removes stop strings from the settings if generation can't detect them. Callers cut the text at them afterwards."""
         if not settings.stop or self._tokenizer is None:
             return dataclasses.replace(settings, stop=())
         try:
@@ -268,7 +268,7 @@ class Requests:
         return self._steps[name]
 
     def _answers(self, run: _Run, source: Source) -> dict[str, Any]:
-        """Reads each request's answer from disk, or computes it."""
+        """Returns each request's answer by key: from disk if it is there, otherwise computed and stored."""
         multihost.agree(f"the {run.what}", request_key(list(run.lengths)))
         found = _from_process_0(None if source.answers is None else source.answers.known(run.lengths))
         # Shapes are chosen for all requests, so that a resumed job compiles the same ones.
@@ -319,12 +319,12 @@ class _Run:
     """The requests of one call.
 
     Attributes:
-      what: for the log.
+      what: description of the requests, for the log.
       lengths: tokens of each distinct request, by key.
       arrays: (keys, shape) -> a batch of numpy arrays.
       step: (batch, shape) -> the compiled step.
       answer: (outputs on the host, row) -> the row's answer, a JSON value.
-      limit: longest row.
+      limit: longest row in tokens.
     """
 
     what: str
@@ -336,7 +336,7 @@ class _Run:
 
 
 def _score_arrays(rows: Sequence[Scored], shape: Shape) -> NestedMap:
-    """Makes a batch like those of `TextInput`; extra rows have weight 0."""
+    """Makes a batch in the format of `TextInput`. Padding rows have weight 0."""
     size = (shape.rows, shape.width)
     batch = NestedMap(
         ids=np.zeros(size, np.int32),
@@ -357,7 +357,7 @@ def _score_arrays(rows: Sequence[Scored], shape: Shape) -> NestedMap:
 
 
 def _prompt_arrays(keys: Sequence[str], prompts: Sequence[Prompt], shape: Shape) -> NestedMap:
-    """Makes a batch like those of `PromptInput`. Random numbers depend on the request, not on its row."""
+    """Makes a batch in the format of `PromptInput`. Random numbers depend on the request's key, not on its row."""
     batch = NestedMap(
         ids=np.zeros((shape.rows, shape.width), np.int32),
         prefix_lengths=np.ones(shape.rows, np.int32),

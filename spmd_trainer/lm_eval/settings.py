@@ -1,4 +1,4 @@
-"""What a model is judged with. Names and meanings are those of the lm-eval command."""
+"""Settings of evaluations with lm-eval, with the names and meanings of the lm-eval command, and of `--mode=chat`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class LmEvalSettings(Settings):
 
 
 def parse_arguments(flag: str, text: str) -> dict[str, Any]:
-    """Parses 'key=value,key=value', or a JSON object. Values are Python literals; others are texts.
+    """Parses 'key=value,key=value', where a value that is not a Python literal is kept as text, or a Python dict.
 
     Raises:
       UserError: a part has another form.

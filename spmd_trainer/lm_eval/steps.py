@@ -1,4 +1,4 @@
-"""Compiled steps of requests (scores of given tokens, and continuations of prompts), and their batch shapes."""
+"""The steps that run requests (scores of given tokens, and continuations of prompts), and their batch shapes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Shape(NamedTuple):
     """Shape of a batch.
 
     Attributes:
-      rows: rows of the global batch.
-      width: tokens of a row.
+      rows: number of rows of the global batch.
+      width: number of tokens of a row.
     """
 
     rows: int
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
     """Requests that run together.
 
     Attributes:
-      shape: the shape.
+      shape: shape of the batch.
       requests: indices of at most `shape.rows` requests.
     """
 
@@ -60,10 +60,10 @@ def choose_shapes(
     """Chooses at most MAX_SHAPES shapes for requests of these lengths, with as little padding as possible.
 
     Args:
-      lengths: tokens of each request.
-      limit: longest row.
+      lengths: number of tokens of each request.
+      limit: longest row in tokens.
       rows_of: width -> most rows of a batch.
-      num_devices: rows are a multiple of it.
+      num_devices: number of devices; the number of rows is a multiple of it.
 
     Returns:
       The shapes, the widest first.
@@ -86,8 +86,8 @@ def batches(lengths: Sequence[int], shapes: Sequence[Shape]) -> list[Batch]:
     """Divides requests into batches, the longest first. Only the last batch may have unused rows.
 
     Args:
-      lengths: tokens of each request.
-      shapes: the shapes, the widest first; the first is as wide as the longest request.
+      lengths: number of tokens of each request.
+      shapes: the shapes, the widest first; the first is at least as wide as the longest request.
     """
     order = np.argsort(-np.asarray(lengths, int), kind="stable").tolist()
     found, start = [], 0
@@ -99,7 +99,7 @@ def batches(lengths: Sequence[int], shapes: Sequence[Shape]) -> list[Batch]:
 
 
 def _widths(found: npt.NDArray[np.int64], limit: int) -> list[int]:
-    """Returns the widths in ascending order: the fewest with little padding, or the MAX_SHAPES with the least."""
+    """Returns widths for rows of these lengths, ascending: the fewest with at most 10 % padding, at most MAX_SHAPES."""
     multiple = _MULTIPLE * max(1, -(-int(found.max()) // (_MULTIPLE * _CANDIDATES)))
     rounded = np.minimum(-(-found // multiple) * multiple, limit)
     candidates, counts = np.unique(rounded, return_counts=True)
@@ -131,12 +131,12 @@ _NEEDED = ("per_example_argmax", "per_sequence_xent")
 def score_step(
     layout: Layout, state: TrainState, key: jax.Array, inputs: NestedMap, *rest: Any
 ) -> tuple[None, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Scores the labels of a batch with nonzero weights. A step for `Partitioner.partition`.
+    """Scores the labels of a batch that have nonzero weights. A step for `Partitioner.partition`.
 
     Args:
       layout, state, key: as in `step_fns.eval_step`.
       inputs: the batch; `row_index` int32 [B] is returned unchanged.
-      *rest: the partitioner's extra arguments; unused, so that the compiler splits the step.
+      *rest: the partitioner's own forward pass, if it has one. It is not used, so XLA splits the step over the devices.
 
     Returns:
       float32 [B], the sum of the log-probabilities; bool [B], True if every scored label is the most likely token;
@@ -155,12 +155,12 @@ def score_step(
 
 
 def _with_model(layout: Layout, **settings: Any) -> Layout:
-    """Returns the layout for a model with other settings and the same variables."""
+    """Returns the layout with other settings of the model, whose variables stay the same."""
     return dataclasses.replace(layout, task=layout.task.with_model(layout.task.model.clone(**settings)))
 
 
 def _of_labels(outputs: Any, inputs: NestedMap) -> tuple[jax.Array, jax.Array]:
-    """Returns the cross entropy of each row's scored labels, [B], and the most likely tokens, int [B, T]."""
+    """Returns the sum of the cross entropy over each row's scored labels, [B], and the most likely tokens, int [B, T]."""
     if all(name in outputs for name in _NEEDED):
         return outputs["per_sequence_xent"], outputs["per_example_argmax"]
     if "logits" not in outputs:
@@ -188,11 +188,11 @@ def generate_step(
 
     Args:
       layout, state, key, inputs, *rest: as in `score_step`.
-      settings: how to continue them.
-      tokenizer: for stop strings and end-of-text.
+      settings: the generation settings.
+      tokenizer: the tokenizer, for stop strings and end-of-text.
 
     Returns:
-      int32 [B, N], the generated tokens; int32 [B], their number; `row_index`.
+      int32 [B, max_tokens], the generated tokens; int32 [B], the number of generated tokens; `row_index`.
     """
     del rest
     layout = _with_model(layout, generation=settings)
@@ -206,7 +206,7 @@ def generate_step(
 
 
 def training_rows(batch: PyTree) -> tuple[int, int]:
-    """Returns the rows of a training batch as the model sees them, and their number of tokens.
+    """Returns the numbers of rows and of tokens per row of a training batch, as the model sees it.
 
     Raises:
       UserError: the batch is not one of a language model.

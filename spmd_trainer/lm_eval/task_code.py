@@ -1,4 +1,4 @@
-"""Finds code that lm-eval would run for a task file: it imports what a `!function` names while it loads the file."""
+"""Finds code that lm-eval would run for a task file, e.g. the function that a `!function` tag names."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _INCLUDE = "include"
 
 
 def refuse(directory: str | None, files: Iterable[str], library: str) -> None:
-    """Refuses task files that name code, before lm-eval loads any.
+    """Raises UserError for a task file that names code to run, before lm-eval loads any file.
 
-    lm-eval's own tasks name code of its package, and may. `--confirm_run_unsafe_code` allows it to all.
+    lm-eval's own task files are allowed to name code. With `--confirm_run_unsafe_code`, the caller skips this check.
 
     Args:
-      directory: where the user's tasks are, at any depth; None for none.
-      files: further task files, by path.
-      library: lm-eval's own folder.
+      directory: directory of the user's task files, searched recursively; None without one.
+      files: paths of further task files.
+      library: folder of the lm-eval package.
 
     Raises:
-      UserError: a file, or one that it includes, names code, or can't be read.
+      UserError: a file, or a file that it includes, names code or can't be read.
     """
     found = [] if directory is None else sorted(pathlib.Path(directory).rglob("*.yaml"))
     waiting, seen = [*found, *map(pathlib.Path, files)], set[pathlib.Path]()
@@ -53,7 +53,7 @@ def refuse(directory: str | None, files: Iterable[str], library: str) -> None:
 
 
 def _named(path: pathlib.Path) -> Iterator[tuple[str, str]]:
-    """Yields the code and the further files that a task file names: ('!function', 'utils.f'), ('include', 'base.yaml')."""
+    """Yields the code and files that a task file names, e.g. ('!function', 'utils.f') and ('include', 'base.yaml')."""
     import yaml
 
     # The parser that lm-eval takes; here it makes no objects.
@@ -69,7 +69,7 @@ def _named(path: pathlib.Path) -> Iterator[tuple[str, str]]:
 
 
 def _of_nodes(root: yaml.Node) -> Iterator[tuple[str, str]]:
-    """As `_named`. A node that an alias repeats is looked at once, and nesting is not followed by calls."""
+    """See `_named`. Visits each node once, even if aliases repeat it, and without recursion, so nesting may be deep."""
     import yaml
 
     waiting, seen = [root], set[int]()

@@ -1,4 +1,4 @@
-"""Text <-> tokens, by the rules of lm-eval's `hf` backend for start tokens and chat templates."""
+"""Converts text to tokens and back, by the rules of lm-eval's `hf` backend for start tokens and chat templates."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Message = Mapping[str, Any]
 
 
 class Texts:
-    """A tokenizer, with the start token of texts.
+    """Converts text to tokens and back: a tokenizer with a start token and a chat template.
 
     Attributes:
       tokenizer: the tokenizer.
       prefix_id: token before a text without a context.
-      max_token: exclusive upper bound of tokens; None if the model's vocabulary is unknown.
+      template: the chat template; None without one.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Texts:
           tokenizer: the tokenizer.
           start_id: the token before each text in training, or None.
           arguments: `add_bos_token` and `prefix_token_id`; None: the defaults.
-          vocab_size: the model's; None if unknown.
+          vocab_size: size of the model's vocabulary; None if unknown.
           chat_template: True, or the name of one of the tokenizer's templates; False for no template.
 
         Raises:
@@ -66,7 +66,8 @@ class Texts:
 
         Args:
           text: the text.
-          special: True puts the start token before it; None does so unless the text spells it.
+          special: True puts the start token before the text; None does so unless the text begins with the spelling of
+            `prefix_id`; False does not.
 
         Raises:
           UserError: the tokenizer can't encode the text, or a token is outside the model's vocabulary.
@@ -94,8 +95,8 @@ class Texts:
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Returns the tokens of a context and of its continuation.
 
-        Spaces at the end of the context belong to the continuation. Both are encoded together, and divided where the
-        context alone ends.
+        Spaces at the end of the context belong to the continuation. Both are encoded together, and split after as many
+        tokens as the context alone has.
 
         Raises:
           UserError: see `encode`; or the continuation has no tokens.
@@ -119,7 +120,7 @@ class Texts:
         return self.tokenizer.decode(np.asarray(tokens, np.int32)[None], [len(tokens)])[0]
 
     def spelling(self, token: int | None) -> str:
-        """Text of a token; '' if it has none."""
+        """Returns the text of a token in the vocabulary; '' for None, or if it is unknown."""
         if token is None or not isinstance(self.tokenizer, HuggingFaceTokenizer):
             return ""
         return self._spellings.get(token, "")
@@ -155,7 +156,7 @@ class Texts:
 
 
 def _up_to_last_message(text: str, last: str) -> str:
-    """Cuts off the template's text after the last message. Templates may strip a message's spaces."""
+    """Returns the rendered text up to the end of the last message. Templates may strip the spaces around a message."""
     found = text.rfind(last.strip())
     if found < 0:
         raise UserError(
@@ -167,7 +168,7 @@ def _up_to_last_message(text: str, last: str) -> str:
 
 
 def _template(tokenizer: Tokenizer, chosen: bool | str) -> ChatTemplate:
-    """Returns the tokenizer's default template (True) or one by name; unlike an input's field, not by path or text."""
+    """Returns the tokenizer's default template (True), or the template of this name. Doesn't accept a path or template text."""
     if isinstance(chosen, str):
         owner = str(getattr(tokenizer, "name", type(tokenizer).__name__))
         choose(getattr(tokenizer, "chat_templates", {}), chosen, has_tools=False, owner=owner)

@@ -1,4 +1,4 @@
-"""The `Model` interface of a step, and models of praxis, Flax NNX, Flax Linen and plain functions.
+"""The `Model` interface that a step calls, and its implementations for praxis, Flax NNX, Flax Linen and plain functions.
 
     task_p.model = Config(models.NnxModel, module=Config(MyNet, features=64), inputs="images", loss=my_loss)
 

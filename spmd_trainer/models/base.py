@@ -28,13 +28,13 @@ _FORM = "return (loss, weight), or {'loss': (loss, weight), ...}, all scalars"
 
 
 class Model(Protocol):
-    """The methods of a model that a step calls. All of them can be traced."""
+    """The interface of a model that a step calls. JAX must be able to trace all methods."""
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
-        """Returns the variables by collection. A variable with a declared layout is a praxis BoxedParam with WeightHParams.
+        """Returns the variables by collection. A variable with a declared sharding is a praxis BoxedParam with WeightHParams.
 
         Args:
-          key: the key of the initialisation.
+          key: PRNG key of the initialisation.
           inputs: a batch.
         """
         ...
@@ -47,16 +47,19 @@ class Model(Protocol):
         Args:
           mdl_vars: the variables by collection.
           inputs: a batch.
-          key: the key of this step.
+          key: PRNG key of this step.
           do_eval: True in evaluation, False in training.
           mutable: collections that may be written.
+
+        Returns:
+          (weighted scalars, outputs per example, and clu metrics if there are any), and the collections that were written.
         """
         ...
 
     def decode(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, mutable: Sequence[str]
     ) -> ForwardResult:
-        """Decodes a batch; arguments as for `forward`."""
+        """Decodes a batch; arguments and results as for `forward`."""
         ...
 
 
@@ -103,13 +106,13 @@ class PraxisModel:
 
 @dataclasses.dataclass(frozen=True)
 class GatheredVariables:
-    """How a model reads variables that a partitioner splits and boxes, and that must be gathered before use.
+    """How a model gathers variables that a partitioner passes sharded, in boxes.
 
     Attributes:
-      where_read: True if the module gets the boxes, and each layer gathers what it reads; False if the model gathers all
-        variables before it calls the module.
-      stacked_dims: number of dimensions at the front of a variable of rank 2 or more that a loop may run over; they must stay
-        whole.
+      where_read: True if the module gets the boxes, and each layer gathers the variables that it reads; False if the model
+        gathers all variables before it calls the module.
+      stacked_dims: number of leading dimensions of a variable of rank 2 or more that a loop such as `nn.scan` may run over; the
+        partitioner must not split them.
     """
 
     where_read: bool
@@ -117,17 +120,17 @@ class GatheredVariables:
 
 
 class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCMeta):  # type: ignore[misc]  # untyped
-    """A model of another library. Its trainable variables are the collection 'params', all others 'non_trainable'.
+    """A model of a library other than praxis. Its trainable variables are the collection 'params', the others 'non_trainable'.
 
     Attributes:
-      inputs: the module's arguments: the name of an entry of the batch, several names, a function of the batch that returns
-        one value or a tuple, or None for the whole batch.
-      loss: (the module's output, the batch) -> (loss, weight), or {name: (mean value, weight)} with an entry 'loss'. All
-        are scalars: means over the batch's examples, and the weight of the mean, e.g. the number of examples. The learner's
-        `loss_name` names the one to minimise, 'loss' if it is not set. A loss alone, a scalar, weighs as many examples as the
-        batch has rows, those that only fill a batch included. Entries may also be clu metrics, a clu `Collection` stands for
-        its metrics, and the loss may be a clu `Average`. They are merged over batches, minibatches and devices, and computed on
-        the host, so their `compute` must return a scalar or a dict of scalars. Give them the rows' weights as `mask`.
+      inputs: source of the module's arguments: the name of an entry of the batch, several names, a function of the batch that
+        returns one value or a tuple, or None for the whole batch.
+      loss: (the module's output, the batch) -> (loss, weight), or {name: (mean value, weight)} with an entry 'loss'. All are
+        scalars: a mean over the batch's examples, and the weight of this mean, e.g. the number of examples. The learner's
+        `loss_name` names the entry to minimise, 'loss' if it is not set. If the function returns only a scalar loss, its weight
+        is the number of rows of the batch, padding rows included. Entries may also be clu metrics, a clu `Collection` stands
+        for its metrics, and the loss may be a clu `Average`. clu metrics are merged over batches, minibatches and devices, and
+        computed on the host, so their `compute` must return a scalar or a dict of scalars. Give them the rows' weights as `mask`.
       per_example: (the module's output, the batch) -> arrays with the batch as dimension 0, which evaluations can write; or
         None.
       generate: (variables, batch, key) -> arrays with the batch as dimension 0, for `--mode=decode`; or None. NNX models get
@@ -135,10 +138,10 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
       logical_axis_rules: [(logical axis, mesh axis, tuple of mesh axes, or None), ...] for modules whose variables are
         annotated with logical axes. Empty: annotations name mesh axes.
       ici_mesh_shape: size of each mesh axis within a slice or host; None: one axis 'data' over all devices.
-      dcn_mesh_shape: size of each mesh axis over slices or hosts; None: one slice.
+      dcn_mesh_shape: size of each mesh axis across slices or hosts; None: one slice.
       mesh_axis_names: names of the mesh axes.
-      fprop_dtype: bfloat16 casts float32 parameters, and what the module is called with, before the module runs; the loss gets
-        the batch as it is, and other variables keep their dtypes. None casts nothing.
+      fprop_dtype: bfloat16 casts the float32 parameters and the float32 arguments of the module. The loss gets the batch
+        uncast, and other variables keep their dtypes. None casts nothing.
     """
 
     # Name of the loss if the learner has none.
@@ -213,7 +216,7 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
         """Returns the module's arguments.
 
         Raises:
-          UserError: the batch lacks an entry of this name.
+          UserError: the batch lacks an entry that `inputs` names.
         """
         if self.inputs is None:
             return (batch,)
@@ -238,11 +241,11 @@ def loss_metrics(found: Any) -> tuple[dict[str, tuple[jax.Array, jax.Array]], di
     """Returns the metrics of a loss function as {name: (mean value, weight)} and {name: clu metric}. `found`: the result of
     `task.model.loss`.
 
-    clu's averages (`Average`, `Accuracy`, ...) become pairs, so that a loss can be one. The metrics of a clu `Collection` have
-    the names of its fields.
+    clu's averages (`Average`, `Accuracy`, ...) become (mean value, weight), so that a loss can be an average. The metrics of a
+    clu `Collection` have the names of its fields.
 
     Raises:
-      UserError: a metric has another form; names it and its shape.
+      UserError: a metric has another form; the message names the metric and its shape.
     """
     if isinstance(found, tuple) and len(found) == 2:
         found = {LOSS: found}
@@ -268,7 +271,7 @@ def loss_metrics(found: Any) -> tuple[dict[str, tuple[jax.Array, jax.Array]], di
 
 
 def _with_weight(found: Any, batch: PyTree, *, do_eval: bool) -> Any:
-    """Returns a loss function's result; a loss alone gets the number of the batch's rows as its weight."""
+    """Returns a loss function's result. A scalar without a weight gets the number of the batch's rows as its weight."""
     if not jax.tree_util.all_leaves([found]) or jnp.shape(found):
         return found
     if do_eval and isinstance(batch, Mapping) and "eval_sample_weights" in batch:
@@ -290,7 +293,7 @@ def _each(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_average(value: Any) -> bool:
-    """Returns True for a clu metric with value total / count, which is merged by adding both up."""
+    """Returns True for a clu metric that is total / count, and is merged by adding totals and counts."""
     own, average = type(value), clu_metrics.Average
     return isinstance(value, average) and own.compute is average.compute and own.merge is average.merge
 
@@ -313,8 +316,8 @@ def _written(path: tuple[Any, ...], new: Any, old: jax.Array) -> jax.Array:
 
     Args:
       path: the variable's path, as keys of `jax.tree_util`.
-      new: its new value.
-      old: its value before.
+      new: the new value.
+      old: the value before the forward pass.
 
     Raises:
       UserError: the forward pass changed its shape.
@@ -344,7 +347,7 @@ def _check_per_example(found: PyTree, batch: PyTree, what: str) -> None:
 
 
 def _num_rows(batch: PyTree) -> int:
-    """Returns the number of rows of a batch: of its `eval_sample_weights`, or of its first array with a dimension."""
+    """Returns the number of rows of a batch, from `eval_sample_weights` or else from its first array that isn't a scalar."""
     weights = batch.get("eval_sample_weights") if isinstance(batch, Mapping) else None
     arrays = [weights] if weights is not None else [x for x in jax.tree.leaves(batch) if x.ndim]
     return int(arrays[0].shape[0])

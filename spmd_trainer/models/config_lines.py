@@ -1,4 +1,4 @@
-"""Lines of a resolved config: those that say which model there is, and what has changed between two starts or runs."""
+"""Selects lines of a resolved config, e.g. those that describe the model, and compares the configs of two starts or runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def without_addresses(text: str) -> str:
 
 
 def lines_of(lines: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
-    """Returns the lines that begin with one of `beginnings`, without machine-dependent lines and parts.
+    """Returns the lines that begin with one of `beginnings`, without those about devices, and without memory addresses.
 
     Args:
       lines: lines of a config, 'task.model.name: value'.
@@ -42,7 +42,7 @@ class Change:
     now: str | None
 
     def shortened(self) -> tuple[str | None, str | None]:
-        """Returns `before` and `now`; of long ones, only the part around their first difference."""
+        """Returns `before` and `now`. Long values are cut to the part around their first difference."""
         return around_difference(self.before, self.now), around_difference(self.now, self.before)
 
     def __str__(self) -> str:
@@ -60,21 +60,21 @@ def changes(before: Sequence[str], now: Sequence[str]) -> list[Change]:
 
 
 def is_flag_of_some(path: str, all_settings: Sequence[Mapping[str, str]]) -> bool:
-    """Returns True for a flag ('--flag') that some of these settings lack."""
+    """Returns True if `path` is a flag ('--flag') that at least one of `all_settings` lacks."""
     return path.startswith("--") and any(path not in settings for settings in all_settings)
 
 
 def compare(old: Mapping[str, str], new: Mapping[str, str]) -> list[Change]:
     """Returns the changes between two results of `settings`, sorted by path.
 
-    A flag ('--flag') that only one of them has is no change: a version without it wrote the other one.
+    A flag ('--flag') that only one of them has doesn't count as a change, because versions of the trainer differ in their flags.
     """
     paths = sorted(path for path in {**old, **new} if not is_flag_of_some(path, (old, new)))
     return [Change(path, old.get(path), new.get(path)) for path in paths if old.get(path) != new.get(path)]
 
 
 def settings(lines: Iterable[str]) -> dict[str, str]:
-    """Returns {path: value} without memory addresses. A line without ': ' continues the previous value."""
+    """Parses 'path: value' lines to {path: value}, without memory addresses. A line without ': ' continues a value."""
     found: dict[str, str] = {}
     path = ""
     for line in lines:
@@ -88,7 +88,7 @@ def settings(lines: Iterable[str]) -> dict[str, str]:
 
 
 def around_difference(value: str | None, other: str | None) -> str | None:
-    """Returns the value; a long one is cut to the part around the first difference from `other`."""
+    """Returns the value. A long value is cut to the part around the first difference from `other`."""
     if value is None or len(value) <= _MAX_VALUE_CHARS:
         return value
     pairs = enumerate(zip(value, other or "", strict=False))

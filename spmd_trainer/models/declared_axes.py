@@ -1,4 +1,4 @@
-"""The layout that a module declares for its variables, as praxis' WeightHParams."""
+"""Converts the sharding that a module declares for its variables to praxis' WeightHParams."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def boxed(
     rules: Sequence[tuple[str, Any]],
     trainable: bool,
 ) -> base_layer.BoxedParam:
-    """Boxes a variable with the layout that its module declares.
+    """Boxes a variable with the sharding that its module declares.
 
     Args:
       value: the variable.
-      names: its axes as the module names them; None without an annotation.
+      names: the module's annotation of the variable, an axis name (or None) per dimension; None without an annotation.
       path: the variable's path, for messages.
       rules: `ModuleModel.logical_axis_rules`.
-      trainable: True if gradients reach it.
+      trainable: True if the optimizer updates the variable.
 
     Raises:
       UserError: an axis has no rule, or the number of axes differs from the number of dimensions.

@@ -1,7 +1,8 @@
-"""Settings that describe a decoder-only language model: a family of models is a table of these settings.
+"""Settings that describe a decoder-only language model. Model families differ only in their values of these settings.
 
-The variables of a model, below `params/lm/`. V is the vocabulary, D the model's width, N and K the query and key/value heads,
-H the width of a head, F the feed-forward width, E the experts; Q, R and U are the widths of `LatentSpec`, P the rotary_dims:
+The table lists a model's variables, below `params/lm/`. V is the size of the vocabulary, D the model's width, N and K the numbers
+of query heads and of key/value heads, H the width of a head, F the feed-forward width, and E the number of experts. Q, R and U
+are the widths in `LatentSpec`, and P is rotary_dims.
 
 | variable | shape | present if |
 |---|---|---|
@@ -31,13 +32,16 @@ H the width of a head, F the feed-forward width, E the experts; Q, R and U are t
 | `final_norm/scale` | [D] | always |
 | `logits/w` | [D, V] | not tied_embeddings |
 
-A norm of kind 'layer' also has a `/bias` of the same shape as its scale. The first K = moe.dense_layers layers (0 without moe)
-stand alone: LAYER is `first_layers_{j}`, and they have no experts. Of the other N layers, with P = len(layer_pattern) and
-R = N // P, the first R * P are stacked: LAYER is `layers/sub/layer_{p}` for p < P, and its variables have a leading dimension of
-R. Index r of it is layer K + r * P + p of the model. The last N % P layers stand alone, too: LAYER is `last_layers_{j}`, layer
-K + R * P + j.
+A norm of kind 'layer' also has a `/bias` of the same shape as its scale. With moe.choice_bias, there is also
+LAYER/`moe/router/choice_bias`, [E], below `non_trainable/lm/`.
 
-With moe.choice_bias, there is also LAYER/`moe/router/choice_bias`, [E], below `non_trainable/lm/`.
+LAYER depends on the layer. Let dense = moe.dense_layers (0 without moe), period = len(layer_pattern) and repeats =
+(num_layers - dense) // period.
+
+- The first `dense` layers, which have no experts, are separate: `first_layers_{j}` is layer j.
+- The next repeats * period layers are stacked: `layers/sub/layer_{p}` for p < period. Its variables have a leading dimension of
+  size `repeats`; index r is layer dense + r * period + p.
+- The remaining layers are separate: `last_layers_{j}` is layer dense + repeats * period + j.
 """
 
 from __future__ import annotations
@@ -59,21 +63,21 @@ LAYER_KINDS = ("global", "local")
 
 @dataclasses.dataclass
 class DecoderSpec:
-    """A decoder-only transformer.
+    """Architecture and sizes of a decoder-only transformer.
 
     Attributes:
       vocab_size: number of token ids, V.
       model_dims: width of the residual stream, D.
-      hidden_dims: width of the feed-forward layers, F. With `moe`, only its `dense_layers` have it.
+      hidden_dims: width of the feed-forward layers, F. With `moe`, only the first `moe.dense_layers` layers use it.
       num_layers: number of layers.
       num_heads: query heads, N.
       num_kv_heads: key and value heads, K; divides num_heads.
       head_dims: width of a head's queries and keys, H; without `latent` also of its values.
-      activation: of the feed-forward layers: 'silu', 'gelu', 'gelu_tanh' (the approximation) or 'relu'.
+      activation: activation of the feed-forward layers: 'silu', 'gelu', 'gelu_tanh' (the approximation) or 'relu'.
       gated: the feed-forward layer is down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
       norm: 'rms' (root mean square, only a scale) or 'layer' (mean and variance, scale and bias).
       norm_epsilon: added to the mean square or variance.
-      norm_scale_offset: added to the scale variable; Gemma's scales are stored minus 1.
+      norm_scale_offset: added to the scale variable; 1 for Gemma, whose variables hold the scale minus 1.
       norm_placement: 'pre': at the input of attention and feed-forward layer; 'post': at their output, before the residual
         addition; 'pre_and_post': both.
       qkv_bias: query, key and value projections have biases.
@@ -82,21 +86,21 @@ class DecoderSpec:
       query_key_norm: RMS norm of queries and keys before the rotary embedding: None, 'head' (over a head's width, the same
         scale for all heads) or 'all' (over all heads together).
       query_scale: factor of the attention logits; None for head_dims ** -0.5.
-      attention_sinks: each head has a further logit in its softmax, which is learned; its probability goes to no token
-        (arXiv:2309.17453).
+      attention_sinks: each head has one more, learned logit in its softmax, whose probability is discarded (arXiv:2309.17453).
       positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
       max_positions: longest sequence. With positions='learned' it is a dimension of a variable; otherwise it is only
         informative.
-      rotary_dims: the first dimensions of a head, with `latent` the last, which alone are rotated; 0: all (not with `latent`).
-      rotary_pairs_adjacent: dimensions 2i and 2i + 1 are rotated together; otherwise i and i + half of the rotated ones.
+      rotary_dims: number of rotated dimensions of a head: the first ones, or with `latent` the last ones; 0: all (not with
+        `latent`).
+      rotary_pairs_adjacent: dimensions 2i and 2i + 1 are rotated as a pair; otherwise i and i + n, of 2n rotated dimensions.
       rotary_base: base of the rotary frequencies (rope theta).
-      rotary_scaling: change of the frequencies; None for none.
-      local_rotary_base: base of the local layers, whose frequencies are then not scaled; None: local layers have the
-        frequencies of the global ones.
-      layer_pattern: kind of each layer, 'global' or 'local', repeated over the layers.
+      rotary_scaling: scaling of the frequencies for long sequences; None for no scaling.
+      local_rotary_base: rotary base of the local layers, whose frequencies are then not scaled; None: local layers have the
+        frequencies of the global layers.
+      layer_pattern: kinds of the layers, 'global' or 'local'; the pattern is repeated over all layers.
       window: a token of a local layer sees itself and the window - 1 tokens before it.
       attention_softcap: attention logits x become cap * tanh(x / cap); None for no cap.
-      final_softcap: the same for the logits of the vocabulary.
+      final_softcap: as attention_softcap, for the logits of the vocabulary.
       tied_embeddings: the token embedding is also the weight of the logits.
       embedding_scale: factor of the token embeddings.
       moe: mixture of experts in place of the feed-forward layers, or None.
@@ -146,7 +150,7 @@ class DecoderSpec:
 
     @property
     def num_dense_layers(self) -> int:
-        """K: how many layers at the beginning of a model with experts have none; 0 for a model without experts."""
+        """Number of layers without experts at the beginning of a model with experts; 0 for a model without experts."""
         return 0 if self.moe is None else self.moe.dense_layers
 
     @property
@@ -156,18 +160,18 @@ class DecoderSpec:
 
     @property
     def repeated_pattern(self) -> tuple[str, ...]:
-        """Kinds of the layers that are repeated together."""
+        """Kinds of the layers of one repetition: `layer_pattern`, rotated to begin after the first layers without experts."""
         start = self.num_dense_layers % len(self.layer_pattern)
         return (*self.layer_pattern[start:], *self.layer_pattern[:start])
 
     @property
     def num_repeats(self) -> int:
-        """R, the number of repetitions of the whole pattern."""
+        """Number of whole repetitions of the pattern after the first layers without experts."""
         return (self.num_layers - self.num_dense_layers) // len(self.layer_pattern)
 
     @property
     def last_layers(self) -> tuple[str, ...]:
-        """Kinds of the layers after the last whole pattern."""
+        """Kinds of the layers after the last whole repetition of the pattern."""
         return self.repeated_pattern[: (self.num_layers - self.num_dense_layers) % len(self.layer_pattern)]
 
     @property
@@ -182,12 +186,12 @@ class DecoderSpec:
 
     @property
     def query_input_dims(self) -> int:
-        """Width of what queries are computed from."""
+        """Width of the vectors that queries are computed from."""
         return self.model_dims if self.latent is None else self.latent.query_dims or self.model_dims
 
     @property
     def num_values_at_least(self) -> int:
-        """A lower bound of the values in all variables: the embedding, and each layer's largest weights."""
+        """A lower bound of the number of parameters: those of the embedding and of each layer's largest weights."""
         attention = self.num_heads * (self.model_dims * self.value_dims + self.query_input_dims * self.head_dims)
         moe, dense = self.moe, self.num_dense_layers
         width = self.hidden_dims if moe is None else moe.num_experts * moe.hidden_dims + moe.shared_dims
@@ -195,12 +199,13 @@ class DecoderSpec:
         return self.vocab_size * self.model_dims + self.num_layers * attention + 2 * self.model_dims * widths
 
     def matrix_flops(self, num_params: float, num_frozen: float, length: int) -> float:
-        """Returns the FLOPs of a token's matrix products, forward and backward: no lookup of embeddings, half of attention.
+        """Returns the FLOPs per token of all matrix products, forward and backward, without embedding lookups.
 
         Args:
-          num_params: parameters of a token that learn.
-          num_frozen: those that don't, whose gradient is not computed.
-          length: tokens of a row. A token sees half of them on average, and at most its window in a local layer.
+          num_params: number of trainable parameters that a token uses.
+          num_frozen: number of frozen parameters that a token uses; their gradients are not computed.
+          length: tokens of a row. A token sees half of them on average, and at most its window in a local layer. Attention
+            counts only the tokens that are seen.
         """
         lookups = 0 if self.tied_embeddings else self.vocab_size * self.model_dims
         lookups += self.max_positions * self.model_dims if self.positions == "learned" else 0
@@ -214,7 +219,7 @@ class DecoderSpec:
         return 6.0 * params + 4.0 * frozen + attention
 
     def problems(self) -> list[str]:
-        """Returns the problems with the settings, one sentence each, beginning with the field."""
+        """Returns the problems with the settings, one sentence each, which begins with the field's name."""
         sizes = ["vocab_size", "model_dims", "num_layers", "num_heads", "num_kv_heads", "head_dims"]
         has_dense = self.moe is None or self.moe.dense_layers
         found = not_positive(self, [*sizes, "hidden_dims"] if has_dense else sizes)
@@ -245,7 +250,7 @@ class DecoderSpec:
         """Checks the settings. `where`: path of the spec, for the message.
 
         Raises:
-          UserError: names all invalid settings.
+          UserError: a setting is invalid; the message names all invalid settings.
         """
         if found := self.problems():
             raise UserError(f"{where} can't be built: " + "; ".join(found))

@@ -1,4 +1,4 @@
-"""Plain functions as models: for dicts of arrays, and for Equinox, Haiku and hand-written JAX through them."""
+"""Models made of plain functions on dicts of arrays, for hand-written JAX, Equinox and Haiku."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from spmd_trainer.train_states import NestedJTensor, PyTree
 
 
 class FunctionModel(ModuleModel):
-    """A model of two functions.
+    """A model made of two functions, `init` and `apply`.
 
     Attributes:
-      init: key -> parameters, nested dicts of arrays; or (parameters, state) if there are variables that don't learn.
-      apply: (parameters, *inputs) -> outputs; with a state (parameters, state, *inputs) -> (outputs, new state). An argument
-        named `key` gets the step's key; one named `train` is True in training.
-      has_state: whether `init` and `apply` have a state.
+      init: PRNG key -> parameters, nested dicts of arrays. With `has_state`, -> (parameters, state); the optimizer doesn't update
+        the state.
+      apply: (parameters, *inputs) -> outputs. With `has_state`, (parameters, state, *inputs) -> (outputs, new state). An argument
+        named `key` gets the step's PRNG key; an argument named `train` is True in training.
+      has_state: True if `init` and `apply` use a state.
     """
 
     init: Callable[[jax.Array], PyTree] | None = None
@@ -56,7 +57,7 @@ class FunctionModel(ModuleModel):
         """See `ModuleModel`.
 
         Raises:
-          UserError: the new state differs from the old one in structure.
+          UserError: the new state has another tree structure than the old state.
         """
         assert self.apply is not None
         known = inspect.signature(self.apply).parameters

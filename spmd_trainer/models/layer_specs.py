@@ -16,18 +16,18 @@ class RotaryScaling:
     """Changes of a rotary embedding's frequencies for sequences longer than in pretraining.
 
     Attributes:
-      kind: 'linear' divides all positions by `factor` (arXiv:2306.15595). 'llama3' divides the low frequencies and
-        interpolates in between. 'yarn' (arXiv:2309.00071) does so by the number of rotations, and scales the embedding.
+      kind: 'linear' divides all frequencies by `factor` (arXiv:2306.15595). 'llama3' divides low frequencies by `factor`, keeps
+        high ones, and interpolates between them. 'yarn' (arXiv:2309.00071) does so too, and also scales sine and cosine.
       factor: new length / original length.
       original_max_positions: sequence length of pretraining. 'llama3' and 'yarn' need it.
       low_freq_factor, high_freq_factor: 'llama3': frequencies of fewer than low_freq_factor rotations in the original length
-        are divided by `factor`; those of more than high_freq_factor rotations stay.
-      beta_fast, beta_slow: 'yarn': frequencies of more than beta_fast rotations in the original length stay; those of fewer
-        than beta_slow are divided by `factor`.
-      attention_factor: 'yarn': scale of the embedding; None computes it from factor, mscale and mscale_all_dim.
-      mscale, mscale_all_dim: 'yarn': coefficients of log(factor) in the numerator and the denominator of attention_factor. 0
-        for both gives 0.1 log(factor) + 1.
-      truncate: 'yarn': round the bounds between the frequencies to whole dimensions.
+        are divided by `factor`; frequencies of more than high_freq_factor rotations stay.
+      beta_fast, beta_slow: 'yarn': frequencies of more than beta_fast rotations in the original length stay; frequencies of
+        fewer than beta_slow rotations are divided by `factor`.
+      attention_factor: 'yarn': factor of sine and cosine; None computes it from factor, mscale and mscale_all_dim.
+      mscale, mscale_all_dim: 'yarn': coefficients of log(factor) in the numerator and the denominator of attention_factor. If
+        either is 0, attention_factor is 0.1 log(factor) + 1.
+      truncate: 'yarn': round the bounds of the interpolation to whole dimensions.
     """
 
     kind: str = "linear"
@@ -43,7 +43,7 @@ class RotaryScaling:
     truncate: bool = True
 
     def log_scale(self, mscale: float) -> float:
-        """Returns YaRN's 0.1 mscale log(factor) + 1, which scales embeddings, and attention logits in DeepSeek V3."""
+        """Returns YaRN's scale 0.1 mscale log(factor) + 1, for sine and cosine, and for attention logits in DeepSeek V3."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def problems(self) -> list[str]:
@@ -68,25 +68,28 @@ class MoeSpec:
       num_experts: experts per layer, E.
       num_experts_per_token: experts per token.
       hidden_dims: width of an expert, F.
-      dense_layers: the first layers of the model, which have a feed-forward layer of `DecoderSpec.hidden_dims` and no experts.
+      dense_layers: number of layers at the beginning of the model with a feed-forward layer of width `DecoderSpec.hidden_dims`
+        in place of experts.
       score: how the router's logits become scores: 'softmax' over the experts, or 'sigmoid' of each.
       normalise_top_k: divide the scores of a token's experts by their sum.
-      scaling_factor: factor of the routed experts' weights, after that division.
-      num_groups: groups of experts of equal size. A token's experts are of its best `num_chosen_groups` groups; a group's score
-        is the sum of the scores of its two best experts (DeepSeek V3, arXiv:2412.19437). 1: no groups.
-      num_chosen_groups: groups of a token.
-      shared_dims: width of a feed-forward layer that computes all tokens, beside the experts (shared experts); 0: none.
+      scaling_factor: factor of the routed experts' weights, applied after `normalise_top_k`.
+      num_groups: number of equally large groups of experts. A token's experts are chosen from its best `num_chosen_groups`
+        groups; a group's score is the sum of its two highest expert scores (DeepSeek V3, arXiv:2412.19437). 1: no groups.
+      num_chosen_groups: number of groups that a token's experts are chosen from.
+      shared_dims: width of the shared experts: a feed-forward layer beside the routed experts that computes all tokens; 0: no
+        shared experts.
       biases: the router and the experts have biases; shared experts have none.
-      swiglu_limit: clips an expert's gate to at most this, and its `up` to between minus and plus this. The expert is then
-        down(gate * sigmoid(swiglu_alpha * gate) * (up + 1)), as in gpt-oss (arXiv:2508.10925). None: `DecoderSpec.activation`.
-      swiglu_alpha: see there.
-      choice_bias: experts and groups are chosen by score + bias, one bias for each expert; an expert's weight doesn't have it.
-        After each training step, the bias of an expert with less than the mean load rises by `choice_bias_rate`, and that of one
-        with more falls by it (arXiv:2408.15664). The load is that of the whole batch, without padding. Adapters keep the biases
-        of their base.
-      choice_bias_rate: see there. 0 keeps the biases.
+      swiglu_limit: limit L of an expert's activations: its gate is clipped to at most L, and its `up` to [-L, L]. The expert is
+        then down(gate * sigmoid(swiglu_alpha * gate) * (up + 1)), as in gpt-oss (arXiv:2508.10925). None: experts use
+        `DecoderSpec.activation`.
+      swiglu_alpha: see `swiglu_limit`.
+      choice_bias: experts and groups are chosen by score + bias, with one bias for each expert; an expert's weight is computed
+        from its score without the bias. After each training step, the bias of an expert with less than the mean load rises by
+        `choice_bias_rate`, and the bias of an expert with more falls by it (arXiv:2408.15664). The load counts the tokens of
+        the whole batch, without padding. Training of adapters doesn't change the biases.
+      choice_bias_rate: see `choice_bias`. 0 keeps the biases.
       aux_loss_weight: weight of the load-balancing loss (arXiv:2101.03961, equation 4; averaged over the layers) in the total
-        loss. Scores of 'sigmoid' are divided by their sum for it.
+        loss. For this loss, 'sigmoid' scores are divided by their sum.
       z_loss_weight: weight of the mean square of the logits' log-sum-exp (arXiv:2202.08906, equation 5; averaged over the layers)
         in the total loss.
     """
@@ -150,7 +153,7 @@ class LatentSpec:
       query_dims: width of the vector that queries are computed from, Q. 0: they are computed from the residual stream.
       key_value_dims: width of the vector that keys and values are computed from, R.
       value_dims: width of a head's values, U; at most `DecoderSpec.head_dims`.
-      norm_epsilon: added to the mean square of these vectors' RMS norms.
+      norm_epsilon: added to the mean square in the RMS norms of these vectors.
     """
 
     query_dims: int = 0
@@ -172,7 +175,7 @@ def not_positive(spec: object, fields: list[str] | tuple[str, ...]) -> list[str]
 
 
 def not_one_of(field: str, value: object, known: tuple[str | None, ...]) -> list[str]:
-    """Returns a sentence if `value` is not in `known`, with the nearest name; otherwise []."""
+    """Returns a list of one sentence, which suggests the nearest name, if `value` is not in `known`; otherwise []."""
     if value in known:
         return []
     hint = did_you_mean(value, [name for name in known if name], otherwise="") if isinstance(value, str) else ""

@@ -34,17 +34,17 @@ _OVERWRITTEN = "_overwrite_with_gradient"
 class LinenModel(ModuleModel):
     """A Flax Linen module.
 
-    The collection 'params' learns. Other collections, such as 'batch_stats', are kept in the train state as the module writes
-    them, except `dropped_collections`.
+    The optimizer updates the collection 'params'. Other collections, such as 'batch_stats', are kept in the train state as the
+    module writes them, except `dropped_collections`.
 
     Attributes:
       module: config of the module's class.
-      mode_argument: selects training or evaluation: the name of an argument of the module's `__call__`, or of a field. Names
-        with a known meaning are `train`, `training`, `is_training` (True in training), `deterministic` and
-        `use_running_average` (False in training); for others give {name: value in training}, which may have several entries.
-        By default, the argument of `__call__` with one of these names is used, or else the field; '' uses none.
+      mode_argument: name of the argument of the module's `__call__`, or of the field, that selects training or evaluation.
+        Known names are `train`, `training`, `is_training` (True in training), `deterministic` and `use_running_average` (False
+        in training). For other or several names, give {name: value in training}. None uses the argument of `__call__` with a
+        known name, or else the field with a known name; '' uses none.
       rng_streams: names of the random streams that the module draws from in training, besides 'params'.
-      dropped_collections: collections that the module writes for its caller (`sow`); not kept.
+      dropped_collections: collections that are not kept in the train state, e.g. because the module sows intermediates in them.
     """
 
     # Flax unboxes a variable where a module reads it. `nn.scan` slices dimension 0 of its variables, and nothing marks these.
@@ -100,7 +100,7 @@ class LinenModel(ModuleModel):
         return outputs, new
 
     def for_generate(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        """Returns the variables as the module has them: {'params': ..., and by name the other collections that are kept}."""
+        """Returns the variables in Linen's form, {collection: variables}: 'params' and all other collections that are kept."""
         return {"params": mdl_vars[base_layer.PARAMS], **mdl_vars.get(base_layer.NON_TRAINABLE, {})}
 
     @functools.cached_property

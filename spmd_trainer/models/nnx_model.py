@@ -1,4 +1,4 @@
-"""Flax NNX modules as models: variables by path, state written by the forward pass, random streams."""
+"""Flax NNX modules as models."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _AXES = ("out_sharding", "sharding_names", "sharding")
 class NnxModel(ModuleModel):
     """A Flax NNX module.
 
-    `nnx.Param`s and their subclasses learn. All other variables, such as batch-norm statistics, are kept in the train state as
-    the module writes them. Random streams are not kept: each step seeds them from its key, so a resumed run draws the same
-    numbers as an uninterrupted one. Intermediates (`sow`) are dropped. Modules switch by `module.train()` and
-    `module.eval()`.
+    The optimizer updates `nnx.Param`s, including subclasses. All other variables, such as batch-norm statistics, are kept in the
+    train state as the module writes them. Random streams are not kept: each step seeds them from its key, so a resumed run draws
+    the same numbers as an uninterrupted run. Intermediates (`sow`) are dropped. `module.train()` and `module.eval()` select
+    training or evaluation.
 
     Attributes:
-      module: config of the module's class; `rngs` is filled in. Variables that the module shares (tied weights) are stored
-        once.
+      module: config of the module's class; the trainer adds the argument `rngs`. Variables that several submodules share (tied
+        weights) are stored once.
     """
 
     module: pax_fiddle.Config[Any] = pax_fiddle.template_field(None)
@@ -137,7 +137,7 @@ class NnxModel(ModuleModel):
 
 
 def _variables(module: Any) -> Iterator[tuple[_Path, Any]]:
-    """Yields the variables of a module with their paths; no random streams, no intermediates."""
+    """Yields the variables of a module with their paths, except random streams and intermediates."""
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         if not isinstance(variable, nnx.Variable):
             raise UserError(
@@ -149,7 +149,7 @@ def _variables(module: Any) -> Iterator[tuple[_Path, Any]]:
 
 
 def _check_attributes(module: nnx.Module) -> None:
-    """Raises UserError for an array that is a plain attribute: it would be a constant of one trace, used in others."""
+    """Raises UserError for a JAX array that is a plain attribute. It would belong to one trace, and leak into others."""
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Module):
             for name, value in vars(node).items():
@@ -161,7 +161,7 @@ def _check_attributes(module: nnx.Module) -> None:
 
 
 def _random(variable: Any, path: _Path, key: jax.Array) -> jax.Array:
-    """Returns the value with which a random stream's key or counter begins each step."""
+    """Returns the value of a random stream's key or counter at the start of a step. `key`: PRNG key of the step."""
     shape = variable.get_value().shape
     if not isinstance(variable, nnx.RngKey):
         return jnp.zeros(shape, variable.get_value().dtype)
@@ -175,7 +175,7 @@ def _axes(variable: Any) -> Any:
 
 
 def _refuse_write(path: str, variable: Any, value: Any) -> None:
-    """Raises UserError: a forward pass assigned to a parameter, which the step would not keep."""
+    """Raises UserError, because the forward pass assigned to a parameter, and a step would drop the new value."""
     del variable, value
     raise UserError(
         f"task.model.module writes its parameter {path} in the forward pass, where only the optimizer may; make it an "
@@ -197,5 +197,5 @@ def _text(path: _Path) -> str:
 
 
 def _stored_path(path: _Path, variable: Any) -> _Path:
-    """Returns the path of a variable in the trainer's variables: its collection, and the keys of its own path as texts."""
+    """Returns the path of a variable in the train state: its collection, followed by its path in the module as strings."""
     return (base_layer.PARAMS if isinstance(variable, nnx.Param) else base_layer.NON_TRAINABLE, *map(str, path))

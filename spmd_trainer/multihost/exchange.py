@@ -1,8 +1,8 @@
-"""What the processes of a job tell each other: process 0's value, everybody's values, being at one point.
+"""Exchanges values between the processes of a job: broadcast, gather, agreement and barrier.
 
-Values travel through the key-value store of JAX's coordination service, not through the devices: that needs no compiled
-program, works before a device is touched, cannot be mixed up with the collectives of a training step, and has a deadline. With
-one process all of it is free. Process 0 collects the values and answers all, so a call costs every other process one message.
+Values travel through the key-value store of JAX's coordination service, not through the devices. This needs no compiled program,
+works before a device is initialised, cannot be mixed up with the collectives of a training step, and has a deadline. With one
+process, calls return at once. Process 0 collects the values and answers all, so a call costs every other process one message.
 
 All processes of the job must make the same calls. Calls of one name must come in the same order on every process; calls of
 different names may come from different threads.
@@ -41,7 +41,7 @@ _waits_at: str | None = None
 
 
 class DisagreementError(UserError):
-    """Processes have different values, or one of them did not come; the message names processes and values."""
+    """Processes have different values, or one of them did not make a call in time. The message names processes and values."""
 
 
 class Cancelled(Exception):
@@ -59,14 +59,14 @@ def gather(
     """Returns the values of all processes, in the order of their numbers.
 
     Args:
-      name: names the value in messages.
-      value: a JSON value.
+      name: name of the value, in messages; must be the same on all processes.
+      value: this process's value, which must be JSON-serialisable.
       timeout: seconds to wait for the other processes.
       cancelled: once set, ends the wait.
 
     Raises:
       DisagreementError: a process did not make this call in time.
-      Cancelled: by `cancelled`.
+      Cancelled: `cancelled` was set.
     """
     global _waits_at
     if _count() == 1:
@@ -93,12 +93,15 @@ def agree(name: str, value: _Value, *, timeout: float = TIMEOUT_SECONDS) -> _Val
 
 
 def barrier(name: str, timeout: float = TIMEOUT_SECONDS) -> None:
-    """Waits until every process is here; arguments and errors as of `gather`."""
+    """Waits until every process has made this call; arguments and errors as of `gather`."""
     gather(name, None, timeout=timeout)
 
 
 def waits_at() -> str | None:
-    """Returns the name of what the main thread waits for the other processes at; None while it doesn't. Any thread may ask."""
+    """Returns the name of the call (see `gather`) in which the main thread waits for other processes; None if it doesn't wait.
+
+    Any thread may call this.
+    """
     return _waits_at
 
 
@@ -134,7 +137,7 @@ def _exchange(name: str, value: object, timeout: float, cancelled: threading.Eve
 
 
 def _wait_for(client: service.Client, key: str, ends: float, cancelled: threading.Event | None) -> str | None:
-    """Returns a value once it is set; None if that is not before `ends`."""
+    """Returns the value of `key` once it is set; None if it isn't set by the time `ends` (of `time.monotonic()`)."""
     while True:
         left = max(_POLL_SECONDS, ends - time.monotonic())
         value = service.wait_for(client, key, left if cancelled is None else _POLL_SECONDS)
@@ -161,7 +164,7 @@ def _by_value(values: Sequence[object]) -> str:
 
 
 def _client() -> service.Client:
-    """Returns the client of a job of several processes."""
+    """Returns JAX's client. Raises UserError if the processes have not joined each other."""
     client = service.client()
     if client is None:
         raise UserError(
@@ -172,5 +175,5 @@ def _client() -> service.Client:
 
 
 def _count() -> int:
-    """Returns the number of processes. Touches a device only if the processes have not joined each other."""
+    """Returns the number of processes. Initialises devices only if the processes have not joined each other."""
     return service.joined()[0] if service.client() is not None else jax.process_count()

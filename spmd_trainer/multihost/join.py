@@ -1,10 +1,10 @@
-"""How the processes of a job find each other, before any device is touched: all come, or each says why the job can't start.
+"""Joins the processes of a job before any device is initialised: either all join, or each reports why the job can't start.
 
-Process 0 starts JAX's coordination service. Each process says there who it is, and process 0 answers all of them with one
-verdict: go, refused (they don't form one job), or absent (one is missing or failed). Only then does JAX learn of the client.
+Process 0 starts JAX's coordination service. Each process announces itself there, and process 0 answers all of them with one
+verdict: go, refused (they don't form one job), or absent (a process is missing or failed). JAX gets the client only after a go.
 
-If the launcher gives every process the same secret in SPMD_TRAINER_JOB_TOKEN, what a process says is signed with it, and what
-is not signed is ignored.
+If the launcher gives every process the same secret in SPMD_TRAINER_JOB_TOKEN, all messages are signed with it, and messages
+without a valid signature are ignored.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class AbsentError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """What a process says about itself.
+    """The announcement of a process that joins a job.
 
     Attributes:
       index: its process id.
       count: number of processes in the job, as this process was told.
       version: version of the trainer.
       name: host and pid, for messages.
-      nonce: random; tells two processes apart.
+      nonce: random text that tells two processes with the same id apart.
       failed: why this process will not join, on one line; '' if it will.
-      beat: counts the times that it has said so.
+      beat: number of times that the process has announced itself before.
     """
 
     index: int
@@ -77,7 +77,7 @@ class Member:
 
     @classmethod
     def parse(cls, key: str, text: str) -> Member | None:
-        """Returns the member that the text of a key describes; None if the text comes from something else."""
+        """Returns the member that the text at a key describes; None if the text is not a valid announcement."""
         said = opened(key, text)
         if said is None:
             return None
@@ -101,12 +101,12 @@ class Member:
 
 
 def one_line(text: object) -> str:
-    """Returns a text from another process as one line that a terminal shows as it is."""
+    """Returns a text from another process as one line without control characters, cut to `_LONGEST_TEXT` characters."""
     return terminal.visible(" ".join(str(text).split()))[:_LONGEST_TEXT]
 
 
 def meet(address: str, own: Member, *, bind_address: str | None = None, seconds: float) -> dict[int, str]:
-    """Waits until all processes of the job are here, and makes JAX use the channel that they met over.
+    """Waits until all processes of the job have joined, and makes JAX use the coordination service that they joined at.
 
     Args:
       address: 'host:port' of the coordinator, process 0.
@@ -115,7 +115,7 @@ def meet(address: str, own: Member, *, bind_address: str | None = None, seconds:
       seconds: how long to wait.
 
     Returns:
-      'process 1 (host, pid 12)' by process id.
+      {process id: name of the process, e.g. 'process 1 (host, pid 12)'}.
 
     Raises:
       UserError: the processes don't form one job, or something else uses the port.
@@ -163,7 +163,10 @@ def say_failed(address: str, own: Member, bind_address: str | None = None) -> No
 
 
 def _judge(client: service.Client, address: str, own: Member, seconds: float, elsewhere: threading.Event) -> None:
-    """Waits on process 0 for all processes, and publishes the verdict. If it is not to go, stays to tell it to all."""
+    """Waits on process 0 for all processes, and publishes the verdict.
+
+    If the verdict is not go, stays until all processes have read it, for at most `_LINGER_SECONDS`.
+    """
     members: dict[str, Member] = {}
     try:
         verdict, text = _decided(client, address, own, seconds, elsewhere, members)
@@ -191,7 +194,7 @@ def _decided(
     elsewhere: threading.Event,
     members: dict[str, Member],
 ) -> tuple[str, str]:
-    """Returns the verdict and its text; takes the members meanwhile."""
+    """Waits for all processes, and adds them to `members`. Returns the verdict and its text."""
     began = last_report = time.monotonic()
     came: dict[str, float] = {}
     heard: dict[str, float] = {}
@@ -237,7 +240,7 @@ def _decided(
 
 
 def _take(client: service.Client, members: dict[str, Member]) -> list[str]:
-    """Takes what the processes say; returns who has said something new."""
+    """Adds the processes' announcements to `members`. Returns the nonces of the processes with a new announcement."""
     news = []
     for key, text in client.key_value_dir_get(_HELLO):
         member = Member.parse(key, text)
@@ -269,7 +272,12 @@ def _problem(member: Member, own: Member, members: Iterable[Member]) -> str:
 
 
 def _join(address: str, own: Member, seconds: float) -> dict[int, str]:
-    """Says to process 0 that this process is here, and returns the names of all processes at its `go`."""
+    """Announces this process to process 0. Returns {process id: name} of all processes once process 0 says go.
+
+    Raises:
+      UserError: process 0 refuses the job, or something else uses the port.
+      AbsentError: process 0 did not answer in time or was lost, or says that a process is missing.
+    """
     began = last_report = time.monotonic()
     foreign_since: float | None = None
     while (waited := time.monotonic() - began) < seconds:
@@ -297,12 +305,12 @@ def _join(address: str, own: Member, seconds: float) -> dict[int, str]:
 
 
 def _told(client: service.Client, address: str, own: Member, seconds: float) -> dict[int, str]:
-    """Says until process 0 answers that this process is here; returns the names of all processes if it says go.
+    """Announces this process until process 0 answers. Returns {process id: name} of all processes if process 0 says go.
 
     Raises:
-      UserError: it says that they don't form one job.
-      ConnectionError: it has a job without this process, perhaps one that is about to end.
-      AbsentError: it says that one is missing, or is lost itself.
+      UserError: process 0 says that the processes don't form one job.
+      ConnectionError: process 0 has a job without this process, perhaps a job that is about to end.
+      AbsentError: process 0 says that a process is missing, or process 0 itself is lost.
     """
     # Process 0 gives up after `seconds` too, and says which processes are missing.
     ends, text = time.monotonic() + seconds + 2 * _LINGER_SECONDS, None
@@ -331,13 +339,13 @@ def _told(client: service.Client, address: str, own: Member, seconds: float) -> 
 
 
 def sealed(key: str, text: str) -> str:
-    """Returns what is written at a key: the text, with its signature if the job has a token."""
+    """Returns a text as it is written at a key: after its signature if the job has a token, else after '-'."""
     token = os.environ.get(_TOKEN, "")
     return f"{_signature(token, key, text)} {text}" if token else f"- {text}"
 
 
 def opened(key: str, said: str) -> str | None:
-    """Returns the text of what another process sealed; None if its signature is wrong."""
+    """Returns the text that another process has passed to `sealed`; None if the signature in `said` is wrong."""
     signature, _, text = said.partition(" ")
     token = os.environ.get(_TOKEN, "")
     right = _signature(token, key, text) if token else "-"

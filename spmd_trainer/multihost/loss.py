@@ -1,8 +1,9 @@
-"""Who is lost: notices that a process of the job died, failed or stopped, and ends the others with a message that names it.
+"""Notices that a process of the job died, failed or stopped, and ends the other processes with a message that names it.
 
-Every process beats: it counts up a number in the key-value store of JAX's coordination service. Process 0 watches all numbers;
-the others watch that of process 0. Whoever knows a reason to end writes it as the job's *news*, which all look for between two
-beats. A process whose collective breaks calls the others, and all beat at once: then one that is gone is known after seconds.
+Every process sends heartbeats ("beats"): it increments a number in the key-value store of JAX's coordination service. Process 0
+watches the numbers of all processes; the others watch the number of process 0. A process that knows why the job must end writes
+the reason to the store as the job's *news*, which all processes read about every half second. A process whose collective fails
+sends a *call*, at which all beat at once, so that a process that is gone is found within seconds.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _DONE = "done"
 
 @dataclasses.dataclass(frozen=True)
 class _News:
-    """Why the job ends: how (`_FAILED` or `_LOST`) and which process, and what to say of it."""
+    """Why the job ends: what happened (`_FAILED` or `_LOST`), to which process, and the message about it."""
 
     kind: str
     process: int
@@ -53,7 +54,7 @@ class _News:
 
     @classmethod
     def parse(cls, said: str | None) -> _News | None:
-        """Returns the news that a process has published; None if a stranger has, or nobody."""
+        """Returns the news in a text from the store; None if there is no text, or its signature is wrong."""
         text = None if said is None else opened(_NEWS, said)
         try:
             kind, process, what = (text or "").split(" ", 2)
@@ -62,13 +63,13 @@ class _News:
             return None
 
     def text(self) -> str:
-        """Returns what `parse` reads."""
+        """Returns the news as the signed text that `parse` reads."""
         return sealed(_NEWS, f"{self.kind} {self.process} {self.what}")
 
 
 @dataclasses.dataclass
 class _Other:
-    """What is known of another process: its last beat, and when it came."""
+    """The last heartbeat of another process, and when it was heard (`time.monotonic()`)."""
 
     beat: str
     heard: float
@@ -92,10 +93,10 @@ class Peers:
         """Stores the settings; `start` begins to watch.
 
         Args:
-          names: of all processes, for messages.
+          names: {process id: name} of all processes, for messages.
           index: id of this process.
           heartbeat_seconds: a process that is silent for this long counts as lost; after half of it, a warning names it.
-          last_beat: returns where a process of the run was last, or ''.
+          last_beat: returns what a process did last, by its id, as a clause for a message; '' if unknown.
         """
         client = service.client()
         if client is None:
@@ -120,24 +121,24 @@ class Peers:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Starts the threads: one beats, which can take as long as process 0 doesn't answer; one looks at the clock."""
+        """Starts two threads: one sends heartbeats and may block while process 0 doesn't answer, one checks for silence."""
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self._thread.start()
         threading.Thread(target=self._clock, name="peer-watch", daemon=True).start()
 
     def lost(self) -> tuple[int, ...]:
-        """Returns the ids of the processes that are silent now."""
+        """Returns the ids of the watched processes that have been silent for longer than the limit."""
         now = time.monotonic()
         return tuple(process for process, other in list(self._others.items()) if now - other.heard > self._limit)
 
     def begin_to_leave(self) -> None:
-        """From now on the loss of another process is no news for this one, which beats on until it has ended."""
+        """Makes this process ignore the loss of other processes from now on. It still sends heartbeats until it ends."""
         self._leaving.set()
 
     def say_goodbye(self) -> None:
         """Tells the others that this process has finished its work, and waits until all have.
 
-        The devices of the others may still wait for what this process's devices send.
+        It waits because the devices of other processes may still need data from the devices of this process.
         """
         self.begin_to_leave()
         self._say_gone(_DONE)
@@ -161,12 +162,12 @@ class Peers:
         service.let_go()
 
     def say_failed(self, why: str, how: str = "failed", *, seconds: float = _LAST_SECONDS) -> None:
-        """Tells the others that this process exits before its work is finished. Process 0 lets them exit first.
+        """Tells the others that this process exits before its work is finished. Process 0 then waits until they have exited.
 
         Args:
           why: the reason.
-          how: what the process did, e.g. 'was interrupted'.
-          seconds: how long process 0 waits for them.
+          how: what happened to the process, e.g. 'was interrupted'.
+          seconds: how long process 0 waits for the others.
         """
         self.begin_to_leave()
         text = one_line(f"{self._names[self._index]} of {self.count} {how}: {why}")
@@ -175,9 +176,9 @@ class Peers:
         self._let_others_go(seconds)
 
     def wait_for_news(self) -> None:
-        """Waits for news of a lost process, on which this process ends; called where a collective has broken.
+        """Waits for news of a lost process, and exits when it comes. Call it after a collective has failed.
 
-        Returns if there is none, because what broke it was this process's own doing.
+        Returns if no news comes: then this process itself has made the collective fail.
         """
         call = f"{self._index} {time.time()}"
         self._tried(lambda: self._client.key_value_set(_CALL, call, allow_overwrite=True))
@@ -199,7 +200,7 @@ class Peers:
                 has_failed = True
 
     def _turn(self) -> None:
-        """Sends a heartbeat if one is due or called for; notes that all are done; ends this process if another one is gone."""
+        """Sends a heartbeat if it is due or a call asks for it. Ends this process if there is news."""
         now = time.monotonic()
         if self._called is not None or self._leaving.is_set() or now - self._beaten >= self._limit / _BEATS:
             self._beat()
@@ -214,7 +215,7 @@ class Peers:
             self._on_news(news)
 
     def _beat(self) -> None:
-        """Beats once, and notes who else has."""
+        """Sends a heartbeat, and notes the new heartbeats of the watched processes."""
         self._number += 1
         self._client.key_value_set(f"{_BEAT}/{self._index}", str(self._number), allow_overwrite=True)
         if self._index:
@@ -238,7 +239,10 @@ class Peers:
         return {int(process): text for process, text in entries if process.isdecimal()}
 
     def _take_gone(self) -> None:
-        """Watches those no more that have said that they end. One that has not finished its work ends the others."""
+        """Stops watching the processes that have said that they end.
+
+        If one of them has not finished its work, ends this process and the others.
+        """
         for process, said in self._by_process(_GONE).items():
             why = opened(f"{_GONE}/{process}", said)
             if why is None or self._others.pop(process, None) is None or why == _DONE or self._leaving.is_set():
@@ -307,7 +311,7 @@ class Peers:
                 os._exit(STATUS_LOST_PROCESS)
 
     def _tell(self, news: _News) -> None:
-        """Publishes the news, unless there are some already."""
+        """Publishes the news, unless the store already has news."""
 
         def publish() -> None:
             if _News.parse(service.look(self._client, _NEWS)) is None:
@@ -321,12 +325,12 @@ class Peers:
         self._tried(lambda: self._client.key_value_set(key, text, allow_overwrite=True))
 
     def _tried(self, call: Callable[[], object]) -> None:
-        """Makes a call of the service, which may be stopped or gone."""
+        """Calls the service. Ignores its errors and waits for a few seconds only, because it may be stopped or gone."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             service.briefly(call, _LAST_SECONDS)
 
     def _let_others_go(self, seconds: float) -> None:
-        """Lets the others exit before process 0, with which the service ends."""
+        """Makes process 0 wait until the others have exited, because the service ends with it."""
         ends = time.monotonic() + seconds
         while self._index == 0 and self._others and time.monotonic() < ends:
             with contextlib.suppress(jax.errors.JaxRuntimeError):

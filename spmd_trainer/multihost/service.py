@@ -1,15 +1,15 @@
-"""JAX's coordination service: the one place that reaches it, by private names (`tests/test_private_names.py` has their canary).
+"""Access to JAX's coordination service. Only this module uses its private names, which `tests/test_private_names.py` checks.
 
-JAX has no public name for the service, and `jax.distributed.initialize` is not used, because a process can neither survive its
-errors nor learn what they are: it connects with its id alone, waits for all others, and aborts with a C++ stack trace if two
-processes have one id, an id is too high, or process 0 dies. The service itself can do better:
+JAX has no public name for the service. `jax.distributed.initialize` is not used, because a process can neither survive its errors
+nor learn what they are: it connects with its id alone, waits for all others, and aborts with a C++ stack trace if two processes
+have the same id, an id is too high, or process 0 dies. The service itself can do better:
 
-- It is *recoverable*: the loss of one task is no error of the others, and a task may connect again. So process 0 connects once as
-  every task when it starts the service. From then on a process that comes is connected at once, whoever else is missing, and can
-  use the key-value store to find out whether it belongs to this job (`join`).
+- It is *recoverable*: the loss of one task is not an error for the others, and a task may connect again. So process 0 connects
+  once as every task when it starts the service. After that, a process that starts is connected at once, even if others are
+  missing, and can use the key-value store to find out whether it belongs to this job (`join`).
 - A client aborts its process when its *error poll* fails, which it does as soon as process 0 is gone. A newer poll of the same
-  task ends the older one quietly, so `connect` lets a second client poll once and drops it. What then ends a process is
-  `loss.Peers`, with a message.
+  task ends the older one quietly, so `connect` lets a second client poll once and drops it. Instead, `loss.Peers` ends the
+  process, with a message.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class Client(Protocol):
 
 
 def joined() -> tuple[int, int]:
-    """Returns the number of processes in the job and the id of this one; (1, 0) before joining. Touches no device."""
+    """Returns (number of processes in the job, id of this process); (1, 0) before joining. Initialises no device."""
     # `jax.process_count()` would initialise the devices.
     return (global_state.num_processes or 1, global_state.process_id or 0)
 
 
 def client() -> Client | None:
-    """Returns JAX's client of the job's coordination service; None before joining. Touches no device."""
+    """Returns JAX's client of the job's coordination service; None before joining. Initialises no device."""
     found: Client | None = global_state.client
     return found
 
@@ -96,7 +96,9 @@ def look(client: Client, key: str) -> str | None:
 
 
 def briefly(call: Callable[[], object], seconds: float) -> bool:
-    """Makes a call, and returns False if it isn't done within `seconds`: most calls wait for a service that is stopped for ever.
+    """Calls a function in a thread. Returns False if it isn't done within `seconds`.
+
+    If the service is stopped, most calls would wait for ever.
 
     Raises:
       jax.errors.JaxRuntimeError: the call failed.
@@ -152,7 +154,7 @@ def serve(address: str, bind_address: str | None, count: int) -> Client:
 
 
 def _connect_for_another(client: _jax.DistributedRuntimeClient) -> None:
-    """Connects as a task that has not come. If that takes too long on a busy machine, the task will connect itself."""
+    """Connects as a task whose process has not started yet. If this fails, e.g. on a busy machine, the task connects itself."""
     with contextlib.suppress(RuntimeError, jax.errors.JaxRuntimeError):
         client.connect()
 
@@ -200,7 +202,7 @@ def given_devices() -> Sequence[int] | None:
 
 
 def use_devices(local_ids: Sequence[int] | None) -> None:
-    """Lets this process see these accelerators of its host alone; None for all."""
+    """Makes only these accelerators of the host visible to this process; None for all."""
     if local_ids:
         for platform in ("cuda", "rocm"):
             jax.config.update(f"jax_{platform}_visible_devices", ",".join(map(str, local_ids)))
@@ -225,7 +227,7 @@ def adopt(client: Client, address: str, index: int, count: int) -> None:
 
 
 def let_go() -> None:
-    """Ends JAX's use of the service at the end of this process, which the others need not be told of."""
+    """Disconnects JAX from the service at the end of this process, without a message to other processes."""
     if global_state.preemption_sync_manager is not None:
         global_state.preemption_sync_manager.shutdown()
         global_state.preemption_sync_manager = None
@@ -264,7 +266,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 def answers(address: str) -> str:
     """Returns '' if something listens at an address, or else why not.
 
-    A client of JAX can't tell: it waits for a service, and tries again ever more rarely.
+    JAX's client can't say this: it waits for a service, and retries at growing intervals.
     """
     try:
         socket.create_connection(host_and_port(address), timeout=_PROBE_SECONDS).close()
@@ -296,7 +298,9 @@ def _default_bind_address(address: str) -> str:
 
 
 def _check_is_free(address: str, given: bool) -> None:
-    """Waits a little for a port. jaxlib ends the process if it can't listen, and shares a port with another job's service.
+    """Waits up to `BUSY_SECONDS` until a port is free.
+
+    jaxlib doesn't check this well: it ends the process if it can't listen, and may share a port with another job's service.
 
     Raises:
       UserError: something else listens there, or the address is not one of this host's.

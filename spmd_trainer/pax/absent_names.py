@@ -1,4 +1,4 @@
-"""Names of Pax without a counterpart here: they can be imported, and say at first use what to use instead."""
+"""Names of Pax that have no counterpart here. They can be imported; their first use raises an error that names a replacement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class AbsentNameError(UserError, NotImplementedError):
 
 
 class Absent:
-    """Stands for one name. Calling it, reading an attribute of it and deriving a class from it raise an AbsentNameError."""
+    """Placeholder for one absent name. Calling it, reading its public attributes or subclassing it raises AbsentNameError."""
 
     def __init__(self, name: str, instead: str):
         self._name = name
@@ -44,11 +44,11 @@ class Absent:
 
 
 def getter(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a module's `__getattr__` that knows absent names.
+    """Returns a `__getattr__` for a module, which returns an `Absent` for each absent name.
 
     Args:
       module: the module's `__name__`.
-      names: {name: what to use instead}.
+      names: {absent name: text that says what to use instead}.
     """
 
     def get(name: str) -> Any:

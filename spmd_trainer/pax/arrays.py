@@ -1,4 +1,4 @@
-"""One array of a Pax checkpoint, read when it is asked for."""
+"""One array of a Pax checkpoint, read on demand."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ ZARR_METADATA = ".zarray"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PaxArray:
-    """A stored array. `np.asarray(x)` reads it, and `x[2:4]` a part of it; padding is left out.
+    """A stored array. `np.asarray(x)` reads the whole array, `x[2:4]` a part, both without padding if `logical_shape` is known.
 
     Attributes:
       path: the variable's path, e.g. 'opt_states/0/no_prefix/2/m/params/lm/w'.
       name: its name on disk.
       stored_shape: the shape on disk, which Pax may have padded.
       dtype: the element type.
-      logical_shape: the shape without padding; None if the checkpoint does not tell.
-      shards: into how many shards Pax had split each dimension; None if the checkpoint does not tell. Pax pads a dimension
-        to a multiple of this number.
-      start_reading: starts to read a part of the stored array.
-      reads_whole: True if reading a part takes as much as reading the whole array.
+      logical_shape: the shape without padding; None if the checkpoint does not record it.
+      shards: the number of shards along each dimension when Pax saved the array; None if the checkpoint does not record it.
+        Pax pads a dimension to a multiple of this number.
+      start_reading: given slices, starts to read a part of the stored array; returns a function that waits for the part.
+      reads_whole: True if reading a part costs as much as reading the whole array.
     """
 
     path: str
@@ -89,7 +89,10 @@ class PaxArray:
         return array if dtype is None else array.astype(dtype)
 
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
-        """Reads a part, given by basic indices: only the slices of the leading dimensions are read from storage."""
+        """Reads the part that an index selects.
+
+        Slices and integers read only this part from storage. Other indices and negative steps read the whole array.
+        """
         given = index if isinstance(index, tuple) else (index,)
         whole = [slice(0, size) for size in self.shape]
         if len(given) > len(whole) or not all(isinstance(i, slice | int | np.integer) for i in given):
@@ -111,7 +114,7 @@ class PaxArray:
 
 
 def open_tensorstore(specs: Mapping[str, dict[str, Any]], checkpoint: str) -> dict[str, ts.TensorStore]:
-    """Opens zarr arrays for reading; reads their metadata, many at a time.
+    """Opens zarr arrays for reading. Their metadata is read concurrently.
 
     Args:
       specs: TensorStore's spec of the key-value store of each array, by name.
@@ -151,7 +154,7 @@ def _check_metadata(content: bytes, name: str, checkpoint: str) -> None:
 
 
 def reader(store: ts.TensorStore, name: str, checkpoint: str) -> StartReading:
-    """Returns what reads parts of an opened array."""
+    """Returns the function that starts to read a part of an opened array; see `PaxArray.start_reading`."""
 
     def start(index: Index) -> Callable[[], npt.NDArray[Any]]:
         future = store[index].read(order="C")

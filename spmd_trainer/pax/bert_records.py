@@ -1,4 +1,4 @@
-"""TFRecord files of masked language-model examples, in the format of MLPerf's BERT. Needs TensorFlow.
+"""Input over TFRecord files of masked language-model examples, in the format of MLPerf's BERT. Needs TensorFlow.
 
 Names, fields and values are those of paxml 1.4.0's `TFRecordBertInput`. The order of examples, the packing and the
 random numbers differ.
@@ -50,24 +50,24 @@ class TFRecordBertInput(indexed.CheckpointedInput):
     `masked_lm_weights`.
 
     A batch has `labels`, `masked_ids`, `segment_pos` int32 and `masked_pos`, `segment_ids`, `paddings` float32, all
-    [B, T]. The first end-of-text token of each example is left out.
+    [batch_size, max_sequence_length]. The first end-of-text token of each example is left out.
 
     Training is endless: each epoch gives every example once, in an order drawn from (input_random_seed, epoch). With
-    `enable_packing`, windows of `prepacking_batch_size` examples of this order are packed into rows, and process h of
-    H takes every H-th window; a saved position is then valid only for the same number of processes. Evaluation gives
-    every example once, in order, and fills up the last batch with empty rows.
+    `enable_packing`, each window of `prepacking_batch_size` examples of this order is packed into rows. With H
+    processes, process h takes the windows h, h + H, h + 2H, ...; a saved position is then valid only for the same
+    number of processes. Evaluation gives every example once, in order, and fills up the last batch with empty rows.
 
     Attributes:
       input_file: paths and glob patterns, or one of them.
-      max_sequence_length: tokens of an example and of a row, T.
-      max_predictions_per_seq: most masked tokens per example.
-      eos_token_id: end-of-text.
+      max_sequence_length: tokens of an example and of a row.
+      max_predictions_per_seq: maximum number of masked tokens per example.
+      eos_token_id: id of the end-of-text token.
       eval_data_size: ignored: the examples are counted.
       file_buffer_size: ignored: all examples are shuffled.
       enable_packing: in training, put several examples into a row.
-      prepacking_batch_size: examples packed together.
+      prepacking_batch_size: number of examples packed together.
       remask: in training, draw new masked tokens each epoch.
-      mlm_augmenter: how to draw them; see `MaskingSettings`.
+      mlm_augmenter: how `remask` draws the tokens; see `MaskingSettings`.
       num_samples: ignored: the examples are counted.
     """
 
@@ -104,7 +104,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
 
     @functools.cached_property
     def records(self) -> record_files.RecordFiles:
-        """Raises UserError if there are no records, or a file can't be read or is broken."""
+        """The records of all files. Raises UserError if there are no records, or a file can't be read or is broken."""
         with self.naming():
             return record_files.RecordFiles(self.input_file)
 
@@ -114,7 +114,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
         return None if self.is_training else -(-len(self.records) // (self.batch_size * self.num_infeed_hosts))
 
     def input_specs(self) -> NestedMap:
-        """Returns the per-process batch without padding, as jax.ShapeDtypeStruct. Reads no file."""
+        """Returns the jax.ShapeDtypeStructs of one process's batch, as `get_next` returns it. Reads no file."""
         integers = jax.ShapeDtypeStruct((self.batch_size, self.max_sequence_length), np.int32)
         floats = jax.ShapeDtypeStruct((self.batch_size, self.max_sequence_length), np.float32)
         return NestedMap(
@@ -160,7 +160,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
         return indexed.ExampleOrder(len(self.records), self.is_training, self.is_training, seed)
 
     def _batch(self, rows: Rows) -> NestedMap:
-        """Makes a batch; missing rows are empty."""
+        """Returns a batch of these rows, filled up with empty rows to `batch_size`."""
         missing = self.batch_size - len(rows["labels"])
         padded = {name: np.pad(values, ((0, missing), (0, 0))) for name, values in rows.items()}
         real = np.arange(self.batch_size) < self.batch_size - missing
@@ -193,7 +193,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
     _packed: tuple[int, Rows] | None = dataclasses.field(default=None, init=False, repr=False)
 
     def _pack(self, rows: Rows, window: int) -> Rows:
-        """Packs examples into rows and shuffles the rows; segments are numbered from 1 in each row."""
+        """Packs a window's examples into rows and shuffles the rows. In each row, segments are numbered from 1."""
         lengths = (rows["segment_ids"] > 0).sum(axis=1)
         length = self.max_sequence_length
         kept = np.flatnonzero(lengths)
@@ -210,7 +210,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
         return {name: values[shuffled] for name, values in packed.items()}
 
     def _rows(self, indices: np.ndarray) -> Rows:
-        """Reads the examples at these indices of the order, one per row; indices after the end are left out."""
+        """Reads the examples at these positions of the example order, one per row; positions past the end are skipped."""
         numbers = self._order.examples(int(indices[0]), len(indices))
         numbers = numbers[numbers < len(self.records)]
         if not len(numbers):  # all rows of the last batch belong to other processes
@@ -257,7 +257,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
         return self._masked_anew(example, index) if self.remask else example
 
     def _masked_anew(self, example: Rows, index: int) -> Rows:
-        """Draws the masked tokens of the example at an index of the order."""
+        """Returns an example with newly drawn masked tokens. Its position in the example order, `index`, seeds the draw."""
         p, labels = self.mlm_augmenter, example["labels"]
         rng = np.random.default_rng([self.input_random_seed or 0, index])
         draw = rng.random(len(labels)) + 2 * (example["segment_ids"] == 0)  # never a padding token

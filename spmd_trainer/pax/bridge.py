@@ -70,8 +70,9 @@ class PraxisFinder(importlib.abc.MetaPathFinder):
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Returns None for all modules but praxis, lingvo, `_LAYERS`, `_MODULE_MENDS` and, once praxis is imported, `_LAZY_MODULES`.
+        """Returns the spec of a module that this hook handles, and None for any other module.
 
+        Handled are praxis, lingvo, `_LAYERS`, `_MODULE_MENDS` and, once praxis is imported, `_LAZY_MODULES`.
         If praxis or lingvo is not installed, importing its spec raises an error with the command that installs it.
         """
         is_lazy = fullname in _LAZY_MODULES and "praxis" in sys.modules
@@ -127,10 +128,10 @@ class _MendingLoader(importlib.abc.Loader):
 
 
 def names_by_module(source: str, package: str) -> dict[str, list[str]] | None:
-    """Returns what a package's `__init__.py` imports from its own modules.
+    """Parses a package's `__init__.py`, and returns the names that it imports from each module of the package.
 
     Returns:
-      {module, without the package's name: names}; None if the file does anything else than to import names that it keeps.
+      {module name relative to the package: imported names}; None if the file has other statements, star imports or renames.
     """
     found: dict[str, list[str]] = collections.defaultdict(list)
     first, *rest = ast.parse(source).body
@@ -146,14 +147,16 @@ def names_by_module(source: str, package: str) -> dict[str, list[str]] | None:
 
 
 class _LazyNamesLoader(_MendingLoader):
-    """Wraps the loader of a package: its names are imported at their first use. A file that does more is executed as it is.
+    """Wraps the loader of a package, so that each name is imported at its first use.
+
+    An `__init__.py` that does more than import names is executed unchanged.
 
     `praxis/layers/__init__.py` imports 40 modules for their names, from conformers to vision transformers. A language model needs
     a third of them; defining the classes of the others takes a tenth of the time of a restart.
     """
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Attaches the names, or executes the module."""
+        """Attaches the names for import at first use; executes the module if `names_by_module` returns None."""
         names = names_by_module(self._loader.get_source(module.__name__), module.__name__)
         if names is None:
             self._loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Pax checkpoints as sources, without a model, and written as checkpoints of this trainer."""
+"""Pax checkpoints: restored into a model, opened without a model, and converted to checkpoints of this trainer."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _MAX_LISTED = 10
 
 @dataclasses.dataclass(frozen=True)
 class PaxSource(CheckpointSource):
-    """A step of a Pax checkpoint.
+    """A step of a Pax checkpoint, as a source to restore variables from.
 
     Attributes:
-      contents: the step.
-      arrays: where the variables are, by path.
+      contents: the opened step.
+      arrays: the stored array of each variable, by path.
     """
 
     contents: Contents
@@ -50,14 +50,15 @@ class PaxSource(CheckpointSource):
 
     @classmethod
     def of(cls, contents: Contents, wanted: Mapping[str, VariableSpec]) -> PaxSource:
-        """Returns the source of a step for a model: what its stored shapes mean depends on the model's.
+        """Returns the source of a step for a model. The model's shapes tell which part of a stored array is padding.
 
         Args:
           contents: the step.
           wanted: the model's variables by path, in the order of the state's leaves.
 
         Raises:
-          PaxDamagedError: it lacks arrays that it lists.
+          PaxMismatchError: a msgpack file has another number of leaves than the model, and its structure can't be parsed.
+          PaxDamagedError: `wanted` is empty, and the step lacks an array that its metadata lists.
         """
         # Pax saves no arrays without elements.
         stored = contents.by_path([path for path, spec in wanted.items() if 0 not in spec.logical_shape])
@@ -80,7 +81,7 @@ class PaxSource(CheckpointSource):
         return agreed(lambda: placing.read_onto_mesh(wanted, arrays, mesh, self.name))
 
     def input_state(self) -> dict[str, Any] | None:
-        """Returns the position of this process' input, if Pax saved one as bytes: those that the input itself wrote."""
+        """Returns {'state': bytes}, the saved position of this process' training input; None and a warning if it is missing."""
         folder = self.contents.path / steps.INPUT
         name = f"process_{jax.process_index()}-of-{jax.process_count()}"
         try:
@@ -99,16 +100,17 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState) 
 
     Args:
       directory: a directory of Pax checkpoints, the run's directory above it, or the directory of one step.
-      step: the step; None for the one whose directory was given, or the newest finished one.
-      variables: a TrainState of VariableSpecs: the model.
+      step: the step; None for the step whose directory was given, or the newest finished step.
+      variables: the model's variables, as a TrainState of VariableSpecs.
 
     Returns:
       The source, or None if the directory holds no Pax checkpoint.
 
     Raises:
       PaxNotFoundError: there is no such step.
-      PaxDamagedError: it is not complete.
-      PaxError: its version is unknown.
+      PaxDamagedError: the step is not complete.
+      PaxMismatchError: see `PaxSource.of`.
+      PaxError: the step's version is unknown.
     """
     found = steps.find_agreed(directory)
     if found is None:
@@ -134,7 +136,7 @@ def _open(found: steps.PaxDirectory, step: int | None) -> Contents:
 
 
 def _as_saved(array: PaxArray, spec: VariableSpec | None, others: Mapping[str, PaxArray]) -> SavedVariable:
-    """Describes an array: with the model's logical shape if it can have it, otherwise with what the checkpoint tells.
+    """Describes an array, with the model's logical shape if the stored shape allows it, otherwise with the checkpoint's shape.
 
     Args:
       array: the array.
@@ -151,7 +153,7 @@ def _as_saved(array: PaxArray, spec: VariableSpec | None, others: Mapping[str, P
 
 
 def _padded_unlike_its_variable(array: PaxArray, spec: VariableSpec, others: Mapping[str, PaxArray]) -> bool:
-    """Returns True for an optimizer state of its variable's logical shape that is stored with another shape."""
+    """Returns True if an optimizer state has the logical shape of its variable, but is stored with another shape."""
     variable = shapes.variable_of(array.path, others)
     same = variable is not None and variable.logical_shape == tuple(spec.logical_shape)
     return same and variable is not None and variable.stored_shape != array.stored_shape
@@ -172,13 +174,13 @@ def read_checkpoint(directory: epath.PathLike, step: int | None = None) -> Train
       step: the step; None for the newest.
 
     Returns:
-      A TrainState whose leaves are PaxArrays, in dicts and lists: `tree.mdl_vars['params']['lm']`, `tree.opt_states[0]`. They
-      are read when NumPy asks (`np.asarray(leaf)`, `leaf[:10]`). Their shapes are logical ones as far as the checkpoint tells.
+      A TrainState whose leaves are PaxArrays, in dicts and lists: `tree.mdl_vars['params']['lm']`, `tree.opt_states[0]`. A leaf
+      is read on conversion (`np.asarray(leaf)`) or indexing (`leaf[:10]`). It has its logical shape if the checkpoint tells it.
 
     Raises:
       PaxNotFoundError: there is no such checkpoint.
-      PaxDamagedError: it is not complete.
-      PaxError: its version is unknown.
+      PaxDamagedError: the checkpoint is not complete.
+      PaxError: the checkpoint's version is unknown.
     """
     arrays = open_checkpoint(directory, step).by_path()
     root = traverse_util.unflatten_dict(dict(arrays), sep="/")
@@ -226,17 +228,17 @@ def convert(
       src: a directory of Pax checkpoints, the run's directory above it, or the directory of one step.
       dst: a directory of checkpoints of this trainer, e.g. 'runs/mine/checkpoints'.
       step: the step; None for the newest.
-      variables: a TrainState of VariableSpecs: the model's state. Without it, the logical shapes of optimizer states are
+      variables: the model's state, as a TrainState of VariableSpecs. Without it, the logical shapes of optimizer states are
         derived from those of the model variables.
       mesh: the mesh of `variables`.
 
     Returns:
-      The step.
+      The step number.
 
     Raises:
       PaxMismatchError: the checkpoint has other variables than `variables`, its padding is not zero, or without `variables`,
         some logical shape can't be derived.
-      PaxError: `dst` is the Pax directory, or already has the step; or see `read_checkpoint`.
+      PaxError: `dst` is in the Pax directory, or already has this step or a newer one. Also see `read_checkpoint`.
       CheckpointError: the step can't be written.
     """
     contents, target = open_checkpoint(src, step), epath.Path(dst)
@@ -272,7 +274,7 @@ def _check_target(contents: Contents, target: epath.Path) -> None:
 
 
 def _described(contents: Contents, mesh: Mesh) -> tuple[dict[str, VariableSpec], Mapping[str, PaxArray]]:
-    """Returns the variables of a checkpoint as it describes itself, on one device."""
+    """Returns the VariableSpecs and the arrays by path, from the checkpoint's metadata alone. The specs split no dimension."""
     arrays = contents.by_path()
     unknown = [array for array in arrays.values() if array.logical_shape is None]
     if unknown:

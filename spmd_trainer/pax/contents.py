@@ -1,6 +1,6 @@
-"""Opens one step of a Pax checkpoint: its version, its kind, and its arrays, none of which is read.
+"""Opens one step of a Pax checkpoint: finds its version, its kind and its arrays, without reading the arrays' values.
 
-The names of variables on disk. This trainer writes a path as `opt_states/0/no_prefix/2/m/params/lm/w`.
+How variables are named on disk: this trainer writes a path as `opt_states/0/no_prefix/2/m/params/lm/w`.
 
 Pax names a zarr directory `opt_states_0.no_prefix_2.m.params.lm.w`: keys are joined by dots, and list indices by underscores.
 In an OCDBT database Orbax joins all keys by dots: `opt_states.0.no_prefix.2.m.params.lm.w`.
@@ -52,8 +52,8 @@ class Contents:
       path: its directory or file.
       version: Pax's version of the checkpoint.
       kind: 'zarr', 'ocdbt' or 'msgpack'.
-      stored: the arrays by their names on disk. In a msgpack file they are those of its structure.
-      noted: the paths of the model variables in the metadata; empty if it does not list them.
+      stored: the arrays by their names on disk; those of a msgpack file by the paths of its printed structure.
+      noted: the paths of the model variables that the metadata lists; empty if it lists none.
       flax: the leaves of a msgpack file; None for the other kinds.
     """
 
@@ -67,19 +67,19 @@ class Contents:
 
     @property
     def label(self) -> str:
-        """The checkpoint in messages."""
+        """The checkpoint's name in messages."""
         return f"Pax checkpoint {self.path}"
 
     def by_path(self, model: Sequence[str] = ()) -> dict[str, PaxArray]:
         """Returns the arrays by path.
 
         Args:
-          model: the paths of the model's variables, in the order of the state's leaves. An array whose name is that of such a
-            path gets this path; the others get the path that their name suggests.
+          model: the paths of the model's variables, in the order of the state's leaves. An array whose name on disk matches a
+            path of the model gets this path; any other array gets the path that `path_of` derives from its name.
 
         Raises:
-          PaxDamagedError: without a model: a variable of the metadata is not stored.
-          PaxMismatchError: a msgpack file has another number of leaves than the model, and does not tell which they are.
+          PaxDamagedError: `model` is empty, and a variable that the metadata lists is not stored.
+          PaxMismatchError: a msgpack file has another number of leaves than the model, and its structure can't be parsed.
         """
         if self.flax is not None and model:
             return shapes.with_logical_shapes(flax_file.by_position(self.flax, model, self.label))
@@ -151,7 +151,7 @@ def _open_msgpack(step: int, path: epath.Path, version: float, file: epath.Path)
 
 
 def _parts(path: epath.Path, label: str) -> tuple[float, dict[str, tuple[int, ...]] | None, epath.Path]:
-    """Returns the version, the logical shapes of model variables if they are noted, and the directory of the arrays."""
+    """Returns the version, the logical shapes of model variables (None if not recorded), and the directory of the arrays."""
     present = steps.names_in(path)
     if steps.METADATA not in present:
         if steps.STATE in present:
@@ -231,7 +231,7 @@ def _opened(specs: Mapping[str, dict[str, Any]], label: str) -> dict[str, PaxArr
 
 
 def _sharding(state_dir: epath.Path, in_state: Sequence[str]) -> dict[str, Any]:
-    """Returns {name: the sharding that Orbax noted}; older versions note none."""
+    """Returns {name: Orbax's record of the array's sharding}; empty if the record is missing or can't be parsed."""
     if _SHARDING_FILE not in in_state:
         return {}
     file = state_dir / _SHARDING_FILE
@@ -245,7 +245,7 @@ def _sharding(state_dir: epath.Path, in_state: Sequence[str]) -> dict[str, Any]:
 def _described(
     stored: Mapping[str, PaxArray], sharding: Mapping[str, Any], logical: Mapping[str, tuple[int, ...]] | None
 ) -> dict[str, PaxArray]:
-    """Adds to arrays what the metadata and Orbax's record of shardings say of them."""
+    """Returns the arrays with paths and logical shapes from the metadata, and shard counts from Orbax's sharding record."""
     result = {}
     by_name: dict[str, tuple[str, tuple[int, ...] | None]] = {}
     for path, shape in (logical or {}).items():
@@ -258,7 +258,7 @@ def _described(
 
 
 def _noted_shards(entry: Any, rank: int) -> tuple[int, ...] | None:
-    """Returns the number of shards along each dimension, from Orbax's note of a NamedSharding."""
+    """Returns the number of shards along each dimension from Orbax's record of a NamedSharding; None if it is invalid."""
     try:
         sizes = dict(zip(entry["axis_names"], entry["shape"], strict=True))
         counts = []
@@ -275,7 +275,7 @@ def directory_name(path: str) -> str:
 
 
 def dotted_name(path: str) -> str:
-    """Returns a variable's name with dots alone, as in an OCDBT database."""
+    """Returns a variable's name in an OCDBT database: its keys joined by dots."""
     return path.replace("/", ".")
 
 
@@ -306,7 +306,7 @@ def _with_indices(key: str) -> list[str]:
 
 
 def _prefix_size(keys: list[str]) -> int:
-    """Returns how many of the first keys are one prefix of praxis: 'p#2.3#i0.i-1' has dots of its own."""
+    """Returns how many of the first keys form one praxis prefix. A prefix can contain dots, as 'p#2.3#i0.i-1' does."""
     if keys[0].startswith(_NO_PREFIX):
         return 1
     if not keys[0].startswith(_PREFIX):

@@ -1,4 +1,4 @@
-"""Reads the kind of checkpoint that is one msgpack file: leaves by position, and the printed structure of the state."""
+"""Reads a Pax checkpoint that is one msgpack file. It holds leaves by position, and the printed structure of the state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FlaxLeaves:
 
     Attributes:
       leaves: by position; None where the state held a node without an array.
-      paths: the paths of the leaves by the printed structure; None if it can't be understood. Fields of named tuples are
+      paths: the paths of the leaves, from the printed structure; None if it can't be parsed. Fields of named tuples are
         written as their positions.
       file: the file.
     """
@@ -45,7 +45,7 @@ class FlaxLeaves:
     file: epath.Path
 
     def array(self, position: int, path: str, label: str) -> PaxArray:
-        """Returns a leaf as an array of the checkpoint."""
+        """Returns the leaf at a position as a PaxArray. The leaf must not be None."""
         leaf = self.leaves[position]
         assert leaf is not None  # The caller leaves out the others.
         name = f"{LEAVES}[{position}]"
@@ -61,7 +61,7 @@ def open_file(file: epath.Path, label: str) -> FlaxLeaves:
     """Opens a msgpack file.
 
     Raises:
-      PaxDamagedError: it is not a Pax checkpoint, or it is cut short.
+      PaxDamagedError: the file is not a Pax checkpoint, or it is cut short.
     """
     path = str(file)
     try:
@@ -79,10 +79,10 @@ def open_file(file: epath.Path, label: str) -> FlaxLeaves:
 
 
 def structure_paths(printed: str) -> list[str] | None:
-    """Returns the paths of the leaves of a PyTreeDef as JAX prints it, or None if it can't be understood.
+    """Returns the leaf paths of a PyTreeDef, given the text that JAX prints for it; None if the text can't be parsed.
 
-    It looks like PyTreeDef(CustomNode(TrainState[()], [*, {'params': {'w': *}}, [], ()])). The fields of a named tuple are not
-    printed; they are written as positions.
+    The text looks like PyTreeDef(CustomNode(TrainState[()], [*, {'params': {'w': *}}, [], ()])). JAX does not print the field
+    names of a named tuple, so the paths contain positions in their place.
     """
     try:
         text = _PRINTED.sub(lambda found: _AS_PYTHON.get(found[0][0], found[0]), printed)
@@ -123,14 +123,14 @@ def _leaf_paths(node: ast.expr, path: str) -> Iterator[str]:
 
 
 def by_structure(flax: FlaxLeaves, label: str) -> dict[str, PaxArray]:
-    """Returns the arrays under the paths of the printed structure, or under their positions if it can't be understood."""
+    """Returns the arrays under the paths of the printed structure, or under their positions if it can't be parsed."""
     paths = flax.paths or [f"{LEAVES}/{position}" for position in range(len(flax.leaves))]
     present = [(i, path) for i, (path, leaf) in enumerate(zip(paths, flax.leaves, strict=True)) if leaf is not None]
     return {path: flax.array(i, path, label) for i, path in present}
 
 
 def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str, PaxArray]:
-    """Returns the arrays under the paths of a model, leaf by leaf; under those of `by_structure` if they don't agree.
+    """Returns the arrays under the model's paths, in order; as `by_structure` if the printed structure contradicts the model.
 
     Args:
       flax: the leaves.
@@ -138,7 +138,7 @@ def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str,
       label: names the checkpoint in messages.
 
     Raises:
-      PaxMismatchError: the file has another number of leaves than the model, and does not tell which variables they are.
+      PaxMismatchError: the file has another number of leaves than the model, and its structure can't be parsed.
     """
     present = [position for position, leaf in enumerate(flax.leaves) if leaf is not None]
     # A checkpoint for inference has the step and the model variables only.
@@ -158,7 +158,7 @@ def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str,
 
 
 def _may_be_same(printed: str, path: str) -> bool:
-    """Returns True if a printed path can be that of the model: JAX prints positions instead of a named tuple's fields."""
+    """Returns True if a printed path can be this path of the model. JAX prints positions instead of a named tuple's fields."""
     ours, theirs = path.split("/"), printed.split("/")
     return len(ours) == len(theirs) and all(a == b or b.isdigit() for a, b in zip(ours, theirs, strict=True))
 

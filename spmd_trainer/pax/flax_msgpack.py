@@ -47,7 +47,7 @@ class FlaxLeaf:
     Attributes:
       shape: its shape.
       dtype: its element type.
-      parts: (offset, size) of its bytes in the file; several of a large array.
+      parts: (offset, size) in bytes of each part of its data in the file; a large array has several parts.
     """
 
     shape: tuple[int, ...]
@@ -66,8 +66,8 @@ def walk(path: str, size: int) -> tuple[list[FlaxLeaf | None], str]:
       The leaves by position, None where the state held a node without an array; and the printed structure of the state.
 
     Raises:
-      ValueError, TypeError, KeyError, EOFError, msgpack.exceptions.UnpackException: it is no such file, or it is cut short.
-      OSError: it can't be read.
+      ValueError, TypeError, KeyError, EOFError, msgpack.exceptions.UnpackException: the file has another format or is cut short.
+      OSError: the file can't be read.
     """
     reader = _Reader(path, size)
     leaves: dict[int, FlaxLeaf | None] | None = None
@@ -86,10 +86,10 @@ def walk(path: str, size: int) -> tuple[list[FlaxLeaf | None], str]:
 
 
 class _Reader:
-    """Steps over msgpack values, and reads those that are not arrays."""
+    """Reader of a file's msgpack values in order. It locates arrays without reading them."""
 
     def __init__(self, path: str, size: int) -> None:
-        """Starts at the beginning of a file of this size."""
+        """Starts at the beginning of a file. `size`: the file's size in bytes."""
         self._path, self._size, self._at = path, size, 0
         self._window, self._window_start = b"", 0
 
@@ -99,7 +99,7 @@ class _Reader:
         self._at += size
 
     def _bytes(self, start: int, size: int) -> bytes:
-        """Returns bytes of the file; reads a window of it at a time."""
+        """Returns `size` bytes from offset `start`. Reads and keeps a window of the file at a time."""
         if not self._window_start <= start <= start + size <= self._window_start + len(self._window):
             end = min(self._size, start + max(size, _WINDOW_BYTES))
             self._window, self._window_start = reading.read(self._path, start, end), start
@@ -110,7 +110,7 @@ class _Reader:
         return int.from_bytes(self._bytes(self._at - size, size), "big")
 
     def _head(self) -> tuple[str, int]:
-        """Steps over the header of the value that comes next; returns its kind, and the entries or bytes that follow."""
+        """Steps over the header of the next value. Returns its kind, and its number of entries (map, list) or bytes (others)."""
         code = self._number(1)
         if code in _FIXED_SIZES:
             return _FIXED_SIZES[code]
@@ -121,20 +121,20 @@ class _Reader:
         return kind, size + 1 if kind == "extension" else size  # an extension has its type first
 
     def entries(self, kind: str) -> int:
-        """Returns the number of entries of the map or list that comes next; they follow."""
+        """Steps into the next value, which must be a map or list of kind `kind`, and returns its number of entries."""
         found, size = self._head()
         if found != kind:
             raise ValueError(f"the value before byte {self._at} is no {kind}")
         return size
 
     def value(self) -> Any:
-        """Returns the number or text that comes next."""
+        """Returns the next value, a number or a text."""
         start = self._at
         self.skip()
         return msgpack.unpackb(self._bytes(start, self._at - start), strict_map_key=False)
 
     def skip(self) -> None:
-        """Steps over the value that comes next."""
+        """Steps over the next value."""
         kind, size = self._head()
         if kind not in ("map", "list"):
             self._step(size)
@@ -150,7 +150,7 @@ class _Reader:
         return {int(self.value()) if kind == "map" else position: self.leaf() for position in range(size)}
 
     def leaf(self) -> FlaxLeaf | None:
-        """Returns the leaf that comes next; None for an empty map or nil."""
+        """Returns the next leaf; None for an empty map or nil."""
         start = self._at
         kind, size = self._head()
         if kind == "map":
@@ -179,7 +179,7 @@ class _Reader:
         return FlaxLeaf(shape, dtype, ((offset, length),))
 
     def _chunked(self, size: int) -> FlaxLeaf:
-        """Reads an array that Flax stored in chunks, as a map of this size."""
+        """Locates an array that Flax stored in chunks, as a map with `size` entries."""
         entries: dict[str, Any] = {}
         for _ in range(size):
             key = self.value()

@@ -1,4 +1,4 @@
-"""Modules of Pax, and earlier ones of this trainer, that have no code here: tables that say where each of their names is now.
+"""Tables of names in modules of Pax, and in earlier modules of this trainer, that have no code here: where each name is now.
 
 A name that has no counterpart can be imported; using it raises an error that says what to use instead.
 """
@@ -109,7 +109,7 @@ PACKAGES = (
 
 
 class PaxModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and makes the modules of these tables, as `spmd_trainer.NAME`."""
+    """Import hook that finds and creates the modules of these tables, as `spmd_trainer.NAME`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -122,7 +122,7 @@ class PaxModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Gives the module a `__getattr__` for its names, or a package its finder of modules."""
+        """Gives a module a `__getattr__` for its names. For a package of `PACKAGES`, installs `published`'s import hook."""
         name = module.__name__.partition(".")[2]
         if name in PACKAGES:
             from spmd_trainer.pax import published

@@ -1,4 +1,4 @@
-"""Reads arrays from storage onto a mesh: each device's shard alone. Leaves Pax's padding out, and checks that it is zeros."""
+"""Reads stored arrays onto a mesh, only the shards of this process's devices. Drops Pax's padding, and checks that it is zero."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _TRIM_BYTES = 64 << 20
 def read_onto_mesh(
     wanted: Mapping[str, VariableSpec], source: Mapping[str, PaxArray], mesh: Mesh, checkpoint: str
 ) -> dict[str, jax.Array]:
-    """Reads variables. Each process reads the shards of its own devices, and holds at most one large variable besides.
+    """Reads variables onto a mesh. A process reads its devices' shards, and holds at most one large variable besides them.
 
     Args:
       wanted: the model's variables by path.
-      source: the array of each, by the same path. Floating-point dtypes are converted to the model's.
+      source: the stored array of each variable, by the same path. Floating-point dtypes are converted to the model's.
       mesh: the mesh.
       checkpoint: names the checkpoint in messages.
 
@@ -38,7 +38,7 @@ def read_onto_mesh(
       {path: array at its padded shape}, with zeros in the padding.
 
     Raises:
-      PaxMismatchError: Pax's padding holds something else than zeros.
+      PaxMismatchError: Pax's padding holds values other than zero.
       PaxDamagedError, CheckpointReadError: an array can't be read.
     """
 
@@ -55,7 +55,7 @@ def read_onto_mesh(
 
 
 def _start(array: PaxArray, spec: VariableSpec, sharding: NamedSharding) -> ReadShard:
-    """Starts to read the logical parts of the shards of this process's devices."""
+    """Starts to read this process's shards of an array. Returns a function that returns the padded shard at given bounds."""
     shape = sharding.shard_shape(spec.padded_shape)
     if array.reads_whole:
         read_whole = functools.cache(lambda: array.start_reading(_slices([(0, n) for n in spec.logical_shape]))())
@@ -85,7 +85,7 @@ def _slices(bounds: Any) -> Index:
 
 
 def _padding_fault(array: PaxArray, spec: VariableSpec) -> str | None:
-    """Returns what Pax's padding of a variable holds besides zeros, or None."""
+    """Returns a description of the nonzero values in Pax's padding of a variable; None if all values are zero."""
     logical = spec.logical_shape
     for dim, (size, stored) in enumerate(zip(logical, array.stored_shape, strict=True)):
         if size == stored:

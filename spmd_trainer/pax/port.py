@@ -1,4 +1,4 @@
-"""Reports what an experiment file written for paxml needs here, without importing it."""
+"""Reports the changes and packages that an experiment file written for paxml needs here, without importing the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Report:
       path: the file.
       names: names of paxml and praxis that don't exist here, or can't be used.
       settings: fields of the task that are ignored, refused or unknown.
-      methods: methods of Pax's BaseExperiment with another meaning here.
+      methods: overridden methods of Pax's BaseExperiment that have another meaning here.
       extras: uses that need an extra of this package, or an environment setting.
       packages: other packages that are not installed.
       mentions: lines with strings that begin with 'paxml.'.
@@ -37,10 +37,10 @@ class Report:
 
     @classmethod
     def of_file(cls, path: pathlib.Path) -> Report:
-        """Reads a file.
+        """Returns the report of a file.
 
         Raises:
-          UserError: it can't be read, is not Python, or nests too deeply.
+          UserError: the file can't be read, is not Python, or nests too deeply.
         """
         source = port_source.Source(path)
         try:

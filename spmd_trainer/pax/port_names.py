@@ -127,7 +127,7 @@ def find(path: str) -> Any:
 
 
 def _look_up(use: Use, *, is_hinted: bool) -> Finding | None:
-    """Returns the missing part of a name, with the names like it if `is_hinted`; None if all of it exists."""
+    """Returns a finding if a name does not exist or can't be used, with similar names if `is_hinted`; otherwise None."""
     for module, instead in INSTEAD.items():
         if use.path == module or use.path.startswith(f"{module}."):
             return Finding(use.line, module, f"does not exist here: {instead}")
@@ -191,7 +191,7 @@ def _follow(path: str) -> tuple[Any, list[str]]:
 
 
 def _submodule(package: types.ModuleType, dotted: str) -> Any:
-    """Imports a module of a package; returns `_MISSING` if there is none."""
+    """Imports a module of a package; returns `_MISSING` if the module doesn't exist."""
     if not hasattr(package, "__path__"):
         return _MISSING
     if dotted in _failures:

@@ -115,7 +115,7 @@ def _assignments(source: Source) -> Iterator[tuple[str, ast.expr | None, int]]:
 def _set_by(
     target: ast.expr, value: ast.expr | None, known: Mapping[str, str]
 ) -> Iterator[tuple[str, ast.expr | None, int]]:
-    """Yields the field that an assignment to `target` sets, if it is one of a task."""
+    """Yields the field that an assignment to `target` sets, if it is a field of a task."""
     if not isinstance(target, ast.Attribute):
         return
     section = _section_of_target(target.value, known)
@@ -140,7 +140,7 @@ def _set_in_call(
 
 
 def _section(value: ast.expr, known: Mapping[str, str], source: Source) -> str | None:
-    """Returns the section of a task that an expression makes or names; '' is the task, None is something else."""
+    """Returns the section of a task, e.g. 'train', that an expression creates or names; '' for the task, None for neither."""
     if not isinstance(value, ast.Call):
         return _section_of_target(value, known)
     if isinstance(value.func, ast.Attribute) and value.func.attr == "task":
@@ -181,7 +181,7 @@ def _in_order(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_experiment(cls: ast.ClassDef, classes: Mapping[str, ast.ClassDef], source: Source, seen: set[str]) -> bool:
-    """Returns True if a class is registered as an experiment, or derives from one as far as the file shows."""
+    """Returns True if a class is registered as an experiment, or the file shows that it derives from one."""
     if cls.name in seen:
         return False
     seen.add(cls.name)

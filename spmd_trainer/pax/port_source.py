@@ -29,7 +29,7 @@ class Source:
     """One file, parsed.
 
     Attributes:
-      path: where it is.
+      path: path of the file.
       text: its text.
       tree: its syntax tree.
       aliases: {name in the file: full name of what it imports}, e.g. {'tasks_lib': 'paxml.tasks_lib'}.
@@ -39,7 +39,7 @@ class Source:
         """Reads and parses a file.
 
         Raises:
-          UserError: it can't be read, or is not Python.
+          UserError: the file can't be read, or is not Python.
         """
         self.path = path
         try:
@@ -66,7 +66,7 @@ class Source:
 
     @functools.cached_property
     def uses(self) -> Sequence[Use]:
-        """Every imported name and every attribute used of it, once each, in line order."""
+        """Every imported name and every used attribute of an imported name, once each, in line order."""
         found = [use for use, _ in self._imported()]
         inner = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
         rebound = self._rebound()
@@ -111,7 +111,7 @@ class Source:
         )
 
     def _imported(self) -> Iterator[tuple[Use, str]]:
-        """Yields each imported name with its name in the file ('' for `*`); relative imports are the user's own."""
+        """Yields each imported name with its name in the file ('' for `*`). Relative imports are skipped."""
         for node in self._imports:
             for alias in node.names:
                 if isinstance(node, ast.Import):
@@ -157,7 +157,7 @@ class Source:
 
 
 def nested_too_deeply(path: pathlib.Path) -> UserError:
-    """Error for a file whose expressions, blocks or base classes stand in one another beyond what Python can follow."""
+    """Returns the error for a file whose expressions, blocks or base classes nest too deeply for Python."""
     return UserError(f"{path}: its expressions, blocks or base classes nest too deeply to be read; divide them")
 
 
@@ -198,7 +198,7 @@ def _file_of_module(module: str) -> pathlib.Path | None:
 
 
 def _lines(text: str) -> list[str]:
-    """Returns the lines with their ends. `str.splitlines` would also split at form feeds, which end no line of Python."""
+    """Returns the lines with their line ends. `str.splitlines` would also split at form feeds, which don't end Python lines."""
     return io.StringIO(text).readlines()
 
 

@@ -51,7 +51,7 @@ def paxml_folder() -> pathlib.Path | None:
 
 
 def install() -> None:
-    """Lets modules of `import_table.PACKAGES` be imported from paxml. Calling it again does nothing."""
+    """Adds an import hook that loads the modules of `import_table.PACKAGES` from paxml. Calling it again does nothing."""
     if not any(isinstance(finder, _PaxmlFinder) for finder in sys.meta_path):
         sys.meta_path.append(_PaxmlFinder())
 
@@ -92,14 +92,14 @@ class _RenamingLoader(importlib.machinery.SourceFileLoader):
         return renamed(self.get_data(self.get_filename(fullname)).decode())
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compiles the renamed text. It has no cached bytecode: that belongs to the file as paxml has it."""
+        """Compiles the renamed text. Ignores cached bytecode, which would be that of the original file."""
         return compile(self.get_source(fullname), self.get_filename(fullname), "exec", dont_inherit=True)
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Runs the module.
 
         Raises:
-          ModuleNotFoundError: it imports a package that is not installed; the message says how to install it.
+          ModuleNotFoundError: the module imports a package that is not installed; the message says how to install it.
         """
         try:
             super().exec_module(module)

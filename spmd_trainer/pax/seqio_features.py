@@ -19,7 +19,7 @@ Features = Mapping[str, Any]
 
 
 class LanguageModelFeatures(seqio.DecoderFeatureConverter, base_hyperparams.StrOverride):
-    """Makes rows for praxis' `LanguageModel` from the features 'targets', or 'inputs' and 'targets'.
+    """Feature converter that makes rows for praxis' `LanguageModel` from the features 'targets', or 'inputs' and 'targets'.
 
     A row of T tokens (T is the sum of the features' lengths) has `ids`, `labels`, `segment_ids`, `segment_pos` int32 [T],
     `paddings` and `weights` float32 [T], and with 'inputs' also `inputs_indicator` int32 [T]: 1 for tokens of 'inputs'.
@@ -44,8 +44,8 @@ class LanguageModelFeatures(seqio.DecoderFeatureConverter, base_hyperparams.StrO
           use_custom_packing_ops: pack with ops of tensor2tensor, which must be installed.
           weights_on_targets_only: True: only tokens of 'targets' with an id of 0 or more have weight. None: all tokens
             with an id of 0 or more. False: all tokens.
-          apply_length_check: refuse examples longer than their feature's length.
-          bos_id: first of a row's `ids`.
+          apply_length_check: raise an error for examples longer than their feature's length.
+          bos_id: the first id of a row's `ids`.
           reverse_bos_padding: True: `ids` are the tokens, and `labels` the tokens shifted left with `eos_id` at the
             end. False: `labels` are the tokens, and `ids` the tokens shifted right with `bos_id` at the front.
           eos_id: see `reverse_bos_padding`.
@@ -143,9 +143,10 @@ class PackedLanguageModelFeatures(LanguageModelFeatures):
 
 
 class SequenceModelFeatures(seqio.EncDecFeatureConverter):
-    """Makes rows for praxis' `SequenceModel` from the features 'inputs' and 'targets': `src` and `tgt`, each a NestedMap.
+    """Feature converter that makes rows for praxis' `SequenceModel` from the features 'inputs' and 'targets'.
 
-    `src` has `ids`, `paddings`, `segment_ids`, `segment_pos`; `tgt` has `labels` and `weights` too.
+    A row has the NestedMaps `src` and `tgt`. Both have `ids`, `paddings`, `segment_ids` and `segment_pos`; `tgt` also has
+    `labels` and `weights`.
     """
 
     def __init__(self, pack: bool = False, use_custom_packing_ops: bool = False, bos_id: int = 0):
@@ -185,12 +186,12 @@ class SequenceModelFeaturesWithTaskInfo(SequenceModelFeatures):
         return {**super()._convert_example(features), **kept}
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
-        """Skips seqio's check, which rejects task ids."""
+        """Returns the rows as a tf.data.Dataset. Skips seqio's check, which rejects task ids."""
         return self._convert_features(ds, task_feature_lengths).map(self._to_row)
 
 
 class PackedSequenceModelFeatures(SequenceModelFeatures):
-    """`SequenceModelFeatures` for a task whose examples are rows already."""
+    """`SequenceModelFeatures` for examples that are packed rows already."""
 
     def __init__(self) -> None:
         super().__init__(pack=False)

@@ -56,15 +56,15 @@ def feature_converter_class(name: str) -> Any:
 class SeqIOInput(indexed.CheckpointedInput):
     """Input over a SeqIO task or mixture.
 
-    A batch is a NestedMap of numpy arrays [B, ...] from the feature converter, and `eval_sample_weights` float32 [B].
-    Non-numeric features are left out.
+    A batch is a NestedMap of numpy arrays [batch_size, ...] from the feature converter, and `eval_sample_weights`
+    float32 [batch_size]. Non-numeric features are left out.
 
-    Training: each process reads its own shard of the files, shuffled with `input_random_seed`. Batch n depends only on
-    n, the settings and the number of processes. The position is n: a resumed run makes the earlier batches again
-    without training on them. It is refused with another number of processes, batch size or seed.
+    In training, each process reads its own shard of the files, shuffled with `input_random_seed`. Batch n depends only on
+    n, the settings and the number of processes. The saved position is n: a resumed run reads the earlier batches again
+    without training on them. A position is rejected if the number of processes, the batch size or the seed has changed.
 
-    Evaluation gives every example once, in order, the same with any number of processes: each reads all examples and
-    keeps its rows. The last batch is filled up with rows of weight 0. With `reset_for_eval=False`, each evaluation
+    Evaluation gives every example once, in the same order for any number of processes: each process reads all examples
+    and keeps its rows. The last batch is filled up with rows of weight 0. With `reset_for_eval=False`, each evaluation
     uses the first `eval_loop_num_batches` batches (Pax continues where the last evaluation ended).
 
     The metrics declared by a SeqIO task are not computed. Decoding writes its outputs, and evaluation the model's
@@ -77,8 +77,8 @@ class SeqIOInput(indexed.CheckpointedInput):
       deterministic_input: must be False; every training input here is deterministic.
       task_feature_lengths: {feature: tokens}; longer examples are trimmed.
       feature_converter: e.g. `seqio_input.LanguageModelFeatures(pack=True)`.
-      shuffle: None: shuffle training data. Other data are never shuffled.
-      repeat: None: repeat training data.
+      shuffle: None or True: shuffle training data. Other data are never shuffled.
+      repeat: None: repeat training data only.
       use_cached: read the task's offline cache.
       eval_auto_pad: ignored: the last batch is always filled up.
       drop_remainder: leave out a training input's last rows that do not fill a batch; other inputs keep them.
@@ -172,7 +172,7 @@ class SeqIOInput(indexed.CheckpointedInput):
             raise self.error(f"{error}. Import the module that registers it") from error
 
     def input_specs(self) -> NestedMap:
-        """Returns the per-process batch without padding, as jax.ShapeDtypeStruct.
+        """Returns the jax.ShapeDtypeStructs of one process's batch, as `get_next` returns it.
 
         Reads no data with `LanguageModelFeatures`; other converters set up the task's pipeline.
         """
@@ -219,12 +219,12 @@ class SeqIOInput(indexed.CheckpointedInput):
         """Decodes rows of token ids.
 
         Args:
-          ids: int [rows, T].
-          lengths: int [rows], tokens of each row; None for all.
+          ids: int [rows, tokens].
+          lengths: int [rows], the number of tokens to decode in each row; None for all.
           key: 'src' for the vocabulary of the feature 'inputs'; 'tgt' or None for that of 'targets'.
 
         Raises:
-          UserError: another key.
+          UserError: `key` has another value.
         """
         if key not in ("src", "tgt", None):
             raise self.error(f"ids_to_strings has key={key!r}; it is 'src', 'tgt' or None")
@@ -276,7 +276,7 @@ class SeqIOInput(indexed.CheckpointedInput):
         return rows.with_options(options)
 
     def _batches(self, first: int) -> Iterator[NestedMap]:
-        """Yields this process's rows of each batch from batch `first` on."""
+        """Yields this process's rows of each batch, starting with batch `first`."""
         if self.is_training:
             number = first + (self.num_batches_to_skip or 0)
             if first:
@@ -292,7 +292,7 @@ class SeqIOInput(indexed.CheckpointedInput):
             yield self._filled(batch, self.infeed_host_index * self.batch_size)
 
     def _filled(self, batch: Any, first_row: int) -> NestedMap:
-        """Returns rows [first_row, first_row + batch_size) of a batch, filled up by its first row with weight 0."""
+        """Returns rows [first_row, first_row + batch_size) of a batch. Rows past the batch's end have weight 0."""
         batch = examples.for_devices(NestedMap.FromNestedDict(batch))
         count = len(jax.tree.leaves(batch)[0])
         rows = np.arange(first_row, first_row + self.batch_size)
@@ -332,7 +332,7 @@ def configure_deterministic_input(p: Any, **kwargs: Any) -> Any:
 
 
 def is_packing_on(fc: Any) -> bool:
-    """True if a feature converter packs several examples into a row."""
+    """Returns True if a feature converter packs several examples into a row."""
     return bool(getattr(fc, "pack", False))
 
 

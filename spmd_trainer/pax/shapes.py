@@ -1,4 +1,4 @@
-"""Which stored shapes a variable can have, and logical shapes that follow from other variables.
+"""Checks which stored shapes a variable can have, and infers logical shapes from those of other variables.
 
 Pax stores variables padded: a dimension of 257 that was split over 2 devices is stored as 258. Only the model knows the logical
 shapes of optimizer states.
@@ -18,7 +18,7 @@ _VARS, _OPT = "mdl_vars/", "opt_states/"
 def can_be(array: PaxArray, shape: Sequence[int]) -> bool:
     """Returns True if an array can be a variable of this logical shape, stored with Pax's padding.
 
-    It can't if the checkpoint tells another logical shape, or if splitting the variable as Pax did gives another stored shape.
+    Returns False if the checkpoint records another logical shape, or if Pax's number of shards gives another stored shape.
     """
     if array.logical_shape is not None and array.logical_shape != tuple(shape):
         return False
@@ -36,13 +36,13 @@ def _can_be_padded(stored: int, size: int, shards: int) -> bool:
 
 
 def with_logical_shapes(arrays: Mapping[str, PaxArray]) -> dict[str, PaxArray]:
-    """Adds the logical shapes that follow from the model variables, without a model.
+    """Adds the logical shapes of optimizer states that can be inferred from the checkpoint's model variables.
 
-    A state of the optimizer whose path ends with that of a model variable, and whose stored shape is the variable's, has the
-    variable's logical shape. Factored states have some of its dimensions. A dimension that was not split has no padding.
+    If the path of an optimizer state ends with the path of a model variable, and both have the same stored shape, the state has
+    the variable's logical shape. A factored state has some of the variable's dimensions. An unsplit dimension has no padding.
 
     Returns:
-      The same arrays. An array whose logical shape is still unknown has None.
+      The same arrays. `logical_shape` is None where it is still unknown.
     """
     return {path: _with_logical_shape(array, arrays) for path, array in arrays.items()}
 
@@ -60,7 +60,7 @@ def _with_logical_shape(array: PaxArray, arrays: Mapping[str, PaxArray]) -> PaxA
 
 
 def variable_of(path: str, arrays: Mapping[str, PaxArray]) -> PaxArray | None:
-    """Returns the model variable that an optimizer state belongs to: the longest one that the state's path ends with."""
+    """Returns an optimizer state's model variable: that with the longest path that the state's path ends with, or None."""
     if not path.startswith(_OPT):
         return None
     keys = path.split("/")
@@ -68,7 +68,10 @@ def variable_of(path: str, arrays: Mapping[str, PaxArray]) -> PaxArray | None:
 
 
 def _matching(stored: tuple[int, ...], whole: tuple[int, ...], logical: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """Returns the logical shapes of all choices of a variable's dimensions that have this stored shape."""
+    """Returns the logical shapes of all subsets of a variable's dimensions that have the stored shape `stored`.
+
+    `whole` and `logical` are the stored and the logical shape of the variable.
+    """
     if stored == whole:
         return {logical}
     choices = itertools.combinations(range(len(whole)), len(stored))

@@ -1,4 +1,4 @@
-"""Finds the checkpoints of Pax in a directory: their steps, and the saves that were never finished."""
+"""Finds the Pax checkpoints in a directory: finished steps, and saves that were interrupted."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Listing:
     """The checkpoints of a directory.
 
     Attributes:
-      finished: {step: its directories or files}; normally one each.
-      unfinished: {step: what is left of a save that was cut off}.
+      finished: {step: its directories or files}; normally one per step.
+      unfinished: {step: name of the partial directory that an interrupted save left}.
     """
 
     finished: dict[int, list[epath.Path]]
@@ -52,7 +52,7 @@ class Listing:
 
 
 def find(directory: epath.Path) -> PaxDirectory | None:
-    """Returns the Pax checkpoints that a directory means, or None if it has none.
+    """Finds the directory of Pax checkpoints that a path refers to; returns None if there is none.
 
     Args:
       directory: a directory of checkpoints, the run's directory above it, or the directory (or file) of one step.
@@ -69,7 +69,7 @@ def find(directory: epath.Path) -> PaxDirectory | None:
 
 
 def listing(directory: epath.Path) -> Listing:
-    """Returns the checkpoints of a directory; none if it is missing."""
+    """Lists the checkpoints of a directory; the listing is empty if the directory is missing."""
     finished: dict[int, list[epath.Path]] = {}
     unfinished: dict[int, str] = {}
     names = names_in(directory)
@@ -91,10 +91,10 @@ def listing(directory: epath.Path) -> Listing:
 
 
 def finished_steps(found: PaxDirectory, wanted: int | None = None) -> list[int]:
-    """Returns the finished steps of a directory, oldest first; the step alone if the directory of one step was given.
+    """Returns the finished steps of a directory, oldest first; only the given step if `found` is the directory of one step.
 
     Raises:
-      PaxDamagedError: the save of the wanted step was cut off.
+      PaxDamagedError: the save of the wanted step was interrupted.
       PaxNotFoundError: the directory has no finished step.
     """
     if found.step is not None:
@@ -120,11 +120,11 @@ def find_agreed(directory: epath.Path) -> PaxDirectory | None:
 
 
 def require(directory: epath.Path, step: int | None) -> tuple[int, epath.Path]:
-    """Returns a step, the newest finished one if it is None, and its directory or file.
+    """Returns a step and its directory or file. If `step` is None, takes the newest finished step.
 
     Raises:
       PaxNotFoundError: there is no such step.
-      PaxDamagedError: its save was cut off, or two directories have it.
+      PaxDamagedError: the step's save was interrupted, or two directories have the step.
     """
     found = listing(directory)
     there = ", ".join(map(str, found.steps()))
@@ -151,7 +151,7 @@ def require(directory: epath.Path, step: int | None) -> tuple[int, epath.Path]:
 
 
 def names_in(directory: epath.Path) -> list[str]:
-    """Returns the sorted names in a directory; none if it is missing."""
+    """Returns the sorted names in a directory; an empty list if the directory is missing."""
     try:
         return step_files.read(f"listing {directory}", lambda: sorted(path.name for path in directory.iterdir()))
     except (FileNotFoundError, NotADirectoryError):
@@ -159,7 +159,7 @@ def names_in(directory: epath.Path) -> list[str]:
 
 
 def _step_of(path: epath.Path) -> int | None:
-    """Returns the step of a directory of Pax; None for anything else, steps of this trainer included."""
+    """Returns the step number of a Pax step's directory or file; None for other paths, also for steps of this trainer."""
     if match := _STEP.fullmatch(path.name):
         return int(match[1])
     # Pax reads directories that have the bare number too. This trainer's have a record.

@@ -1,4 +1,4 @@
-"""Unsupported fields of Pax's `SingleTask`: some are ignored with a warning, others raise an error. Pax's `early_stopping_fn`.
+"""Unsupported fields of Pax's `SingleTask`: some are ignored with a warning, others raise an error. Also Pax's early stopping.
 
 `tasks_lib.SingleTask` and its sections inherit these classes, so that Pax's experiment files can set the fields. `check`
 handles each value other than the default: it warns if training gives the same numbers without it, and raises an error
@@ -93,8 +93,10 @@ REFUSED = {
 
 
 def check(sections: Mapping[str, Any]) -> None:
-    """Warns once about ignored fields that are set, and refuses fields that would change the numbers. `sections`: {path below
-    task: settings}; the path of the task itself is ''.
+    """Warns once about ignored fields that are set, and raises an error for fields that would change the results.
+
+    Args:
+      sections: {path below task: settings}; the path of the task itself is ''.
 
     Raises:
       ValueError: a field of `REFUSED` is set.
@@ -124,7 +126,7 @@ def _warn(text: str) -> None:
 
 
 class RunningMode(enum.Flag):
-    """What a job has just done, as Pax tells an `early_stopping_fn`."""
+    """What a job has just done: train, evaluate or decode. Pax passes it to an `early_stopping_fn`."""
 
     UNKNOWN = 0
     TRAIN = enum.auto()
@@ -133,7 +135,7 @@ class RunningMode(enum.Flag):
 
     @classmethod
     def detect(cls, has_train_metrics: bool, has_eval_metrics: bool, has_decode_metrics: bool) -> RunningMode:
-        """Returns the mode with the flags for which there are metrics."""
+        """Returns the mode that has a flag for each kind of metrics given."""
         given = {cls.TRAIN: has_train_metrics, cls.EVAL: has_eval_metrics, cls.DECODE: has_decode_metrics}
         mode = cls.UNKNOWN
         for flag, is_set in given.items():
@@ -142,30 +144,30 @@ class RunningMode(enum.Flag):
 
     @property
     def has_train(self) -> bool:
-        """True if it trained."""
+        """True if the job trained."""
         return bool(self & RunningMode.TRAIN)
 
     @property
     def has_eval(self) -> bool:
-        """True if it evaluated."""
+        """True if the job evaluated."""
         return bool(self & RunningMode.EVAL)
 
     @property
     def has_decode(self) -> bool:
-        """True if it decoded."""
+        """True if the job decoded."""
         return bool(self & RunningMode.DECODE)
 
 
 def metrics_prefix(dataset: str) -> str:
-    """Returns what stands before the name of a metric of an evaluation in Pax. `dataset`: 'train' for a training batch."""
+    """Returns the prefix that Pax gives to metric names of an evaluation. `dataset`: 'train' for a training batch."""
     return "eval_train/metrics/" if dataset == "train" else f"eval_test_{dataset}/metrics/"
 
 
 class PaxEarlyStopping:
-    """Calls an `early_stopping_fn` that has Pax's five arguments.
+    """Wrapper that calls an `early_stopping_fn` that has Pax's five arguments.
 
-    It gets the metrics under Pax's names too ('eval_test_DATASET/metrics/log_pplx', 'eval_train/metrics/log_pplx'),
-    `RunningMode.EVAL`, and no checkpoint path, because the state has not been saved when it is called.
+    The function also gets the metrics under Pax's names ('eval_test_DATASET/metrics/log_pplx',
+    'eval_train/metrics/log_pplx'), `RunningMode.EVAL`, and None as checkpoint path, because the state is not saved yet.
     """
 
     def __init__(self, fn: Callable[..., bool]):
@@ -173,7 +175,7 @@ class PaxEarlyStopping:
         self._fn = fn
 
     def __call__(self, metrics: Mapping[str, float], running_mode: str, step: int, is_last: bool) -> bool:
-        """Returns whether to stop. The arguments are those of `tasks_lib.EarlyStoppingFn`."""
+        """Returns True if training must stop. The arguments are those of `tasks_lib.EarlyStoppingFn`."""
         del running_mode
         both = dict(metrics)
         for key, value in metrics.items():
@@ -183,7 +185,7 @@ class PaxEarlyStopping:
 
 
 def has_pax_signature(fn: Any) -> bool:
-    """Returns True if a function takes Pax's five arguments. One with `*args` gets four."""
+    """Returns True if a function takes Pax's five arguments; False for a function with `*args`, which gets four arguments."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):

@@ -1,9 +1,10 @@
-"""`--mode=coord_check`: shows if a model keeps its dynamics when it gets wider, as muP promises.
+"""`--mode=coord_check`: checks that training changes activations equally at every model width, as muP promises.
 
-Trains for a few steps at several multiples of muP's base, on one batch and one device. At each width it takes the mean
-absolute change of every product (matrix, attention or convolution) of the forward pass since the first state. With muP, the
-changes are of the same size at every width: the slope of log(change) over log(width) is near 0. The coordinate check is that of
-Yang et al. 2022 (arXiv:2203.03466, appendix D.1), on changes: the values themselves may shrink at the start, as logits do.
+Trains for a few steps at several multiples of muP's base widths, on one batch and one device. At each width it measures how much
+training has changed the result of each product (matrix product, attention or convolution) of the forward pass, as the mean
+absolute difference. With muP, a change has the same size at every width: the slope of log(change) over log(width) is near 0.
+This is the coordinate check of Yang et al. 2022 (arXiv:2203.03466, appendix D.1), applied to changes instead of values, because
+the values themselves may shrink with width at initialisation, as logits do.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ _SIZE = (640, 360)
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One product at several widths.
+    """The change of one product's result at several widths.
 
     Attributes:
-      name: its layer, and its number among the layer's products.
-      changes: mean absolute change since the first state after the last step, by multiple of the base.
+      name: path of the product's variable, or else its layer; numbered if several products have the same name.
+      changes: {multiple of the base widths: mean absolute change of the result from the first to the last state}.
     """
 
     name: str
@@ -70,20 +71,21 @@ class Curve:
 
     @property
     def texts(self) -> list[str]:
-        """The slope and the changes as a table has them."""
+        """The slope and the changes, formatted as cells of a table."""
         return [f"{self.slope:+.2f}", *(f"{change:.3g}" for change in self.changes.values())]
 
     @property
     def is_flat(self) -> bool:
-        """True if the change has the same size at each width."""
+        """True if the change has about the same size at each width: the slope is within `FLAT`."""
         return FLAT[0] <= self.slope <= FLAT[1]
 
 
 def check(job: Job) -> None:
-    """Prints the curve of each product, and whether it is flat; writes a page if a directory was given.
+    """Prints the curve of each product, and whether it is flat. Writes an HTML page if a job directory was given.
 
     Raises:
-      UserError: the job has several processes, or no `task.mup`, or its base can't be multiplied.
+      UserError: the job has several processes or no `task.mup`, the base widths are not integers, or the program has other
+        products at other widths.
       SystemExit: with status 1 if a curve is not flat.
     """
     if jax.process_count() > 1:
@@ -110,15 +112,16 @@ def check(job: Job) -> None:
 
 
 def curves(job: Job, multiples: Sequence[int], steps: int, *, without: bool = False) -> list[Curve]:
-    """Trains at each multiple of the base; returns a curve for each product, in the order of the program.
+    """Trains at each multiple of the base widths. Returns a curve for each product, in the order of the program.
 
-    The rate is that of the learner without its schedule, and the model computes in float32: a warm-up's small steps would be
-    lost in bfloat16. All steps are on the input's first batch.
+    The learning rate is the learner's without its schedule, and the model computes in float32: a warm-up's small steps would be
+    lost in bfloat16. All steps train on the input's first batch.
 
     Args:
       job: the job at any width.
-      multiples: of the base, ascending.
-      without: leave muP's multipliers out.
+      multiples: multiples of the base widths, ascending.
+      steps: train steps at each width.
+      without: True to train without muP.
     """
     source = reference_files.attach_zeros(job.build_train_input())
     batch = job.cut(source.get_next_padded())
@@ -164,7 +167,7 @@ def _times(name: str, value: Any, multiple: int) -> Any:
 
 
 def _changes(partitioner: Partitioner, batch: PyTree, steps: int, key: jax.Array) -> dict[str, float]:
-    """Trains from several starts; returns the mean absolute change of each product, by name."""
+    """Trains from several initialisations. Returns {name of a product: mean absolute change of its result}."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), batch)
     probed = partitioner.partition(step_fns.eval_step, shapes, is_eval=True).trace(jax.eval_shape(lambda: key))
     frames: list[Frame] = []
@@ -205,7 +208,7 @@ def _changes(partitioner: Partitioner, batch: PyTree, steps: int, key: jax.Array
 
 
 def _sample(x: jax.Array, primitive: str) -> jax.Array | None:
-    """Returns float32 [_SAMPLE] of a product's elements, drawn at random; None of any other value."""
+    """Returns random elements of a product's result, float32 [_SAMPLE]; None if `primitive` is not a product."""
     if primitive not in _PRODUCTS:
         return None
     return jnp.ravel(x)[np.random.default_rng(0).integers(x.size, size=_SAMPLE)].astype(jnp.float32)
@@ -214,7 +217,13 @@ def _sample(x: jax.Array, primitive: str) -> jax.Array | None:
 def _by_product(
     frame: Frame, samples: Any, argument: Callable[[int], str | None]
 ) -> Iterator[tuple[str | None, str, np.ndarray]]:
-    """Yields (variable, layer, sample) of each product. `argument`: the variable of an argument of the frame, if it is one."""
+    """Yields (path of its variable or None, layer, sample) of each product in a program.
+
+    Args:
+      frame: the program, or the body of a loop in it.
+      samples: the output of `run_with_flags` for the frame.
+      argument: maps the position of a frame's argument to the path of its variable; None if it is not a variable.
+    """
 
     def variable(number: int) -> str | None:
         if number in frame.arguments:

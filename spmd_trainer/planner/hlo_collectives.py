@@ -1,6 +1,6 @@
 """Collectives of a compiled program, read from its text: kind, executions per run, and bytes.
 
-Collectives in loops are multiplied by the trip count, which XLA writes into the program; `cost_analysis()` ignores it.
+A collective in a loop counts once per iteration. XLA writes the trip count into the program; `cost_analysis()` ignores it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Collective:
     Attributes:
       kind: 'all-reduce', 'all-gather', ...
       times: executions in one run of the program, including those in loops.
-      num_bytes: bytes of one execution on one device: of the results, or of the operand of a reduce-scatter.
-      groups: positions of the devices that communicate, [number of groups, members]; empty if the text names none.
+      num_bytes: bytes per device of one execution: the size of the result, or for a reduce-scatter of the operand.
+      groups: int [groups, devices of a group], the positions of the devices that communicate. For a collective-permute, its
+        (source, target) pairs. Empty if the text names no groups, or groups of several sizes.
     """
 
     kind: str
@@ -49,7 +50,10 @@ class Collective:
     groups: np.ndarray
 
     def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-        """Returns the mesh axes that it crosses. Positions index the mesh's devices in row-major order."""
+        """Returns the mesh axes that the collective crosses; all axes larger than 1 if `groups` is empty.
+
+        Positions in `groups` must index the mesh's devices in row-major order.
+        """
         if not self.groups.size:
             return tuple(axis for axis, size in mesh_shape.items() if size > 1)
         coordinates = np.stack(np.unravel_index(self.groups, tuple(mesh_shape.values())))  # [axes, groups, members]
@@ -81,7 +85,7 @@ def find_collectives(hlo: str) -> Iterator[Collective]:
 
 
 def _result(kind: str, shape: str, *, is_start: bool) -> str:
-    """Returns the shape of a collective's result. Most asynchronous starts have the shape (operands, results, ...)."""
+    """Returns the shape of a collective's result. An asynchronous start usually has the shape (operands, results, ...)."""
     if not is_start or (kind == "all-reduce" and not shape.startswith("((")):
         return shape
     elements = hlo_text.tuple_elements(shape)
@@ -89,9 +93,9 @@ def _result(kind: str, shape: str, *, is_start: bool) -> str:
 
 
 def _groups(line: str) -> np.ndarray:
-    """Returns a collective's groups or a permutation's pairs, [number of groups, members].
+    """Returns a collective's device groups, or a permutation's (source, target) pairs, int [groups, devices of a group].
 
-    Empty if the text has neither, or groups of several sizes.
+    The array is empty if the text has neither, or groups of several sizes.
     """
     found = _GROUPS.search(line)
     if found and found[2]:
@@ -113,7 +117,7 @@ def _order(shape: Sequence[int], permutation: str | None) -> np.ndarray:
 
 
 def _mesh_groups(found: re.Match[str]) -> np.ndarray:
-    """Returns the groups that an XLA mesh and some of its axes describe, [number of groups, members]."""
+    """Returns the device groups that XLA writes as a mesh and the axes within a group, int [groups, devices of a group]."""
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(found[1])}
     order = np.arange(math.prod(sizes.values()))
     if found[2]:

@@ -1,9 +1,8 @@
-"""Work of a compiled program on one device: FLOPs of its matrix products and bytes moved in main memory, by
-instruction.
+"""FLOPs and bytes of each instruction of a compiled program, on one device.
 
-Loops are multiplied out. FLOPs count dots, convolutions and kernels with matrix products (cuBLAS, cuDNN, Pallas).
-Additions and other element-wise operations are counted separately. Bytes count reads and writes of main memory; a slice, an
-update or a gather counts only the part that it touches.
+FLOPs count dots, convolutions and kernels with matrix products (cuBLAS, cuDNN, Pallas). Additions and other element-wise
+operations are counted separately. Bytes count reads and writes of main memory; a slice, an update or a gather counts only the
+part of the array that it touches. An instruction in a loop counts once per iteration.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ _VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element", "copy-done"})
 
 @dataclasses.dataclass(frozen=True)
 class InstructionCost:
-    """Work of one instruction. It runs `times` times in one run of the program.
+    """Cost of one instruction on one device.
 
     Attributes:
       times: executions in one run of the program.
-      flops: FLOPs of one execution.
+      flops: FLOPs of the matrix products of one execution.
       num_bytes: bytes that one execution reads and writes in main memory.
       overlaps: True for asynchronous copies, which run while other instructions compute.
       float32_flops: FLOPs with float32 operands, part of `flops`.
@@ -78,8 +77,9 @@ class InstructionCost:
 
 
 def instruction_costs(hlo: str) -> list[InstructionCost]:
-    """Returns the cost of each instruction of a compiled program (`jax.stages.Compiled.as_text()`). Instructions
-    without work are left out.
+    """Returns the cost of each instruction of a compiled program (`jax.stages.Compiled.as_text()`).
+
+    Leaves out instructions with neither FLOPs nor bytes. A fusion counts as one instruction.
     """
     bodies, entry = hlo_text.computations(hlo)
     program = _Program({name: list(hlo_text.instructions(body)) for name, body in bodies.items()})
@@ -141,7 +141,7 @@ class _Program:
         return float(math.prod(hlo_text.dimensions(shape)))
 
     def flops(self, instruction: Instruction, computation: str, *, of_float32: bool = False) -> float:
-        """With `of_float32`, counts only products with float32 operands."""
+        """Returns the FLOPs of the matrix products of one execution; with `of_float32`, only those with float32 operands."""
         if instruction.opcode == "fusion":
             inner = instruction.called
             within = self.computations.get(inner, ()) if inner else ()
@@ -200,7 +200,7 @@ class _Program:
         return read + written
 
     def _parameters(self, computation: str) -> dict[int, Instruction]:
-        """Returns the parameters of a fused computation by their numbers."""
+        """Returns {number: parameter} of a fused computation."""
         found = [i for i in self.computations[computation] if i.opcode == "parameter"]
         return {int(i.rest.partition(")")[0]): i for i in found}
 
@@ -246,5 +246,5 @@ def _main_memory(shape: str) -> int:
 
 
 def _as_large_as(part: str, shapes: Sequence[str]) -> int:
-    """Returns the bytes of `part` if its array is in main memory, else 0."""
+    """Returns the bytes of `part`, a slice of an array, if the array (`shapes`) is in main memory; else 0."""
     return hlo_text.array_bytes(part) if any(_main_memory(shape) for shape in shapes) else 0

@@ -51,8 +51,8 @@ class Attention:
     Attributes:
       flops: FLOPs of its matrix products.
       is_backward: True for a kernel of the backward pass.
-      width: of a head.
-      vector_ops: other operations, on the logits; 0 for cuDNN's kernels, whose measured rates include them.
+      width: width of a head, in elements.
+      vector_ops: element-wise operations on the logits; 0 for cuDNN's kernels, because their measured rates include them.
     """
 
     flops: float
@@ -62,8 +62,11 @@ class Attention:
 
 
 def attention(instruction: Instruction, shapes: Sequence[str]) -> Attention | None:
-    """Returns the work of a custom call (`shapes`: its operands in XLA's notation) that is an attention kernel of
-    cuDNN or splash attention; None for others.
+    """Returns the work of a custom call that is an attention kernel (cuDNN or splash attention); None for other calls.
+
+    Args:
+      instruction: the custom call.
+      shapes: the shapes of its operands in XLA's notation.
     """
     name = target(instruction)
     if _ATTENTION.match(name):
@@ -89,7 +92,7 @@ def flops(instruction: Instruction, shapes: Sequence[str]) -> float:
 
 
 def _convolution_flops(instruction: Instruction, shapes: Sequence[str]) -> float:
-    """Returns the FLOPs of cuDNN's convolutions. Gradients have the attributes of the forward convolution."""
+    """Returns the FLOPs of a cuDNN convolution. The call of a gradient has the attributes of its forward convolution."""
     result = hlo_text.arrays(instruction.shape)[0]
     if "BackwardInput" in target(instruction):  # (gradient of the output, kernel) -> gradient of the image
         return convolution_flops(instruction, result, shapes[1], shapes[0])
@@ -99,7 +102,7 @@ def _convolution_flops(instruction: Instruction, shapes: Sequence[str]) -> float
 
 
 def _cudnn_attention(instruction: Instruction, shapes: Sequence[str], *, is_backward: bool) -> Attention | None:
-    """Returns the work of cuDNN's attention. Its settings have the logits' shape, [batch, heads, queries, keys]."""
+    """Returns the work of a cuDNN attention kernel; None if its settings lack the logits' shape [batch, heads, queries, keys]."""
     logits = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', instruction.rest)
     if not logits:
         return None
@@ -115,7 +118,7 @@ def seen_pairs(queries: int, keys: int, *, causal: bool, window: int | None = No
     """Returns the number of (query, key) pairs that attention computes.
 
     Args:
-      queries, keys: their numbers. The first query is at the position of the first key.
+      queries, keys: the number of queries and of keys. The first query is at the position of the first key.
       causal: a query sees the keys up to its own position.
       window: a query sees itself and the window - 1 keys before it; None or 0 for no window. Only with `causal`.
     """
@@ -149,9 +152,9 @@ _SPLASH_FUSED_PRODUCTS = 5
 def _splash_attention(instruction: Instruction) -> Attention | None:
     """Returns the work of the pairs of blocks that a splash attention kernel computes; None for other Pallas kernels.
 
-    Its first operand is a table [1, query blocks, key blocks]. With a window, the last dimension (for keys and values the one
-    before) is only as large as the most blocks that are computed for one block. The tables are followed by queries, keys and
-    values.
+    The kernel's first operand is a table [1, query blocks, key blocks] of the pairs. With a window, the last dimension holds only
+    the most key blocks that one query block needs. In the kernel for the gradients of keys and values, the dimension before the
+    last holds only the most query blocks that one key block needs. The tables are followed by queries, keys and values.
     """
     known = next((settings for name, settings in _SPLASH.items() if name in instruction.made_by), None)
     layouts = re.search(r"operand_layout_constraints=\{(.*?\})\}", instruction.rest)
@@ -183,7 +186,7 @@ def _splash_attention(instruction: Instruction) -> Attention | None:
 def _pairs_of_blocks(
     num_rows: int, num_columns: int, rows: int, columns: int, table: Sequence[int], *, causal: bool, by_key: bool
 ) -> int:
-    """Returns the number of computed pairs of a query block and a key block."""
+    """Returns the number of (query block, key block) pairs that a splash attention kernel computes."""
     if not causal:
         return num_rows * num_columns
     if by_key:  # from the first query that sees the block's first key
@@ -196,8 +199,9 @@ def convolution_flops(convolution: Instruction, image_shape: str, kernel_shape: 
     products as padded convolutions.
 
     Args:
-      convolution: the instruction, for its window and the meaning of its dimensions.
-      image_shape, kernel_shape, output_shape: in XLA's notation. A gradient's FLOPs are those of its forward convolution.
+      convolution: the instruction; its window and dimension labels are read from its text.
+      image_shape, kernel_shape, output_shape: shapes in XLA's notation. For a gradient, give those of its forward convolution,
+        which takes as many FLOPs.
     """
     found = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.rest)
     if not found:
@@ -234,7 +238,7 @@ def convolution_flops(convolution: Instruction, image_shape: str, kernel_shape: 
 def _positions(
     image: int, kernel: int, output: int, *, stride: int, low: int, image_dilation: int, kernel_dilation: int
 ) -> int:
-    """Returns how many pairs of output and kernel positions of one dimension meet an element of the image, not padding."""
+    """Returns how many (output position, kernel position) pairs along one dimension read an image element, not padding."""
     # Output o and kernel k meet place o * stride + k * kernel_dilation - low, which is an element of the image if it is a
     # multiple of image_dilation: for every `period`-th k, or for none.
     common = math.gcd(kernel_dilation, image_dilation)

@@ -1,5 +1,7 @@
-"""Finds the arrays that are live at each instruction of a compiled program, from its text: XLA writes instructions in
-execution order. Those of loops and calls stand in the schedule where they run, each once.
+"""Finds the arrays that are live at each instruction of a compiled program, from its text.
+
+XLA writes the instructions in execution order. In the schedule, the instructions of a loop's body or of a called computation
+follow the loop or call, each once.
 
 The result is an estimate, because the text does not contain the buffer assignment. It follows XLA's rules: loops and tuples
 work in place, a result reuses the buffer of an operand of the same shape that is not read afterwards, and donated arguments
@@ -62,7 +64,7 @@ class LiveArray:
     Attributes:
       num_bytes: its bytes on one device.
       array: type and shape in XLA's notation: 'bf16[32,1024,192]'.
-      made_by: the model's operation that makes it; '' if the compiler added it.
+      made_by: name of the model's operation that makes it (XLA's `op_name`); '' if the compiler added it.
       is_argument: True if it is an argument of the program.
     """
 
@@ -77,9 +79,9 @@ class LiveRange:
     """The part of the schedule in which an array is live.
 
     Attributes:
-      begin, end: first and last position.
-      filled_by: the model's operation of the loop that fills the array, one entry of its first dimension per iteration:
-        residuals that layers save for the backward pass, or the gradients of repeated layers. '' for other arrays.
+      begin, end: first and last position in the schedule.
+      filled_by: name of the loop that fills the array, if each iteration writes one entry of the first dimension. Such arrays are
+        residuals saved for the backward pass, or gradients of repeated layers. '' for other arrays.
     """
 
     array: LiveArray
@@ -95,7 +97,7 @@ class Loop:
     Attributes:
       begin, end: first and last position of its body.
       times: iterations.
-      made_by: the model's operation; '' if the compiler added the loop.
+      made_by: name of the model's operation; '' if the compiler added the loop.
       depth: number of loops around it.
     """
 
@@ -111,8 +113,8 @@ class Schedule:
     """A compiled program's instructions in execution order, and its live arrays.
 
     Attributes:
-      made_by: the model's operation at each position; '' for instructions that the compiler added.
-      ranges: the arrays with their ranges.
+      made_by: name of the model's operation at each position; '' for instructions that the compiler added.
+      ranges: the arrays, and where each is live.
       loops: the loops, outer ones first.
     """
 
@@ -127,8 +129,8 @@ class Schedule:
     def thinned(self, most: int) -> np.ndarray:
         """Returns at most `most` positions for a chart, int[n].
 
-        The schedule is cut into equal parts, and each part gives its first position with the most bytes. So the peak is
-        included.
+        The schedule is cut into equal parts. Of each part, the first position with the most live bytes is returned, so the peak
+        is included.
         """
         totals = self.totals()
         parts = np.array_split(np.arange(len(totals)), min(most, len(totals)))
@@ -162,13 +164,18 @@ def schedule(hlo: str) -> Schedule | None:
 
 
 def first_operation(made_by: str) -> str:
-    """Returns an operation's name. Of several operations that XLA has merged, it returns the first."""
+    """Returns the name of an operation; if XLA has merged several operations, the name of the first one."""
     return _MERGED.sub(r"\1", made_by)
 
 
 @dataclasses.dataclass
 class _Buffer:
-    """The buffer of one array. `born` and `last`: positions of the instruction that makes it and of its last reader."""
+    """The buffer of one array.
+
+    Attributes:
+      leaf: the array's shape with its layout.
+      born, last: positions of the instruction that makes the array and of its last reader.
+    """
 
     leaf: str
     array: LiveArray
@@ -177,19 +184,19 @@ class _Buffer:
 
     @property
     def key(self) -> tuple[str, bool]:
-        """Arrays with equal keys can use the same buffer."""
+        """(shape, True if in main memory). Arrays with equal keys can use the same buffer."""
         return self.array.array, hlo_text.is_in_main_memory(self.leaf)
 
 
 class _Value(NamedTuple):
-    """A result: its shape, and the index of each of its arrays' buffers."""
+    """An instruction's result: its shape, and the buffer index of each array in it."""
 
     shape: str
     numbers: list[int]
 
 
 class _Schedules:
-    """The schedules of a program's computations; each is worked out once."""
+    """Makes the schedules of a program's computations. Those of called computations are cached."""
 
     def __init__(self, bodies: Mapping[str, str]):
         self._bodies = bodies
@@ -231,7 +238,10 @@ class _Schedules:
         return Schedule(made_by, ranges, loops + [loop for _, loop in own_loops])
 
     def _called(self, instruction: Instruction) -> Schedule | None:
-        """Returns the schedule that an instruction runs; of a conditional's branches, the one with the most bytes."""
+        """Returns the schedule of the computation that a loop, call or conditional runs; None for other instructions.
+
+        Of a conditional's branches, it returns the one with the highest peak of live bytes.
+        """
         if instruction.opcode not in ("while", "call", "conditional"):
             return None
         called = [name for group in _CALLED.findall(instruction.rest) for name in re.findall(r"[\w.-]+", group)]
@@ -315,7 +325,10 @@ def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bo
 def _without_reused(
     instructions: Sequence[Instruction], held: dict[str, _Value], buffers: list[_Buffer]
 ) -> list[_Buffer]:
-    """Lets each result reuse the buffer of an operand with the same type and shape whose last reader it is."""
+    """Returns the buffers that remain when results reuse the buffers of operands.
+
+    A result reuses the buffer of an operand with the same type and shape that no later instruction reads.
+    """
     lies_in = list(range(len(buffers)))
     for place, instruction in enumerate(instructions):
         if instruction.opcode in _NEEDS_OWN or (

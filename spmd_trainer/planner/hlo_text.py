@@ -1,6 +1,7 @@
 """Parses the text of a compiled program: its computations, their instructions, array sizes and trip counts of loops.
 
-The text is that of `jax.stages.Compiled.as_text()`. `executions` multiplies loops out, which `cost_analysis()` does not.
+The text is that of `jax.stages.Compiled.as_text()`. `executions` counts a loop's body once per iteration; `cost_analysis()`
+counts it once.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class Instruction:
 
     @property
     def made_by(self) -> str:
-        """The model's operation; '' if the compiler added the instruction."""
+        """Name of the model's operation (XLA's `op_name`); '' if the compiler added the instruction."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
     @property
     def called(self) -> str | None:
-        """Name of the computation of a fusion or a call; None for other instructions."""
+        """Name of the computation that a fusion, call or reduction runs; None for other instructions."""
         found = re.search(r"(?:calls|to_apply)=%?([\w.-]+)", self.rest)
         return found[1] if found else None
 
@@ -63,7 +64,7 @@ class Execution:
     """How often a computation runs.
 
     Attributes:
-      name: the computation.
+      name: the computation's name.
       times: executions in one run of the program.
       in_fusion: True if a fusion runs it, as one kernel.
     """
@@ -97,10 +98,10 @@ def instructions(body: str) -> Iterator[Instruction]:
 
 
 def executions(bodies: Mapping[str, str], entry: str | None) -> Iterator[Execution]:
-    """Yields the entry computation and every computation that it runs. Loop bodies count once per iteration; a
-    conditional runs its last branch.
+    """Yields the entry computation and every computation that it runs.
 
-    A computation with several callers is yielded once for each of them.
+    A loop's body counts once per iteration. A conditional is assumed to run its last branch. A computation with several callers
+    is yielded once for each of them.
     """
     pending = [Execution(entry, 1, False)] if entry else []
     while pending:
@@ -117,7 +118,7 @@ def executions(bodies: Mapping[str, str], entry: str | None) -> Iterator[Executi
 
 
 def trip_count(line: str, bodies: Mapping[str, str]) -> int:
-    """Returns a loop's trip count from XLA's annotation, else from the constant in its condition, else 1."""
+    """Returns a loop's trip count from XLA's annotation, else from the constant in its condition, else 1. `line`: the loop."""
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     if noted:
         return int(noted[1])
@@ -132,7 +133,7 @@ def trip_count(line: str, bodies: Mapping[str, str]) -> int:
 
 
 def _step(body: str, index: int) -> int:
-    """Returns the constant that a loop's body adds to one element of its tuple; 1 if it is not such an addition."""
+    """Returns the constant that a loop's body adds to element `index` of its tuple; 1 if the body does something else."""
     inside = {instruction.name: instruction for instruction in instructions(body)}
     root = next((i for i in inside.values() if i.is_root and index < len(i.operands)), None)
     added = inside.get(root.operands[index]) if root else None

@@ -1,4 +1,4 @@
-"""`--mode=inspect`: reports how every variable and input of an experiment is split, without allocating anything."""
+"""`--mode=inspect`: reports how every variable and input of an experiment is sharded, without allocating anything."""
 
 from __future__ import annotations
 

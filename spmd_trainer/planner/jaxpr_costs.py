@@ -15,14 +15,15 @@ from spmd_trainer.sharding.jaxprs import scan_sizes
 
 @dataclasses.dataclass(frozen=True)
 class DotCosts:
-    """Costs on all devices of a function's dots and of the values that its loops stack. Loop bodies count once per
-    iteration.
+    """Costs of a function's dots, and bytes of the values that its loops stack, summed over all devices.
+
+    A loop's body counts once per iteration.
 
     Attributes:
       flops: FLOPs of all dots.
       batched_flops: FLOPs of dots with batch dimensions, such as attention's logits.
       batched_bytes: bytes of the operands and results of dots with batch dimensions.
-      kernel_flops: FLOPs of the dots in Pallas kernels, not in the other fields. Masked blocks count too.
+      kernel_flops: FLOPs of the dots in Pallas kernels, which the other fields leave out. Masked blocks count too.
       stacked_bytes: bytes of the values that loops stack, such as each layer's activations saved for the backward pass.
     """
 
@@ -59,8 +60,11 @@ def dot_costs(jaxpr: core.Jaxpr) -> DotCosts:
 
 
 def saved_bytes(jaxpr: core.Jaxpr) -> float:
-    """Returns the bytes, on all devices, of the values that loops stack and that live at the same time: those of loops beside
-    each other, and of the loops inside one of them those of a single iteration. `jaxpr`: as for `dot_costs`."""
+    """Returns the bytes of the values that loops stack and that are live at the same time, on all devices.
+
+    Loops that are not nested add up. Of the loops inside other loops, only the largest body counts, for a single iteration.
+    `jaxpr`: as for `dot_costs`.
+    """
     own, inside = 0.0, 0.0
     for equation in jaxpr.eqns:
         inner = sum(saved_bytes(sub) for sub in _inside(equation)) * _parts(equation)
@@ -84,10 +88,9 @@ def _of_dot(equation: core.JaxprEqn) -> DotCosts:
 
 
 def _of_grouped(equation: core.JaxprEqn) -> DotCosts:
-    """Returns the costs of experts' products (`kernels.grouped_dot`): each pair of a token and an expert is multiplied by one
-    matrix.
+    """Returns the costs of experts' products (`kernels.grouped_dot`): each (token, expert) pair is multiplied by one matrix.
 
-    The rows' shape does not tell the number of pairs: a part of the experts has room for all that its experts can get.
+    The rows' shape does not tell the number of pairs, because a shard of the experts has room for the most pairs that it can get.
     """
     rows, other = cast(Any, [variable.aval for variable in equation.invars[:2]])
     width = rows.shape[3]
@@ -113,12 +116,12 @@ def _bytes(arrays: list[Any]) -> float:
 
 
 def _times(equation: core.JaxprEqn) -> int:
-    """Returns how often an equation runs its inner functions; for a shard_map, the number of parts of its mesh."""
+    """Returns how often an equation runs its inner functions: a scan's length, a shard_map's number of shards, else 1."""
     return int(equation.params["length"]) if equation.primitive.name == "scan" else _parts(equation)
 
 
 def _parts(equation: core.JaxprEqn) -> int:
-    """Returns the number of parts of the mesh that a shard_map's function is for one of; 1 for other equations."""
+    """Returns the number of shards that a shard_map runs its function for; 1 for other equations."""
     if equation.primitive.name != "shard_map":
         return 1
     # The compiler divides the work over the other axes: the function in it is for all their devices.

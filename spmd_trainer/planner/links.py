@@ -1,9 +1,9 @@
-"""The links between chips: the time of a collective on them, from its bytes and the coordinates of its devices.
+"""The links between chips: how long a collective takes on them, by its bytes and the coordinates of its devices.
 
-Times count bandwidth alone, for ring algorithms. Latency is separate. Contention between collectives is ignored.
+Times assume ring algorithms and count bandwidth alone. Latency is computed separately. Contention between collectives is ignored.
 
-`MeasuredRates` are what chips achieve in published measurements, for the slow end of an estimate. None of them is of a
-training run. Sources, by the letters in the table:
+`MeasuredRates` are rates that chips reached in published benchmarks, for the slow end of an estimate. None of them was measured
+in a training run. Sources, by the letters in the comments below:
 
 a. Matrix products of the fastest shapes: https://github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable
    Matmul FLOPS". OpenXLA's own table (xla/service/gpu/model/matmul_interpolator_data.h) ends at 805 TFLOP/s for H100.
@@ -12,15 +12,17 @@ b. Products of 8,192 x 8,192 matrices on v5e: https://docs.jax.dev/en/latest/pal
 c. Products of 8,192 x 8,192 matrices, and a copy of 32 MiB at 83% of the bandwidth, on v6e:
    https://github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks. The share of the bandwidth is assumed for other TPUs too.
 d. A copy in the memory of an H100, 2,903 GB/s: https://github.com/aigatech/vpbenchmarking. The share of the bandwidth, 86.6%,
-   is assumed for other GPUs too. e. `lax.ppermute` on v5p and v6e, fitted to payloads from 1 KiB to 64 MiB:
-   https://github.com/marin-community/marin/issues/6736. v5p's share is assumed for v4. f. An all-gather of 34 MB by 4 chips
-   of v5e, 680 us: https://jax-ml.github.io/scaling-book/sharding, which also has the latency of a hop, 1 us. g. nccl-tests of
-   8 GPUs, with rings: https://github.com/stas00/ml-engineering, network. A100's all-reduce, H200's all-gather (H100 has the
-   same NVLinks), B200's all-reduce without SHARP (assumed for GB200 too). Latency: an all-reduce of 32 KiB within a host
-   takes 40 us on H200 (assumed for A100 and H100 too) and 48 us on B200; one of 1 MiB by 4 hosts of B200 378 us. h. An
-   all-reduce of 1 MiB by 2 hosts of H100, 203 us (assumed for A100 and H200 too):
-   https://github.com/lessizzmore/create-a3mega-ztan-fork, ztan-NCCL-test-result. i. cuDNN's attention on H100 (assumed for
-   H200 too), rows of 4,096 tokens, heads of width 128: arXiv:2407.08608, figures 5 and 6.
+   is assumed for other GPUs too.
+e. `lax.ppermute` on v5p and v6e, fitted to payloads from 1 KiB to 64 MiB: https://github.com/marin-community/marin/issues/6736.
+   v5p's share is assumed for v4.
+f. An all-gather of 34 MB by 4 chips of v5e, 680 us: https://jax-ml.github.io/scaling-book/sharding, which also has the latency
+   of a hop, 1 us.
+g. nccl-tests of 8 GPUs, with rings: https://github.com/stas00/ml-engineering, network. A100's all-reduce, H200's all-gather
+   (H100 has the same NVLinks), B200's all-reduce without SHARP (assumed for GB200 too). Latency: an all-reduce of 32 KiB within
+   a host takes 40 us on H200 (assumed for A100 and H100 too) and 48 us on B200; one of 1 MiB by 4 hosts of B200 takes 378 us.
+h. An all-reduce of 1 MiB by 2 hosts of H100, 203 us (assumed for A100 and H200 too):
+   https://github.com/lessizzmore/create-a3mega-ztan-fork, ztan-NCCL-test-result.
+i. cuDNN's attention on H100 (assumed for H200 too), rows of 4,096 tokens, heads of width 128: arXiv:2407.08608, figures 5 and 6.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class MeasuredRates:
       memory: share of the main memory's bandwidth that a copy reaches.
       links: share of the bandwidth of ICI or NVLink that large collectives reach.
       latency: seconds that a small collective takes; on TPUs, per hop.
-      network_latency: the same between NVLink domains; 0 for TPUs.
+      network_latency: seconds that a small collective takes between NVLink domains; 0 for TPUs.
       attention: FLOP/s of the attention kernel's forward and backward pass; None if no source was found.
     """
 
@@ -65,17 +67,17 @@ class Machine:
 
     Attributes:
       kind: beginning of `jax.Device.device_kind`.
-      memory: of the main memory; 0 in `MACHINES` for GPUs, whose memory `chips.CHIPS` has.
-      link: in one direction. TPU: of one ICI link. NVIDIA GPU: of all its NVLinks together.
-      network: in one direction, per chip, between TPU slices or NVLink domains.
+      memory: bandwidth of the main memory; 0 in `MACHINES` for GPUs, because `chips.CHIPS` has it.
+      link: bandwidth in one direction. TPU: of one ICI link. NVIDIA GPU: of all its NVLinks together.
+      network: bandwidth in one direction, per chip, between TPU slices or NVLink domains.
       inside: name of the links within a slice or an NVLink domain.
       outside: name of the network.
       wraps_at: TPU: smallest size of a torus dimension whose ends are linked; 0 for GPUs, which have no torus.
-      cubes: TPU: True if a dimension's ends are only linked in slices of whole cubes of `wraps_at` chips in each dimension.
+      cubes: TPU: True if torus dimensions only wrap around in slices made of whole cubes of `wraps_at` chips per dimension.
       domain_devices: most GPUs in an NVLink domain, which is one host if there are at most 8; 0 for TPUs.
       matrix_side: TPU: rows and columns of a matrix unit; 0 for GPUs.
-      vector_ops: TPU: float32 operations per second of the vector units; 0 in `MACHINES` for GPUs, whose cores `chips.CHIPS`
-        has.
+      vector_ops: float32 operations per second of the vector units; 0 in `MACHINES` for GPUs, because `machine` computes it from
+        `chips.CHIPS`.
     """
 
     kind: str
@@ -143,7 +145,7 @@ MACHINES = (
 
 
 def machine(device_kind: str) -> Machine | None:
-    """Returns the bandwidths of the chip with this `device_kind`; None if they are unknown."""
+    """Returns the rates of the chip with this `device_kind`; None if they are unknown."""
     known = chip(device_kind)
     found = next((m for m in MACHINES if known is not None and device_kind.startswith(m.kind)), None)
     if found is None or known is None or found.memory:
@@ -155,13 +157,14 @@ def machine(device_kind: str) -> Machine | None:
 
 
 def _nvlink_domains(hosts: np.ndarray, slices: np.ndarray, most: int) -> np.ndarray:
-    """Returns the number of each device's NVLink domain. A domain lies in one slice; one of at most 8 devices lies
-    in one host.
+    """Returns the index of each device's NVLink domain, int [devices].
+
+    A domain lies in one slice. A domain of at most 8 devices lies in one host.
 
     Args:
-      hosts: [devices], each device's host.
-      slices: [devices], each device's slice.
-      most: most devices of a domain.
+      hosts: [devices], the index of each device's host.
+      slices: [devices], the index of each device's slice.
+      most: largest number of devices in a domain.
     """
     places = np.empty_like(hosts)  # within the slice, host by host
     for number in np.unique(slices):
@@ -174,14 +177,14 @@ def _nvlink_domains(hosts: np.ndarray, slices: np.ndarray, most: int) -> np.ndar
 
 @dataclasses.dataclass(frozen=True)
 class LinkTime:
-    """Seconds that one execution of a collective spends on links inside slices or domains, and outside of them."""
+    """Seconds that a collective spends on the links inside slices (or NVLink domains), and on the network between them."""
 
     inside: float
     outside: float
 
 
 class Links:
-    """The links of a mesh's devices, in row-major order. A collective's groups are positions in this order."""
+    """The links between a mesh's devices. The groups of a collective must index the devices in row-major order."""
 
     def __init__(self, devices: Sequence[jax.Device], found: Machine):
         self._machine = found
@@ -200,7 +203,7 @@ class Links:
             self._wraps = self._sizes >= found.wraps_at
 
     def seconds(self, collective: Collective) -> LinkTime:
-        """Returns the bandwidth time of one execution of a collective."""
+        """Returns the seconds of one execution of a collective at the peak bandwidth, without latency."""
         if collective.kind == "collective-permute":
             return self._permute(collective)
         groups = collective.groups
@@ -211,7 +214,7 @@ class Links:
         return max(times, key=lambda time: time.inside + time.outside)
 
     def latency(self, collective: Collective) -> float:
-        """Returns the latency of one execution in seconds: of a ring's hops on TPUs, of NCCL on GPUs."""
+        """Returns the latency of one execution in seconds: the hops of its rings on TPUs, a measured NCCL latency on GPUs."""
         reached = self._machine.measured
         if collective.kind == "collective-permute" and collective.groups.size:
             pairs = self._domains[collective.groups]
@@ -245,7 +248,7 @@ class Links:
         return LinkTime(passes * inside, passes * outside)
 
     def _rings(self, members: np.ndarray) -> list[tuple[int, float, int]]:
-        """Returns (size, bandwidth, hops) of each torus dimension that a group of devices of one slice extends over."""
+        """Returns (devices, bytes per second, hops) of the ring in each torus dimension that a group within one slice spans."""
         places = self._coordinates[members]
         rings = []
         for dim, whole in enumerate(self._sizes):
@@ -259,7 +262,7 @@ class Links:
         return rings
 
     def _bandwidth(self, members: np.ndarray) -> float:
-        """Returns the rate at which a device receives an array that is spread over a group within one domain."""
+        """Returns the bytes per second at which a device receives an array that is sharded over a group within one domain."""
         if self._machine.domain_devices:
             return self._machine.link
         rings = self._rings(members)

@@ -1,13 +1,13 @@
-"""`--mode=plan --search=memory`: what makes an experiment fit its chips, cheapest first.
+"""`--mode=plan --search=memory`: searches for changes that make an experiment fit its chips, cheapest first.
 
-A rung is a change that saves memory: rematerialisation, the optimizer state in fewer bits or in host memory, minibatches, their
-gradients added up in bfloat16, another mesh. Each is compiled on top of the ones before it until a program fits; a rung that
-saves nothing is taken back, and so is in the end each rung that isn't needed. If nothing fits, the ladder goes on with fewer
-rows, and names chips that have the memory.
+Each rung of the ladder is a change that saves memory: rematerialisation, the optimizer state in fewer bits or in host memory,
+minibatches, gradients of minibatches added up in bfloat16, another mesh. Rungs are compiled one after another, each together
+with those before it, until a program fits. A rung that saves nothing is undone. Once a program fits, rungs that it doesn't need
+are undone too. If none fits, the ladder tries fewer rows (examples of the global batch), and names chips with enough memory.
 
-Which policy, dtype or number of minibatches a rung takes is decided by predicted bytes, so that most rungs cost one
-compilation: a policy changes the activations that loops stack, a dtype the bytes of the state, and minibatches divide what
-depends on rows. The table has both, predicted and compiled bytes.
+Predicted bytes decide which policy, dtype or number of minibatches a rung takes, so most rungs cost one compilation. A policy
+changes the bytes of the activations that loops stack, a dtype changes the bytes of the state, and minibatches divide the bytes
+that depend on rows. The printed table has predicted and compiled bytes.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _LEAST_SAVING = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A program that was compiled on the way up.
+    """A compiled program of the ladder.
 
     Attributes:
-      rung: what it changes, e.g. 'remat save_nothing'; 'as it is' for the experiment's own program.
-      outcome: its candidate, with all changes so far, and what the compiler says of it.
-      predicted: bytes per chip that were predicted before; None for the first program and those that a prediction needs.
+      rung: name of its change, e.g. 'remat save_nothing'; 'as it is' for the experiment's own program.
+      outcome: its candidate, with all changes so far, and the result of the compilation.
+      predicted: bytes per chip that were predicted before the compilation; None if there was no prediction.
     """
 
     rung: str
@@ -64,11 +64,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Try:
-    """What a rung may do next.
+    """A change that a rung may try next.
 
     Attributes:
       rung: as in `Step`.
-      change: makes the next program's candidate of the one before.
+      change: function that returns a given candidate with the change added.
       predicted: as in `Step`.
     """
 
@@ -78,10 +78,11 @@ class Try:
 
 
 def search(job: Job) -> None:
-    """Climbs the ladder, prints it with the flags of the program that fits, and writes `plan_search.json` and `plan.html`.
+    """Searches the ladder, prints it with the flags of the program that fits, and writes `plan_search.json` and `plan.html`.
 
     Raises:
-      UserError: nothing fits; the message has the ladder, and the nearest program that would fit.
+      UserError: nothing fits with the experiment's rows. The message has the ladder and, if one was found, a program with fewer
+        rows that fits.
     """
     found = Search(job, ())
     ladder = MemoryLadder(job, found, plan_report.Store(job, ("memory",)))
@@ -99,12 +100,12 @@ def search(job: Job) -> None:
 
 
 class MemoryLadder:
-    """A climb: the programs that were compiled, and the one that fits.
+    """One search up the ladder: the programs that were compiled, and the one that fits.
 
     Attributes:
       steps: the programs, in the order in which they were compiled.
-      fitting: the outcome that fits, without rungs that it doesn't need; None if none does.
-      ended_early: what ended the climb before the last rung, as a sentence; '' if nothing did.
+      fitting: the outcome that fits, without rungs that it doesn't need; None if no program fits.
+      ended_early: a sentence that says why the search ended before the last rung; '' if it did not.
     """
 
     def __init__(self, job: Job, found: Search, store: plan_report.Store):
@@ -120,7 +121,7 @@ class MemoryLadder:
         self.ended_early = ""
 
     def climb(self, budget: float) -> None:
-        """Compiles the experiment's program and, while none fits, rung after rung, until `budget` seconds are over."""
+        """Compiles the experiment's program, then one rung after another until a program fits or `budget` seconds have passed."""
         self._ends = time.monotonic() + budget
         first = self._search.outcomes[0].candidate
         at = self._compile("as it is", first)
@@ -154,7 +155,7 @@ class MemoryLadder:
 
     @property
     def has_fewer_rows(self) -> bool:
-        """True if nothing fits with the experiment's rows."""
+        """True if no program fits with the experiment's number of rows."""
         return self.fitting is None or self.fitting.candidate.rows is not None
 
     def text(self) -> str:
@@ -184,7 +185,7 @@ class MemoryLadder:
     # --- rungs -------------------------------------------------------------------------------------------------------
 
     def _remat(self, at: Outcome) -> Iterator[Try]:
-        """The policies that save less, those with the fewest FLOPs first."""
+        """Yields the rematerialisation policies that save fewer activations, those with the fewest FLOPs first."""
         if all("save_nothing" in p for p in plan_candidates.policy_fields(self._job.config.experiment).values()):
             return  # nothing to change, or nothing left to save
         kept, devices, found = self._trace(at.candidate)[1], self._job.partitioner.mesh.size, []
@@ -201,7 +202,7 @@ class MemoryLadder:
         yield from self._first_that_fits([tried for _, tried in sorted(found, key=lambda one: one[0])])
 
     def _moments(self, at: Outcome) -> Iterator[Try]:
-        """The optimizer state in fewer bits: bfloat16 if that is predicted to fit, and 8 bits."""
+        """Yields the optimizer state in fewer bits: bfloat16 if it is predicted to fit, and 8 bits if bfloat16 doesn't fit."""
         dtypes, tries = opt_state_dtypes.DTYPES, []
         for dtype in dtypes[dtypes.index(self._job.task.train.learner.opt_state_dtype) + 1 :]:
             change = _setting(_OPT_STATE_DTYPE, dtype)
@@ -210,7 +211,7 @@ class MemoryLadder:
         yield from self._first_that_fits(tries)
 
     def _host_memory(self, at: Outcome) -> Iterator[Try]:
-        """The optimizer state in the host's memory, unless the optimizer needs all of it at once."""
+        """Yields the optimizer state in host memory, unless the optimizer needs all of it at once."""
         learner = self._job.task.learner
         if learner.opt_state_memory_kind != host_states.DEVICE:
             return
@@ -221,7 +222,7 @@ class MemoryLadder:
             yield Try("optimizer state in host memory", _setting(_OPT_STATE_MEMORY, host_states.PINNED_HOST))
 
     def _accumulation(self, at: Outcome) -> Iterator[Try]:
-        """Gradients of minibatches added up in bfloat16."""
+        """Yields accumulation of the minibatches' gradients in bfloat16, if they are accumulated in float32."""
         if at.candidate.minibatches is not None and self._job.task.train.gradient_accumulation_dtype == "float32":
             # Half of the sum, and of one minibatch's gradients where the model computes them in bfloat16 too.
             halves = 1 if self._job.task.model.fprop_dtype == jnp.float32 else 2
@@ -229,10 +230,11 @@ class MemoryLadder:
             yield Try("gradients added up in bfloat16", _setting(_ACCUMULATION, "bfloat16"), at.bytes_without(saved))
 
     def _minibatches(self, at: Outcome) -> Iterator[Try]:
-        """Two minibatches, and as many as it takes, while a device has rows to divide.
+        """Yields numbers of minibatches, each double the one before, while a device has rows to divide.
 
-        Bytes are a + b * rows of a device: what doesn't depend on rows, such as gradients, and the rest. Two numbers give a
-        and b; a single minibatch counts for neither, because it accumulates no gradients.
+        A program takes a + b * r bytes, where r is the number of rows that a device computes at a time. The last two programs
+        give a and b, which predict the next. Numbers that are predicted not to fit are skipped, except for the last. A program
+        with a single minibatch doesn't count, because it accumulates no gradients.
         """
         now, rows = self._job.partitioner.num_minibatches, self._job.num_rows
         of_device = functools.partial(plan_prediction.rows_of_device, self._job)
@@ -250,9 +252,9 @@ class MemoryLadder:
                 self._by_rows.append((of_device(number), num_bytes))
 
     def _meshes(self, at: Outcome) -> Iterator[Try]:
-        """Other meshes over the same axes whose state is smaller, those with the shortest predicted step first.
+        """Yields meshes over the same axes with less train state per device, those with the shortest predicted step first.
 
-        Their bytes are not predicted: a mesh also changes how much of weights, gradients and activations a device holds.
+        Their bytes are not predicted, because a mesh also changes how much of weights, gradients and activations a device holds.
         """
         mesh = self._job.partitioner.mesh_shape()
         own, work, found = self._state(at.candidate), self._trace(at.candidate)[1], []
@@ -270,10 +272,10 @@ class MemoryLadder:
         yield from [tried for _, tried in sorted(found, key=lambda one: one[0])][:_MOST_MESHES]
 
     def _rows(self, at: Outcome) -> Iterator[Try]:
-        """Fewer rows, if the experiment's batch can be set: as many as are predicted to fit, then half of them and so on.
+        """Yields fewer rows, if the experiment's batch can be set: as many as are predicted to fit, then half of them and so on.
 
-        They are not divided into more minibatches than the experiment does, which saves the bytes of accumulated gradients. The
-        rest is as in a minibatch of as many rows.
+        They have the experiment's own number of minibatches. The prediction is that of a minibatch with as many rows, minus the
+        bytes of the accumulated gradients.
         """
         try:
             plan_candidates.batch_field(self._job.config.experiment)
@@ -295,9 +297,10 @@ class MemoryLadder:
     # --- how they are tried ------------------------------------------------------------------------------------------
 
     def _first_that_fits(self, tries: Sequence[Try]) -> Iterator[Try]:
-        """Yields the first that is predicted to fit; if it doesn't, the next one, and in the end the one with the fewest bytes.
+        """Yields the first change that is predicted to fit; if it doesn't, the next, and at last the one with the fewest bytes.
 
-        What one needs beyond its prediction is added to the others': e.g. all policies compute a layer's activations again.
+        If a program needs more bytes than predicted, the difference is added to the remaining predictions, because the changes
+        of a rung have similar errors: e.g. all policies compute a layer's activations again. Without predictions, yields all.
         """
         if any(tried.predicted is None for tried in tries):
             yield from tries
@@ -313,13 +316,13 @@ class MemoryLadder:
             waiting = self._corrected(rest) if self.steps[-1].outcome.bytes else [smallest]
 
     def _corrected(self, tries: Sequence[Try]) -> list[Try]:
-        """Adds to predictions what the program compiled last has beyond its own."""
+        """Adds to the predictions the bytes by which the last compiled program has exceeded its own prediction."""
         last = self.steps[-1]
         more = last.outcome.bytes - last.predicted if last.outcome.bytes and last.predicted else 0
         return [dataclasses.replace(tried, predicted=tried.predicted and tried.predicted + more) for tried in tries]
 
     def _compile(self, rung: str, candidate: Candidate, predicted: int | None = None) -> Outcome:
-        """Compiles a program and adds it to the steps; one that can't be compiled has the reason in its outcome."""
+        """Compiles a candidate and adds it to `steps`. If it can't be compiled, its outcome has the reason."""
         outcome = Outcome(candidate)
         self._store.read([outcome])
         try:
@@ -336,7 +339,7 @@ class MemoryLadder:
         return outcome
 
     def _drop_needless(self, first: Candidate, fitting: Outcome) -> None:
-        """Takes changes back, the earliest first, if the program is predicted to fit without them."""
+        """Undoes changes, the earliest first, if the program is predicted to fit without them and does."""
         kept = [tried for tried, _ in self._climbed]
         for index, (tried, before) in enumerate(self._climbed[:-1]):
             rest = [one for one in kept if one is not tried]
@@ -362,7 +365,7 @@ class MemoryLadder:
         return plan_prediction.state_bytes(self._search.job_of(candidate))[0]
 
     def _larger_chips(self) -> str:
-        """Returns which chips have the memory that the smallest program with all rows needs."""
+        """Returns a sentence that names the chips with enough memory for the smallest program with the experiment's rows."""
         whole = [s.outcome.bytes for s in self.steps if s.outcome.bytes and s.outcome.candidate.rows is None]
         if not whole:
             return "The compiler doesn't say how many bytes it needs"
@@ -372,7 +375,7 @@ class MemoryLadder:
 
 
 def _line(step: Step) -> str:
-    """Returns a program's row of the table."""
+    """Returns a program's line of the printed table."""
     outcome = step.outcome
     predicted = bytes_text(step.predicted) if step.predicted else ""
     compiled = bytes_text(outcome.bytes) if outcome.bytes else "unknown"
@@ -383,7 +386,7 @@ def _line(step: Step) -> str:
 
 
 def _setting(path: str, value: str) -> Callable[[Candidate], Candidate]:
-    """Returns the change that sets a field of the config."""
+    """Returns a change that sets the config field `path` to `value`."""
 
     def change(at: Candidate) -> Candidate:
         others = tuple(override for override in at.more if not override.startswith(f"{path}="))
@@ -393,7 +396,7 @@ def _setting(path: str, value: str) -> Callable[[Candidate], Candidate]:
 
 
 def _at_rows(known: Sequence[tuple[int, int]], rows: int) -> int | None:
-    """Returns the bytes predicted from the two programs compiled last, as (rows of a device, bytes); None if fewer are known."""
+    """Returns the bytes predicted for `rows`, from the last two (rows of a device, bytes) of `known`; None if it has fewer."""
     if len(known) < 2:
         return None
     (many, large), (few, small) = known[-2:]

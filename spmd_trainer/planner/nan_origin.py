@@ -1,7 +1,6 @@
-"""Finds where a NaN or infinity came from: follows it back through the program to the operations that produced
-it.
+"""Finds where a NaN or infinity came from: follows it back through the program to the operations that produced it.
 
-Only causes that reach the value count: a NaN that `jnp.where` drops, or an infinity in a mask, does not.
+NaNs and infinities that don't reach the value are ignored, e.g. a NaN that `jnp.where` drops, or an infinity in a mask.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _BACKWARD = "transpose("
 
 
 class Value(NamedTuple):
-    """A value of one execution: its frame, and its id in the frame."""
+    """A value of one execution of a program: the `Place` of its frame, and its id in the frame."""
 
     place: Place
     number: int
@@ -40,8 +39,8 @@ class Found:
       recomputed: True if the backward pass recomputes it (rematerialisation).
       flag: `INFINITE` or `NAN`.
       from_infinity: True if it turned an infinity into a NaN.
-      order: sorts by the time of execution.
-      index: its position among the program's operations; inside a loop, the loop's position; -1 for an argument.
+      order: sort key by time of execution.
+      index: its position among the program's operations; inside a loop, the loop's position; -1 for an argument or a constant.
     """
 
     operation: Operation | None
@@ -76,8 +75,8 @@ class Flags:
         """Traces non-finite values back to their origins. `starts`: the values. Finite ones have no causes.
 
         Returns:
-          The operations and arguments where it began, and everything on the way, both in execution order. A NaN that came
-        from an infinity has two origins: the infinity's and its own.
+          The origins (operations, arguments and constants), and everything that the values passed through, both in execution
+          order. A NaN that came from an infinity has two origins: the infinity's and its own.
         """
         begun, passed = list[Found](), list[Found]()
         waiting = [value for value in starts if self.flag(value) != FINITE]
@@ -121,7 +120,7 @@ class Flags:
         return (source for source in sources if source.number != LITERAL)
 
     def _of_result(self, place: Place, index: int, operation: Operation, position: int) -> Iterator[Value]:
-        """Yields the value in a loop's body behind a result of the loop; for a stacked result, from its first bad iteration."""
+        """Yields the body's value for a result of a loop; for a stacked result, from the first iteration with the worst flag."""
         number = _body(operation).results[position]
         iterations = _in_order(operation)
         if operation.length and position < operation.num_carry:
@@ -131,7 +130,7 @@ class Flags:
             yield max(values, key=self.flag)  # the first of the largest
 
     def _of_argument(self, place: Place, position: int) -> Value:
-        """Returns the source of a loop body's argument: the previous iteration, or a value outside of the loop."""
+        """Returns the source of a loop body's argument: a result of the previous iteration, or a value outside of the loop."""
         *outer, (index, iteration) = place
         operation = self._frame(tuple(outer)).operations[index]
         carried = position - operation.num_consts
@@ -175,7 +174,7 @@ def layer_of(scope: Iterable[str], iterations: Iterable[int] = ()) -> str:
 
     Args:
       scope: the components of the name stack.
-      iterations: the iteration of each loop around it, outermost first.
+      iterations: the iteration of each loop around the operation, outermost first.
     """
     numbers, names = iter(iterations), list[str]()
     for component in scope:

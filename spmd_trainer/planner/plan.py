@@ -1,7 +1,7 @@
 """Plans a train step: compiles it ahead of time and reports bytes per chip, collectives and FLOPs.
 
-With a topology this works on a CPU machine; it needs the extra with the compiler: `tpu` or `plan-gpu`. Bytes and
-collectives are read from the compiled program, not computed by a formula.
+With a topology it works on a CPU machine, and needs the package extra that has the chips' compiler: `tpu` or `plan-gpu`. Bytes
+and collectives are read from the compiled program, not computed by a formula.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ChipBytes:
     Attributes:
       arguments: state and batch.
       temporaries: activations, gradients and gathered variables at their peak.
-      outputs: new state and scalars, except what reuses donated arguments.
+      outputs: new state and scalars, except outputs that reuse the buffers of donated arguments.
       peak: most bytes live at the same time, arguments included. `total` is larger by the gaps between buffers; if memory
         is tight, the compiler closes gaps. None without a topology: the compiler doesn't report it for host devices.
     """
@@ -74,21 +74,23 @@ class Plan(ChipBytes):
     """Resources that the compiled train step needs on one chip. Sizes are in bytes.
 
     Attributes:
+      chips: number of chips.
       kind: `jax.Device.device_kind` of the chips.
       mesh: mesh axis sizes by name.
       padding: bytes of the state that are padding.
       memory: memory of one chip, or None if unknown.
-      num_params: number of elements of the trainable variables.
+      num_params: number of elements of the model's variables, trainable and frozen.
       model_flops: FLOPs per chip and step, as 6 * parameters * tokens of the global batch; attention is not counted (Kaplan et
         al. 2020), nor are experts that a token doesn't choose. None for models whose batch has no tokens.
       compiler_flops: the compiler's estimate per chip, which counts loop bodies once; None if it gives none.
       collectives: rows of kind, axes, count and bytes per step.
       estimate: estimated step time; None if the chip's bandwidths are unknown.
       attention: a line for each attention kernel chosen, with the reasons against other kernels.
-      xla_flags: the flags that the experiment asks for; see `xla_flags`.
+      xla_flags: the XLA flags that the experiment asks for; see `training.xla_flags`.
       least_chips: number of chips whose memory the state alone would fill, divided evenly; None if the memory is unknown.
       memory_over_time: live bytes over the program's schedule, and the largest arrays at the peak: shrink these if the step
         doesn't fit. `hlo_liveness` says how accurate it is. None if the program's instructions are not in execution order.
+      seconds: how long it took to compile and analyse the step.
     """
 
     chips: int
@@ -126,10 +128,11 @@ def usable_memory(kind: str, memory: int) -> int:
 
 
 def refused_bytes(message: str, arguments: int) -> int | None:
-    """Returns the bytes per chip of a step that the TPU compiler refused, as its message says; None if it doesn't say.
+    """Returns the bytes per chip of a step that the TPU compiler refused, read from its error message; None if it has none.
 
     Args:
-      arguments: bytes of the step's arguments, which the message may leave out.
+      message: the error message.
+      arguments: bytes of the step's arguments, which are added if the message leaves them out.
     """
     found = _REFUSED.search(message)
     if found is None:

@@ -33,7 +33,7 @@ class Candidate:
       mesh: size of each mesh axis, outermost first.
       remat: value of the model's checkpoint policies; None: as the experiment sets them.
       minibatches: the partitioner's `num_minibatches`; None: as the experiment sets it.
-      rows: global batch; None: the experiment's.
+      rows: number of rows (examples) of the global batch; None: as the experiment sets it.
       more: further overrides of the experiment's config, each as 'path=value'.
     """
 
@@ -45,11 +45,11 @@ class Candidate:
 
     @property
     def settings(self) -> Settings:
-        """Changes to the experiment's config: policy, rows and further overrides."""
+        """The changes to the experiment's config, without mesh and minibatches: policy, rows and further overrides."""
         return self.remat, self.rows, self.more
 
     def overrides(self, experiment: ResolvedExperiment) -> tuple[str, ...]:
-        """Returns the overrides that make these changes, each as 'path=value'."""
+        """Returns the config overrides that apply the candidate's settings, each as 'path=value'."""
         found = [f"{path}={self.remat!r}" for path in policy_fields(experiment)] if self.remat else []
         if self.rows is not None:
             field, _ = batch_field(experiment)
@@ -78,7 +78,7 @@ def quoted(override: str) -> str:
 
 
 def policy_fields(experiment: ResolvedExperiment) -> dict[str, str]:
-    """Returns the value of each field that is a rematerialisation policy, by its path."""
+    """Returns {path: value} of the config fields that are rematerialisation policies."""
     return dict(_POLICY_FIELD.findall("\n".join(experiment.lines())))
 
 
@@ -86,7 +86,7 @@ def batch_field(experiment: ResolvedExperiment) -> tuple[str, int]:
     """Returns the path and the value of the training input's global batch size.
 
     Raises:
-      UserError: the input's `batch_size` is not a number in the config, or a ramp decides instead.
+      UserError: the input's `batch_size` is not a number in the config, or a batch ramp sets it.
     """
     found = _BATCH_FIELD.search("\n".join(experiment.lines()))
     if not found or experiment.task_p.train.batch_ramp:
@@ -98,7 +98,10 @@ def batch_field(experiment: ResolvedExperiment) -> tuple[str, int]:
 
 
 def meshes(axes: Sequence[str], num_devices: int, num_slices: int = 1) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yields all meshes over the axes: each way to write the number of devices as a product."""
+    """Yields all meshes over the axes, as ((axis, size), ...): each way to write the number of devices as a product.
+
+    The size of the outermost axis that is larger than 1 is a multiple of `num_slices`.
+    """
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     for sizes in itertools.product(divisors, repeat=len(axes) - 1):
         last, rest = divmod(num_devices, math.prod(sizes))
@@ -111,12 +114,14 @@ def meshes(axes: Sequence[str], num_devices: int, num_slices: int = 1) -> Iterat
 def enumerate_candidates(
     experiment: ResolvedExperiment, searched: Sequence[str], *, mesh: Mapping[str, int], num_slices: int, rows: int
 ) -> list[Candidate]:
-    """Returns all candidates.
+    """Returns the candidates: all combinations of the searched settings.
 
     Args:
-      searched: see `PlanConfig`.
-      mesh: the mesh without a search; its axes and number of devices are those of all candidates.
-      rows: the global batch without a search.
+      experiment: the experiment.
+      searched: which settings to vary; see `PlanConfig.search`.
+      mesh: the job's own mesh. All candidates have its axes and its number of devices.
+      num_slices: number of TPU slices, connected by the data-center network.
+      rows: the job's own number of rows in the global batch.
 
     Raises:
       UserError: the experiment's batch can't be set, or its model has no checkpoint policy to search for.

@@ -67,8 +67,9 @@ class PeakArray:
     """Equal temporaries of one operation that are live at the peak.
 
     Attributes:
-      num_bytes: bytes of all of them.
-      array: type and shape in XLA's notation.
+      num_bytes: bytes of all these arrays.
+      count: number of these arrays.
+      array: type and shape of one array in XLA's notation.
       group: name of the chart's group.
       operation: the model's operation, e.g. 'lm/softmax, backward: dot_general'; '' if the compiler added it.
     """
@@ -91,8 +92,8 @@ class MemoryOverTime:
       peak: index of the point with the most bytes.
       operations: the operation at each point, as index in `operation_names`.
       operation_names: their texts, e.g. 'lm/softmax, backward'.
-      loops: the outermost loops: 'begin' and 'end', the first and last position of the body; 'times', the iterations; 'part',
-        'forward', 'backward', 'rematerialised' or ''.
+      loops: a record of each outermost loop: 'begin' and 'end' are the first and last position of its body, 'times' is the number
+        of iterations, and 'part' is 'forward', 'backward', 'rematerialised' or ''.
       largest: the largest temporaries at the peak, largest first.
     """
 
@@ -107,7 +108,7 @@ class MemoryOverTime:
 
 
 def memory_over_time(schedule: Schedule | None) -> MemoryOverTime | None:
-    """Returns the chart of a compiled program; None if it has no `hlo_liveness.schedule`, or no arrays."""
+    """Returns the chart of a compiled program's schedule; None if there is no schedule, or it has no arrays."""
     if schedule is None or not schedule.ranges:
         return None
     positions = schedule.thinned(_MOST_POINTS)
@@ -137,7 +138,7 @@ def memory_over_time(schedule: Schedule | None) -> MemoryOverTime | None:
 
 
 def layer_path(operation: str) -> Path:
-    """Returns the layers around an operation, outermost first, without what JAX adds; () outside of all layers.
+    """Returns the layers around an operation, outermost first, without the scopes that JAX adds; () outside of all layers.
 
     Numbers of equal layers become '*'.
     """
@@ -173,7 +174,7 @@ def _operation_texts(operations: Sequence[str]) -> list[str]:
 
 
 def _pass(operation: str) -> str:
-    """Returns the pass of the train step that an operation belongs to; '' for the optimizer and for the compiler."""
+    """Returns the pass of the train step that an operation belongs to; '' for operations of the optimizer or the compiler."""
     if "rematted_computation" in operation:
         return "rematerialised"
     if "transpose(" in operation:
@@ -206,7 +207,7 @@ def _named_ranges(schedule: Schedule) -> list[tuple[Kind, str, list[LiveRange]]]
 
 
 def _largest(named: Sequence[tuple[Kind, str, list[LiveRange]]], position: int) -> list[PeakArray]:
-    """Returns the arrays with the most bytes at a position, without arguments; equal ones of a group count together."""
+    """Returns the arrays with the most bytes at a position, without arguments. Equal arrays of a group are merged."""
     counts = collections.Counter(
         (live.array, name)
         for _, name, ranges in named
@@ -226,9 +227,9 @@ def _largest(named: Sequence[tuple[Kind, str, list[LiveRange]]], position: int) 
 def _divided(
     ranges: Sequence[LiveRange], length: int, least: float
 ) -> tuple[dict[str, list[LiveRange]], list[LiveRange]]:
-    """Divides temporaries by the layers that make them. Returns the groups by the layers' path, and the rest.
+    """Groups temporaries by the layers that make them. Returns {name of the group: its temporaries}, and the rest.
 
-    Divides each group by the next layer of its paths, largest group first, unless there would be too many groups.
+    It splits the largest group by the next layer of the paths, again and again, unless there would be too many groups.
 
     Args:
       ranges: the temporaries.
@@ -267,7 +268,10 @@ def _most(ranges: Sequence[LiveRange], length: int) -> int:
 
 
 def _full_paths(paths: Sequence[Path]) -> dict[Path, Path]:
-    """Returns the complete path of each; the compiler shortens some operations' names to their inner scopes."""
+    """Returns {path: complete path}.
+
+    The compiler shortens some operations' names to their inner scopes. Their outer scopes are taken from other paths.
+    """
     counts = collections.Counter(path[0] for path in paths if path)
     root = counts.most_common(1)[0][0] if counts else ""
     before: dict[str, Path] = {}
@@ -279,7 +283,7 @@ def _full_paths(paths: Sequence[Path]) -> dict[Path, Path]:
 
 
 def _layer_names(paths: Sequence[Path]) -> dict[Path, str]:
-    """Returns names for the groups: their paths without the common prefix."""
+    """Returns {path: name of its group}, the path without the prefix that all paths share."""
     levels = zip(*(path[:-1] for path in paths), strict=False)
     common = len(list(itertools.takewhile(lambda level: len(set(level)) == 1, levels)))
     names = {}

@@ -1,4 +1,4 @@
-"""`--mode=plan`: a search for the fastest candidates, or what makes an experiment fit (`--search=memory`)."""
+"""`--mode=plan`: searches for the fastest settings, or for settings that make an experiment fit (`--search=memory`)."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def search(job: Job) -> None:
 
 
 def build_job(config: PlanConfig) -> Job:
-    """Builds the job of a search on the experiment's own mesh, or on another one if the topology doesn't allow it.
+    """Builds the job of a search on the experiment's own mesh, or on another mesh if the topology doesn't allow this one.
 
     Raises:
-      UserError: see `Job.build`.
+      UserError: `--topology` is missing; or see `Job.build`.
     """
     if not config.topology:
         raise UserError("--mode=plan needs --topology=CHIP:SHAPE, e.g. v5e:16x16 or h100:32x8")

@@ -1,6 +1,6 @@
-"""A plan as a self-contained page, `plan.html`: one compiled plan, or the result of a search.
+"""Writes the self-contained page `plan.html`, which shows one compiled plan or the result of a search.
 
-Its parts are plan_page.html, plan_page.css, plan_page_charts.js and plan_page.js, and page.css and page.js of `watch.pages`.
+It is made of plan_page.html, plan_page.css, plan_page_charts.js and plan_page.js, and page.css and page.js of `watch.pages`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _STATUS = {
 
 
 def write_plan_page(job: Job, plan: Plan) -> None:
-    """Writes the page of the plan of a job, if a directory was given."""
+    """Writes the page of a job's plan, if a directory was given."""
     flags = ", ".join(f"{name}={value}" for name, value in plan.xla_flags.items())
     about = {
         **_about(job, plan.mesh),
@@ -98,7 +98,7 @@ def _write(job: Job, text: str) -> None:
 
 
 def _about(job: Job, mesh: Mapping[str, int] | None = None) -> dict[str, str]:
-    """Returns the head's facts for plans and searches. A search has no single mesh."""
+    """Returns the facts in the head of the page. `mesh`: the mesh of a plan; None for a search, which has several."""
     config, devices = job.config.of(ChipsConfig), job.partitioner.mesh.devices
     chips = f"{count_text(devices.size, 'chip')} ({devices.flat[0].device_kind})"
     slices = f", {config.num_slices} slices" if config.num_slices > 1 else ""
@@ -165,7 +165,7 @@ _COLUMNS = {"Step": "num", "Range": "num", "Bytes per chip": "num", "Padding": "
 
 
 def _front_table(search: Record) -> str:
-    """Returns the table of the candidates that are shown in full; '' if there are none."""
+    """Returns the HTML table of the candidates that are shown in full; '' if there are none."""
     if not search["shown"]:
         return ""
     header = "".join(f'<th scope="col"{" class=num" if kind else ""}>{name}</th>' for name, kind in _COLUMNS.items())
@@ -236,7 +236,7 @@ def _collectives(plan: Plan) -> list[Record]:
 def worth_showing(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Returns the Pareto front, fastest first; if nothing fits, the smallest compiled candidate.
 
-    The page has the programs of the first `MOST_PLANS`.
+    The page shows the compiled programs of the first `MOST_PLANS` of them.
     """
     compiled = [outcome for outcome in outcomes if outcome.bytes is not None]
     return plan_report.pareto_front(outcomes) or sorted(compiled, key=lambda outcome: outcome.bytes or 0)[:1]
@@ -246,8 +246,9 @@ def search_record(outcomes: Sequence[Outcome], *, chip_memory: int | None, flags
     """Returns the page's data of a search.
 
     Args:
-      chip_memory: bytes that JAX can take of the memory of one chip; None if unknown.
-      flags: returns the command line's flags that run a candidate.
+      outcomes: all candidates.
+      chip_memory: bytes of one chip's memory that JAX can take; None if unknown.
+      flags: returns the command-line flags that run a candidate.
     """
     front = {id(outcome) for outcome in plan_report.pareto_front(outcomes)}
     points = [_point(outcome, id(outcome) in front) for outcome in outcomes]

@@ -1,13 +1,13 @@
-"""Predicts a candidate's step time from the layout of its variables, to choose which candidates to compile
-first.
+"""Predicts the step times of candidates from the sharding of their variables, to choose which candidates to compile first.
 
-A pass is the work of one forward pass: a step without rematerialisation has three. In each pass,
+A pass is the work of one forward pass: a step without rematerialisation has three.
 
-- each weight is multiplied with the tokens of a device, which reads or writes the activations on both of its sides; what a
-  layer saves for the backward pass is written and read once; - a weight that is split over axes of the batch is gathered over
-  them, once forward and once backward in each minibatch, and its gradient is summed over them; - a weight that is split over
-  other axes has one side of its activations whole: they are gathered, or summed and scattered, over these axes. Weights of
-  one layer that read the same activations share this.
+- In each pass, each weight is multiplied with the tokens of a device. This reads or writes the activations on both sides of the
+  weight. Values that a layer saves for the backward pass are written and read once.
+- A weight that is sharded over batch axes is gathered over them, once forward and once backward in each minibatch, and its
+  gradient is summed over them.
+- A weight that is sharded over other axes has whole activations on one side. In each pass they are gathered, or summed and
+  scattered, over these axes. Weights of one layer that read the same activations share this collective.
 
 Left out are elementwise operations, the exchange of keys and values between parts of a row, and routing to experts.
 
@@ -62,11 +62,11 @@ _DEVIATIONS = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The computation of a step on all devices, from its trace.
+    """Costs of a step on all devices, from its trace.
 
     Attributes:
-      step: the train step's dots.
-      forward: dots of the forward pass alone.
+      step: costs of the train step's dots.
+      forward: costs of the forward pass' dots alone.
       saved_bytes: bytes that the step's loops stack; see `jaxpr_costs.saved_bytes`.
     """
 
@@ -85,8 +85,8 @@ class Prediction:
     """Predicted seconds of a step, as a range like `roofline.Estimate`.
 
     Attributes:
-      shortest: the step if its parts overlap.
-      longest: the step if nothing overlaps, at measured rates.
+      shortest: seconds if computation, memory and collectives overlap.
+      longest: seconds if nothing overlaps, at measured rates.
     """
 
     shortest: float
@@ -99,7 +99,7 @@ class Prediction:
 
 
 def state_bytes(job: Job) -> tuple[int, int]:
-    """Returns the bytes of the train state on one device, without what is in host memory, and the bytes of its padding."""
+    """Returns (bytes of the train state on one device, bytes of its padding). State in host memory doesn't count."""
     mesh = job.partitioner.mesh_shape()
     records = [v for v in job.partitioner.metadata.records() if v.memory_kind != host_states.PINNED_HOST]
     whole = sum(v.bytes_per_device(mesh) for v in records)
@@ -107,7 +107,7 @@ def state_bytes(job: Job) -> tuple[int, int]:
 
 
 def predict(job: Job, machine: links.Machine, work: Work, *, minibatches: int = 1) -> Prediction:
-    """Predicts a step's time. Each of the batch's `minibatches` gathers the weights again."""
+    """Returns the predicted time of a step. `minibatches`: number of minibatches, each of which gathers the weights again."""
     mesh, devices = job.partitioner.mesh_shape(), job.partitioner.mesh.size
     of_rows, of_batch = _batch_axes(job)
     weights = list(_weights(job, of_batch))
@@ -158,13 +158,13 @@ def lower_bound(job: Job, machine: links.Machine, flops: float) -> float:
 
 
 def rows_of_device(job: Job, minibatches: int, rows: int | None = None) -> int:
-    """Returns the rows that a device computes at a time, with those of the padding. `rows`: of the batch; None: the job's."""
+    """Returns the rows of one minibatch on a device, padding included. `rows`: rows of the global batch; None for the job's."""
     parts = _size(job.partitioner.mesh_shape(), _batch_axes(job)[0])
     return -(-(job.num_rows if rows is None else rows) // (minibatches * parts))
 
 
 def trained_bytes(job: Job) -> int:
-    """Returns the bytes on one device of all variables that learn, and so of their gradients."""
+    """Returns the bytes of all trainable variables on one device. Their gradients have the same size."""
     return _variable_bytes(job, frozen=False)
 
 
@@ -184,7 +184,7 @@ def _size(mesh: Mapping[str, int], axes: Sequence[str]) -> int:
 
 
 def _batch_axes(job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the mesh axes that the rows of the batch are split over, and those of its rows and tokens.
+    """Returns the mesh axes that split the rows of the batch, and the axes that split its rows or its tokens.
 
     Both are all mesh axes if the task has no split mapping.
     """
@@ -205,15 +205,15 @@ def _entries(split: PartitionSpec | Sequence[str | Sequence[str] | None], rank: 
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """A weight as one layer uses it. It multiplies activations of two sides; the outer one is the layer's input or output.
+    """A weight as one layer uses it, with activations on two sides. The outer side is the layer's input or output.
 
     Attributes:
       layers: number of layers that a stacked variable holds.
       logical_elements: elements of all layers without padding.
-      elements: elements of one layer on one device while it is used, that is, gathered over the axes of the batch.
-      outer: width of the side that is split over axes of the batch; of weights without such axes, the larger dimension.
-      of_batch, others: axes larger than 1 that split it: those of the batch, and the others.
-      reads: equal for weights of one layer that read the same activations.
+      elements: elements of one layer on one device while the weight is used: gathered over the batch axes.
+      outer: width of the side that is split over batch axes; for weights that no batch axis splits, of the larger dimension.
+      of_batch, others: mesh axes larger than 1 that split the weight: batch axes, and other axes.
+      reads: a key that is equal for weights of one layer that read the same activations.
     """
 
     layers: int
@@ -276,11 +276,11 @@ class _Network:
         self.inside = self.outside = self.latency = 0.0
 
     def add(self, kind: str, axes: tuple[str, ...], num_bytes: float, times: float, *, combined: bool = False) -> None:
-        """Adds collectives.
+        """Adds the time of collectives.
 
         Args:
           kind: as in `Collective`.
-          axes: axes larger than 1. Nothing is added if there is none.
+          axes: mesh axes larger than 1. If empty, nothing is added.
           num_bytes: as in `Collective`, summed over all executions.
           times: number of executions.
           combined: True if the compiler merges them with others of the same kind, axes and times: their latency counts once.
@@ -304,7 +304,7 @@ class _Network:
 
 
 def traced(job: Job) -> tuple[str, Work]:
-    """Returns the traced train step as text, without parts that differ between equal programs, and its dot costs."""
+    """Returns the traced train step as text, and its costs. The text leaves out parts that differ between equal programs."""
     step, forward = (_jaxpr(job, fn, is_eval=is_eval) for fn, is_eval in _STEPS)
     computed = live(step).jaxpr
     work = Work(
@@ -316,7 +316,7 @@ def traced(job: Job) -> tuple[str, Work]:
 
 
 def program(job: Job, text: str) -> str:
-    """Returns a hash of the compiler's input: the traced step (`text` from `traced`), and where its arguments live."""
+    """Returns a hash of the compiler's input: the traced step (`text` from `traced`), and the sharding of its arguments."""
     inputs = jax.tree.leaves_with_path(job.partitioner.layout.inputs_partition_spec(job.inputs_shape_dtype))
     layout = [(v.path, v.padded_shape, v.dtype, v.spec) for v in job.partitioner.metadata.records()]
     return short_hash(f"{text}\n{layout}\n{inputs}")
@@ -328,8 +328,10 @@ def _jaxpr(job: Job, fn: StepFn, *, is_eval: bool) -> core.ClosedJaxpr:
 
 
 def optimistic(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    """Returns a lower limit in seconds that each candidate's step is unlikely to beat. `outcomes`: candidates with a
-    prediction. The compiled ones have `estimated` seconds.
+    """Returns step times in seconds that candidates are unlikely to beat, from predictions corrected by compiled candidates.
+
+    Args:
+      outcomes: candidates with a prediction. The compiled ones have `estimated` seconds.
 
     Returns:
       {`id` of the outcome: seconds} of the candidates that aren't compiled.
@@ -343,7 +345,7 @@ def optimistic(outcomes: Sequence[Outcome]) -> dict[int, float]:
 
 
 def _correction(known: Sequence[Outcome], waiting: Sequence[Outcome]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns mean and standard deviation of log(estimate / prediction), [candidates]."""
+    """Returns mean and standard deviation of log(estimate / prediction) for the candidates in `waiting`, float [waiting] each."""
     errors = np.array([math.log((outcome.estimated or 0.0) / outcome.predicted) for outcome in known])
     if not len(errors):
         return np.zeros(len(waiting)), np.full(len(waiting), _SPREAD)
@@ -359,7 +361,7 @@ def _correction(known: Sequence[Outcome], waiting: Sequence[Outcome]) -> tuple[n
 
 
 def _covariance(candidates: Sequence[Candidate]) -> np.ndarray:
-    """Returns the covariance of candidates in units of the variance, [candidates, candidates]."""
+    """Returns the covariance of candidates' prediction errors, divided by their variance, [candidates, candidates]."""
     parts = []
     for points in _settings(candidates):
         if np.ptp(points, axis=0).any():  # a setting that all candidates share explains no difference
@@ -372,8 +374,8 @@ def _covariance(candidates: Sequence[Candidate]) -> np.ndarray:
 def _settings(candidates: Sequence[Candidate]) -> list[np.ndarray]:
     """Returns the candidates' meshes, policies, minibatches and rows, each as points [candidates, coordinates].
 
-    Sizes are logarithms. Halving one axis and doubling another is a distance of 1, and so is another policy, or twice as many
-    minibatches or rows.
+    Sizes are base-2 logarithms. Two candidates have a distance of 1 if one mesh axis is halved and another doubled, if the policy
+    is different, or if minibatches or rows are doubled.
     """
     policies = sorted({candidate.remat for candidate in candidates}, key=str)
     return [

@@ -38,7 +38,7 @@ class Outcome:
 
     Attributes:
       seconds: middle of the estimated range of a step; None if it was not compiled or doesn't fit.
-      shortest, longest: the range.
+      shortest, longest: the estimated range of a step, in seconds; None if it was not compiled.
       bytes: bytes that the compiled step needs on one chip.
       state_bytes: bytes of the train state on one chip, from its layout.
       padding: bytes of the state that are padding.
@@ -49,8 +49,8 @@ class Outcome:
       not_reached: why the search ended before compiling it.
       compiled_in: compile time in seconds.
       too_large: True if it was compiled and doesn't fit.
-      program: a hash of the traced step and of the layout of its arguments, before the mesh is changed; '' if it was not
-        traced.
+      program: hash of the traced step and of the sharding of its arguments; '' if it was not traced. A search over meshes takes
+        the hash on the job's own mesh.
       details: page data of its compiled program (`plan_page.plan_record`); None if the page doesn't show it.
     """
 
@@ -88,7 +88,7 @@ class Outcome:
         return math.inf if self.seconds is None else self.seconds / self.rows
 
     def bytes_without(self, saved: int) -> int | None:
-        """Returns `bytes` less those that a change saves; None if the bytes aren't known."""
+        """Returns `bytes` minus the bytes that a change saves; None if `bytes` is unknown."""
         return None if self.bytes is None else self.bytes - saved
 
     def forget(self) -> None:
@@ -112,7 +112,8 @@ class Store:
     """The cache `plan_search.json` in the run's directory. Without a directory, nothing is kept.
 
     Attributes:
-      key: hash of everything else that a compiled step and its estimate depend on; `Outcome.program` hashes the program.
+      key: hash of what a compiled step and its estimate depend on besides the program, e.g. settings, topology and versions.
+        `Outcome.program` hashes the program.
     """
 
     def __init__(self, job: Job, searched: Sequence[str]):
@@ -140,8 +141,10 @@ class Store:
         self.key = short_hash(json.dumps(settings))
 
     def read(self, outcomes: Sequence[Outcome]) -> None:
-        """Fills in the results of earlier searches with the same settings, topology, compiler flags and versions. They are
-        those that the file has at the first call."""
+        """Fills in the results of earlier searches with the same settings, topology, compiler flags and versions.
+
+        The file is read at the first call only.
+        """
         if self._earlier is None:
             self._earlier = self._read_file()
         for outcome in outcomes:
@@ -227,7 +230,7 @@ def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
 
 
 def run_flags(job: Job, candidate: Candidate) -> str:
-    """Returns all flags of the candidate's run, including the flags of this search's command line."""
+    """Returns the flags of a run with the candidate's settings, including overrides on this search's command line."""
     config = job.config.of(ChipsConfig)
     given = [f"--fdl.set={quoted(override)}" for override in config.experiment.overrides]
     if config.num_minibatches is not None and candidate.minibatches is None:

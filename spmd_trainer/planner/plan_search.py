@@ -1,6 +1,6 @@
 """A search of `--mode=plan` for the fastest mesh, rematerialisation policy, minibatches and batch on a topology.
 
-Nothing is run. A candidate is ruled out if its state doesn't fit, if even its fastest possible step is too slow, or if
+No candidate is run. A candidate is ruled out if its state doesn't fit, if even its fastest possible step is too slow, or if
 another candidate has the same program. The others are compiled, most promising first, until the budget runs out or no
 remaining candidate is likely to be among the fastest five. `plan_search.json` has each candidate's result or the reason
 why it was ruled out; a later search with the same settings starts from there.
@@ -38,7 +38,7 @@ class Search:
 
     Attributes:
       machine: the chips' rates.
-      outcomes: the candidates with what is known about each.
+      outcomes: the candidates and their results so far.
     """
 
     def __init__(self, job: Job, searched: Sequence[str]):
@@ -69,8 +69,9 @@ class Search:
         return plan.usable_memory(self._devices[0].device_kind, self.machine.chip.memory_bytes)
 
     def run(self, budget: float, store: plan_report.Store) -> list[Outcome]:
-        """Compiles promising candidates until no other is likely to be among the best, or the budget runs out. Returns the
-        outcomes of all candidates.
+        """Compiles promising candidates until no other is likely to be among the best, or the budget runs out.
+
+        Returns the outcomes of all candidates.
 
         Args:
           budget: seconds. At most half of them go to tracing and predicting.
@@ -215,7 +216,7 @@ class Search:
         return None
 
     def plan_of(self, candidate: Candidate) -> plan.Plan:
-        """Compiles a candidate's step.
+        """Compiles a candidate's step and returns its plan.
 
         Raises:
           UserError: see `plan.plan`; or the mesh can't be made, or doesn't fit the experiment.
@@ -223,7 +224,7 @@ class Search:
         return plan.plan(self.job_of(candidate))
 
     def compile(self, outcome: Outcome) -> None:
-        """Compiles a candidate's step and records its needs, or the reason why it can't be compiled."""
+        """Compiles a candidate's step and records its bytes and estimated time, or the reason why it can't be compiled."""
         started = time.monotonic()
         try:
             result = self.plan_of(outcome.candidate)
@@ -255,10 +256,10 @@ class Search:
         outcome.seconds = estimate.middle
 
     def _leave_out_larger(self, too_large: Outcome) -> None:
-        """Rules out the candidates with more rows at a time on the same mesh than one that doesn't fit.
+        """Rules out candidates that differ from one that doesn't fit only by having at least as many rows in a minibatch.
 
-        A candidate with several minibatches says nothing about one with a single minibatch: it also holds accumulated
-          gradients.
+        A candidate with several minibatches doesn't rule out one with a single minibatch, because it also holds accumulated
+        gradients.
         """
         known, default = too_large.candidate, self._job.partitioner.num_minibatches
         number, larger = known.minibatches or default, []
@@ -271,7 +272,7 @@ class Search:
 
 
 def _leave_out(outcomes: Sequence[Outcome], reason: str | Callable[[Outcome], str]) -> None:
-    """Rules out each candidate whose outcome isn't known, with this reason."""
+    """Rules out, with this reason, each candidate that is neither compiled nor ruled out."""
     for outcome in outcomes:
         if not outcome.is_known:
             outcome.reason = reason if isinstance(reason, str) else reason(outcome)
@@ -286,7 +287,7 @@ def _drop_details(outcomes: Sequence[Outcome]) -> None:
 
 
 def of_program(outcomes: Sequence[Outcome], program: str) -> None:
-    """Sets the program of candidates, and forgets earlier results of other programs."""
+    """Sets the program hash of candidates. Forgets results that an earlier search got for another program."""
     for outcome in outcomes:
         if outcome.compiled_in and outcome.program != program:
             outcome.forget()

@@ -131,7 +131,7 @@ def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, updat
 def _named_step(
     layout: Layout, state: TrainState, key: jax.Array, rows: PyTree, grad_fn: GradFn | None = None
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """`train_step`, with names on the gradients; returns the loss and the summaries by name."""
+    """Runs `train_step` with a checkpoint name on each gradient. Returns the new state, and the loss and summaries by name."""
 
     run = grad_fn or functools.partial(step_fns.gradients, layout)
 
@@ -193,7 +193,10 @@ def _restore(job: Job, step: int) -> Restored:
 
 
 def _input_after(job: Job, restored: Restored) -> contextlib.AbstractContextManager[Prefetcher | None]:
-    """Returns a context with the input from a checkpoint on; None if the checkpoint has no position of it."""
+    """Returns a context manager that yields the training input after a checkpoint.
+
+    It yields None if the checkpoint doesn't have the input's position.
+    """
     saved = restored.input_state
     has_position = job.task.train.enable_input_checkpointing and saved is not None and saved["state"] is not None
     if restored.step and not has_position:
@@ -202,8 +205,7 @@ def _input_after(job: Job, restored: Restored) -> contextlib.AbstractContextMana
 
 
 class _Batches:
-    """The batches after a checkpoint, from the input. For the last step, the batch that the run has written takes
-    precedence.
+    """The batches after a checkpoint, from the input. For the last step, a batch that the run has written takes precedence.
 
     Attributes:
       notes: lines about the batch, for the report.
@@ -261,7 +263,7 @@ class _Batches:
         return None
 
     def _wrong_shape(self, rows: PyTree, padded: PyTree) -> str:
-        """Returns the problem of rows that don't fit this mesh, or ''."""
+        """Returns why rows don't fit this mesh; '' if they do."""
         for (name, x), (_, whole) in zip(named_leaves(rows), named_leaves(padded), strict=True):
             expected = (whole.shape[0] // jax.process_count(), *whole.shape[1:])
             if x.shape != expected:
@@ -289,7 +291,7 @@ def _comparison(written: PyTree, own: PyTree | None) -> str:
 
 
 def _compare(step: int, scalars: Scalars, written: Mapping[int, float]) -> None:
-    """Warns if a repeated step has another loss than the run wrote."""
+    """Warns if the loss of a repeated step differs from the loss that the run wrote."""
     then, now = written.get(step), scalars.loss
     if then is None or now is None or np.isclose(then, now, rtol=_SAME_LOSS, atol=0, equal_nan=True):
         return

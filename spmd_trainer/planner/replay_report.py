@@ -24,8 +24,8 @@ class Observed:
       flags: the flags.
       arguments: names of the step's arguments: 'mdl_vars/params/...', 'batch/ids', ...
       results: {name: value} of the loss, the summaries and the new state.
-      gradients: {variable: value}.
-      first_update: operations of the program before the learner begins.
+      gradients: {path of a variable: value of its gradient}.
+      first_update: number of the program's operations before the learner begins.
     """
 
     flags: Flags
@@ -35,13 +35,13 @@ class Observed:
     first_update: int
 
     def is_of_update(self) -> bool:
-        """Returns True if loss and gradients are finite, and what the learner made of them is not."""
+        """Returns True if loss and gradients are finite, and some result that the learner computed from them is not."""
         before = [self.results["loss"], *self.gradients.values()]
         return not any(map(self.flags.flag, before)) and any(map(self.flags.flag, self.results.values()))
 
 
 def lines(observed: Observed, scalars: Scalars, step: int, task: SingleTask) -> list[str]:
-    """Returns the report's lines. `scalars`: the step's scalars as in training."""
+    """Returns the report's lines. `scalars`: the step's scalars from a run without flags, as in training."""
     norms = ", ".join(f"gradient norm {norm:g}" for norm in scalars.summaries_called(GRAD_NORM))
     numbers = f"loss {scalars.loss:g}" + (f", {norms}" if norms else "")
     start = _start(observed)
@@ -70,7 +70,7 @@ def lines(observed: Observed, scalars: Scalars, step: int, task: SingleTask) -> 
 
 
 def _start(observed: Observed) -> list[Value] | None:
-    """Returns the first results that are not finite: the loss, else gradients, else their norm, else new variables."""
+    """Returns the first non-finite results: loss, else gradients, else their norm, else new state; None if all are finite."""
     norms = {name: value for name, value in observed.results.items() if summary_name(name).endswith(GRAD_NORM)}
     state = {name: value for name, value in observed.results.items() if name.startswith("new ")}
     loss = {"loss": observed.results["loss"]}

@@ -32,11 +32,11 @@ _SHOWN = 4
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTime:
-    """Total of all collectives of one kind over the same mesh axes.
+    """Total time of all collectives of one kind over the same mesh axes.
 
     Attributes:
       kind: 'all-gather', ...
-      axes: the mesh axes crossed.
+      axes: the mesh axes that the collectives cross.
       seconds: total time in one step.
       links: the links used, e.g. 'ICI' or 'NVLink, network'.
     """
@@ -49,23 +49,23 @@ class CollectiveTime:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Time of one step on one chip, in seconds.
+    """Estimated time of one step on one chip, in seconds. Measured rates are those of `links.py`.
 
     Attributes:
       matrix_flops: FLOPs of the matrix products, with those of rematerialisation and attention.
       memory_bytes: bytes read and written in main memory.
-      matrix_seconds: of the matrix products at the chip's peak.
-      achieved_matrix_seconds: of the matrix products at measured rates; see `links.py`, also for the next ones.
-      vector_seconds: of element-wise operations and reductions at the rate of the data sheet.
-      memory_seconds: of `memory_bytes` at the memory's bandwidth.
-      achieved_memory_seconds: of `memory_bytes` at a bandwidth that was measured.
-      computing_seconds: sum over the instructions of the longest of products, operations and bytes; without asynchronous
-        copies.
-      inside_seconds, outside_seconds: of the collectives, on the links inside of slices (or NVLink domains) and between them.
-      achieved_inside_seconds: of the collectives inside, at a bandwidth that was measured.
-      latency_seconds: of all executions of collectives; not in the other times.
+      matrix_seconds: time of the matrix products at the chip's peak.
+      achieved_matrix_seconds: time of the matrix products at a measured rate.
+      vector_seconds: time of element-wise operations and reductions at the rate of the data sheet.
+      memory_seconds: time of `memory_bytes` at the memory's peak bandwidth.
+      achieved_memory_seconds: time of `memory_bytes` at a measured bandwidth.
+      computing_seconds: sum over all instructions, each as long as the slowest of its products, operations and bytes; without
+        asynchronous copies.
+      inside_seconds, outside_seconds: time of the collectives on the links inside slices (or NVLink domains) and between them.
+      achieved_inside_seconds: time of the collectives inside slices (or NVLink domains) at a measured bandwidth.
+      latency_seconds: latency of all executions of collectives, which the other times leave out.
       permute_seconds: part of `inside_seconds` spent on permutations. A permutation uses its links in one direction, so two
-        of opposite directions can run at the same time.
+        permutations in opposite directions can run at the same time.
       collectives: the collectives by kind and mesh axes, longest first.
     """
 
@@ -86,7 +86,7 @@ class Estimate:
 
     @property
     def shortest(self) -> float:
-        """Step time if everything overlaps that can."""
+        """Step time if everything that can overlap does."""
         inside = self.inside_seconds - self.permute_seconds / 2
         return max(self.computing_seconds, self.memory_seconds, inside, self.outside_seconds)
 
@@ -113,8 +113,13 @@ class Estimate:
 def estimate(
     hlo: str, devices: Sequence[jax.Device], mesh_shape: Mapping[str, int], *, machine: links.Machine | None = None
 ) -> Estimate | None:
-    """Estimates the time of a compiled step (`hlo`: `jax.stages.Compiled.as_text()`) on devices in row-major order;
-    None if the chip is unknown.
+    """Returns the estimated time of a compiled step; None if the chip is unknown.
+
+    Args:
+      hlo: the step's text, `jax.stages.Compiled.as_text()`.
+      devices: the mesh's devices in row-major order.
+      mesh_shape: {mesh axis: size}.
+      machine: the chip's rates; None for those in `links.MACHINES`.
     """
     machine = machine or links.machine(devices[0].device_kind)
     if machine is None:

@@ -26,16 +26,15 @@ _PLUGINS = {"cuda12": "jax_plugins.xla_cuda12", "cuda13": "jax_plugins.xla_cuda1
 
 
 def run_on_host() -> None:
-    """Makes JAX run on the CPU in this process, which only compiles: it neither takes an accelerator's memory nor
-    waits for one.
+    """Makes JAX use the CPU in this process, which then neither takes an accelerator's memory nor waits for an accelerator.
 
-    Call it before JAX initialises any device.
+    For processes that only compile. Call it before JAX initialises any device.
     """
     jax.config.update("jax_platforms", "cpu")
 
 
 def has_gpu_compiler() -> bool:
-    """Returns True if JAX's plugin for CUDA is installed, which compiles for GPUs; imports none."""
+    """Returns True if JAX's plugin for CUDA is installed, which compiles for GPUs. Does not import it."""
     return bool(importlib.util.find_spec("jax_plugins")) and any(map(importlib.util.find_spec, _PLUGINS.values()))
 
 

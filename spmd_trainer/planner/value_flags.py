@@ -1,9 +1,9 @@
 """Evaluates a jaxpr and flags each of its values that holds a NaN or an infinity.
 
-The program has the jaxpr's operations, plus one reduction per floating-point or complex result, to 0 (finite),
-1 (an infinity) or 2 (a NaN). Loops (`lax.scan`) and `shard_map` are followed and keep their form: the flags of the iterations
-are stacked like a loop's other results. There are no callbacks to the host. `nan_origin.py` reads the flags. Something else may
-be measured instead of the flags: `coord_check.py` takes samples of products.
+The evaluated program has the jaxpr's operations, plus one reduction per floating-point or complex result, to 0 (finite),
+1 (an infinity) or 2 (a NaN). Values inside loops (`lax.scan`) and `shard_map` get flags too. Loops are not unrolled: the flags
+of their iterations are stacked like their other results. The program does not call back to the host. `nan_origin.py` reads the
+flags. A caller may measure something other than flags: `coord_check.py` takes samples of products.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class Operation:
     """One operation of a program.
 
     Attributes:
-      scope: its name stack, a component each; `ITERATION` stands for the iteration of a loop.
+      primitive: name of its JAX primitive.
+      scope: the components of its name stack; `ITERATION` stands for the iteration of a loop.
       where: its line of Python source.
       inputs: ids of its operands; `LITERAL` for literals.
-      body: the program inside of a scan or a `shard_map`.
-      num_consts: of a scan.
-      num_carry: of a scan.
+      body: the program inside of a scan or a `shard_map`; None for other operations.
+      num_consts: number of constants of a scan.
+      num_carry: number of carried values of a scan.
       length: number of iterations of a scan; 0 for other operations.
       reverse: True if the scan begins with its last iteration.
     """
@@ -68,13 +69,14 @@ class Operation:
 
 @dataclasses.dataclass
 class Frame:
-    """A program or the body of a loop. Its values have ids from 0.
+    """A program, or the body of a loop or a `shard_map`. Its values have ids from 0.
 
     Attributes:
-      operations: in the order in which they are executed.
+      arguments, results: ids of its arguments and results.
+      operations: its operations in the order in which they are executed.
       producers: {id: (index of the operation, position among its results)}.
       flagged: {id: index of its flag}.
-      tags: {name: id} of the values that `jax.ad_checkpoint.checkpoint_name` named, and the number of operations before each.
+      tags: {name: (id, number of operations before it)} of the values that `jax.ad_checkpoint.checkpoint_name` named.
     """
 
     arguments: list[int] = dataclasses.field(default_factory=list)
@@ -89,12 +91,14 @@ class Frame:
 def run_with_flags(
     closed: core.ClosedJaxpr, args: Sequence[Any], until: str | None = None, measure: Measure | None = None
 ) -> tuple[list[Any], PyTree, Frame]:
-    """Evaluates a jaxpr. Under jit.
+    """Evaluates a jaxpr, and flags each of its values. Call it under `jax.jit`.
 
     Args:
-      until: operations after the first `checkpoint_name` that begins with this get no flags, but the results do. Each flag
-        takes the compiler time.
-      measure: what to take of each floating-point value instead of its flag.
+      closed: the jaxpr.
+      args: its arguments.
+      until: beginning of a `checkpoint_name`. Operations after the first such name get no flags, which saves compile time; the
+        program's results get flags all the same.
+      measure: computes an array that is recorded for each floating-point value instead of its flag.
 
     Returns:
       The results; the flags, {'own': int32 [n], 'bodies': {index of the operation: flags of its body}}, in which a loop's
@@ -110,7 +114,7 @@ def run_with_flags(
 
 
 class _Recorder:
-    """Notes the values of one frame, and their flags as traced arrays."""
+    """Records the values of one frame, and their flags as traced arrays."""
 
     def __init__(self, measure: Measure, until: str | None = None) -> None:
         self.frame = Frame()

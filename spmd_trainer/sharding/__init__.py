@@ -1,11 +1,11 @@
-"""Where arrays live on a mesh: meshes, specs, padding, rules, placement and a report. Needs only JAX and NumPy.
+"""Shardings of arrays on a mesh: meshes, PartitionSpecs, padding, rules, placement and a report. Needs only JAX and NumPy.
 
-`create_device_mesh` makes a mesh. One of four sources decides where an array lives: a split mapping (by rank, for inputs),
+`create_device_mesh` makes a mesh. One of four sources decides the sharding of an array: a split mapping (by rank, for inputs),
 the layer's own declaration, a path rule (`infer_sharding`), or a shape rule (`MeshPartitionHelper`). The last three give a
-`VariableSpec` for each variable: path, logical shape, spec, padding, and the reason. `sharding_report` shows them all.
+`VariableSpec` for each variable: path, logical shape, spec, padding, and the reason. `sharding_report` shows all of them.
 
-`public.py` lists the public names. It imports JAX, so it is only imported when one of its names is first used: the command
-line reads `sharding.messages` alone and must answer at once.
+`public.py` lists the public names. It imports JAX, so it is imported only at the first use of one of its names: the command
+line imports only `sharding.messages`, and must start quickly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sharding constraints: the order of their axes, the arrays of a batch, and the constraints of a program."""
+"""Sharding constraints: orders their mesh axes, applies them to the arrays of a batch, and finds them in a jaxpr."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ AxesPair: TypeAlias = frozenset[frozenset[str]]
 
 
 def axes_pairs(specs: Iterable[PartitionSpec], sizes: Mapping[str, int]) -> frozenset[AxesPair]:
-    """Returns the pairs of axes that split two dimensions of the same array, for all arrays with these specs.
+    """Returns the pairs of axis sets that split two dimensions of the same array, for all arrays with the given specs.
 
     Args:
-      specs: the specs.
-      sizes: {axis: size} of the mesh. Axes of size 1, and of another mesh, split nothing.
+      specs: PartitionSpecs of arrays.
+      sizes: {axis: size} of the mesh. Axes of size 1, and axes of another mesh, are ignored.
     """
     split = [[frozenset(a for a in entry_axes(e) if sizes.get(a, 1) > 1) for e in _known(spec)] for spec in specs]
     return frozenset(frozenset(pair) for dims in split for pair in itertools.combinations(filter(None, dims), 2))
@@ -43,11 +43,12 @@ def computable(
 
     XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1, with GSPMD and with Shardy) swaps rows of a product y = x @ w if all of these
     hold: the rows of x and y are split over several axes, the last of which is 'data'; their last dimension is split over 'mdl';
-    w is split over 'mdl' and 'data', in either order; 'data' and 'mdl' have the same size. It compares numbers of pieces, and
-    confuses 'data' with 'mdl'. It is correct with 'data' first, as in ('data', 'replica').
+    w is split over 'mdl' and 'data', in either order; 'data' and 'mdl' have the same size. XLA compares numbers of shards, and
+    confuses 'data' with 'mdl'. The product is correct with 'data' first, as in ('data', 'replica').
 
-    If axes of other sizes can come last, they do. Otherwise the order is the mesh's reversed, so its outermost axis, which seldom
-    splits weights, comes last; or, if `pairs` has this axis, the next order whose ends are not in `pairs`.
+    If possible, an axis whose size differs from those of the mesh's other axes comes last. Otherwise the order is the reverse of
+    the mesh's, so that the mesh's outermost axis, which seldom splits weights, comes last. If `pairs` forbids this order, the
+    next order without a pair is taken.
 
     Args:
       spec: the spec.
@@ -55,8 +56,8 @@ def computable(
       pairs: `axes_pairs` of the program's other arrays; None if unknown.
 
     Returns:
-      The spec with reordered axes. The number of pieces stays, and other devices hold them. If `pairs` forbids every order, the
-      dimension is whole on each device: fewer axes could meet another fault, of products whose result takes its axes elsewhere.
+      The spec with reordered axes. The number of shards does not change, but their devices do. If `pairs` forbids every order,
+      the dimension is not split. (Splitting it over fewer axes could cause another fault of XLA's, see `even_products`.)
     """
     return PartitionSpec(*(_in_order(entry, sizes, pairs) for entry in spec))
 
@@ -95,7 +96,7 @@ def _in_order(entry: Any, sizes: Mapping[str, int], pairs: Collection[AxesPair] 
 
 
 def unsplit(specs: Iterable[PartitionSpec], sizes: Mapping[str, int], pairs: Collection[AxesPair]) -> list[str]:
-    """Returns a sentence for each constraint with a dimension that `computable` leaves whole."""
+    """Returns a sentence for each constraint with a dimension that `computable` leaves unsplit. Arguments as for `computable`."""
     return sorted(
         {
             f"the constraint {spec_text(spec)} does not split dimension {dim}: in any order, XLA would take its axes for others "
@@ -108,7 +109,7 @@ def unsplit(specs: Iterable[PartitionSpec], sizes: Mapping[str, int], pairs: Col
 
 
 def constrain(x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None = None) -> jax.Array:
-    """Constrains an activation to a spec on a mesh (None: the ambient mesh). Under jit; see `computable`."""
+    """Constrains an activation to `computable(spec)` on a mesh (None: the ambient mesh). Use under jit."""
     spec = computable(spec, mesh_shape_of(jax.sharding.get_abstract_mesh() if mesh is None else mesh))
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, spec if mesh is None else NamedSharding(mesh, spec))
     return constrained
@@ -117,11 +118,11 @@ def constrain(x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None = None) ->
 def constrain_together(
     arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: AnyMesh | None
 ) -> list[jax.Array]:
-    """Constrains the arrays of a batch; small arrays that are split alike move in one collective.
+    """Constrains the arrays of a batch; small arrays with equal splits of the rows share one collective.
 
-    A batch of tokens is a handful of arrays of a few kilobytes each. A collective of this size costs its latency, so six cost six
-    times as much as one. Only arrays of rank 1 and 2 with 4-byte elements that are split along the rows are joined, and only
-    if they have to move (a batch arrives split over the whole mesh).
+    A batch of tokens consists of a few arrays of some kilobytes each. The time of a collective of this size is its latency, so
+    six collectives take six times as long as one. Only arrays of rank 1 and 2 with 4-byte elements are joined, only if they are
+    split on no dimension but the rows, and only if the spec moves them (a batch arrives split over the whole mesh).
     """
     sizes = mesh_shape_of(jax.sharding.get_abstract_mesh() if mesh is None else mesh)
     groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
@@ -140,7 +141,7 @@ def constrain_together(
 
 
 def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns the columns of all arrays side by side, as int32 with the same bits."""
+    """Returns int32 [rows, all columns]: the arrays concatenated along columns, bitcast to int32."""
     columns = [jax.lax.bitcast_convert_type(x.reshape(x.shape[0], math.prod(x.shape[1:])), jnp.int32) for x in arrays]
     return jnp.concatenate(columns, axis=1)
 
@@ -156,16 +157,16 @@ def _parted(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def constraints_of(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the sharding constraints of a program, as operations and shardings."""
+    """Yields (equation, sharding) of the sharding constraints of a jaxpr, except those inside `shard_map`."""
     for eqn in equations(jaxpr, ["shard_map"]):
         if eqn.primitive.name == "sharding_constraint":
             yield eqn, eqn.params["sharding"]
 
 
 def own_constraints(jaxpr: Any) -> dict[str, list[str]]:
-    """Returns {'file:line': notes} of the sharding constraints in user code, i.e. outside of this package and praxis.
+    """Returns {'file:line': notes} of the sharding constraints in user code, i.e. outside this package and praxis.
 
-    Each dimension that its axes don't divide has a note.
+    There is a note for each dimension whose size its mesh axes don't divide.
     """
     found: dict[str, list[str]] = {}
     for eqn, sharding in constraints_of(jaxpr):
@@ -189,7 +190,7 @@ def uneven(sharding: Any, shape: Shape) -> list[str]:
 
 
 def split_axes(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the axes of each dimension; () for a dimension left to the compiler."""
+    """Returns the mesh axes of each of `rank` dimensions; () for unsplit and unconstrained dimensions."""
     entries = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec)
     return axes_by_dim(PartitionSpec(*entries), rank)
 

@@ -1,7 +1,7 @@
-"""Rules (see `even_rules`) of gathers, scatters, convolutions and windows.
+"""Rules (see `even_rules`) for gathers, scatters, convolutions and windowed reductions.
 
-XLA's partitioner (jaxlib 0.10.2) adds the padding of uneven rows to row 0 of a scattered gradient, so a gather's gradient can't
-be left to it. Here the program makes and masks the padding.
+XLA's partitioner (jaxlib 0.10.2) pads uneven rows and adds the padding rows to row 0 of a scattered gradient, so XLA must not pad
+the rows of a gather's gradient. These rules pad and mask them instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEUTRAL: dict[str, Any] = {"scatter-add": 0, "scatter-mul": 1, "scatter-max": L
 
 
 def gather(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Reads slices at indices. Indices outside of the logical shape stay outside of the padded one."""
+    """Rule of gathers. Indices outside the logical shape stay outside the padded shape."""
     x, indices = values
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
@@ -46,9 +46,9 @@ def gather(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def scatter(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Writes slices at indices, except those of the indices' padding rows.
+    """Rule of scatters. Padding rows of the indices write nothing.
 
-    The gradient of a lookup is written into zeros, which are only computed once the gradient's padding is known.
+    The gradient of a lookup is scattered into an array of zeros, which is deferred until the gradient's padding is known.
     """
     x, indices, updates = values
     numbers, replaces = eqn.params["dimension_numbers"], eqn.primitive.name not in _NEUTRAL
@@ -97,14 +97,15 @@ def _written(
     rows: Sequence[int],
     loose: Sequence[int],
 ) -> jax.Array:
-    """Runs a scatter.
+    """Returns the result of a scatter.
 
     Args:
+      pins: keeps dimensions unsplit.
       eqn: the scatter.
       values: the array, the indices and the updates.
       held: their physical shapes.
-      rows: the dimensions of the updates that the indices have too.
-      loose: the indices' dimensions that are whole on each device.
+      rows: the dimensions of the updates that correspond to dimensions of the indices.
+      loose: the dimensions of the indices that are kept unsplit.
     """
     (x, indices, updates), (x_held, at_held, up_held) = values, held
     mode = eqn.params["mode"]
@@ -127,7 +128,15 @@ def _written(
 
 
 def _kept_outside(at: jax.Array, shape: Shape, held: Sequence[int], dims: Sequence[int], mode: Any) -> jax.Array:
-    """Returns indices that are outside of the padded shape, or clipped, if they are outside of the logical one."""
+    """Returns indices for the padded shape: those outside the logical shape are clipped to it, or moved outside the padded shape.
+
+    Args:
+      at: the indices [..., len(dims)].
+      shape: logical shape of the indexed array.
+      held: its physical shape.
+      dims: the dimension of the array for each index of the last dimension of `at`.
+      mode: the operation's GatherScatterMode.
+    """
     padded = [number for number, dim in enumerate(dims) if held[dim] != shape[dim]]
     if not padded or mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
         return at
@@ -139,7 +148,7 @@ def _kept_outside(at: jax.Array, shape: Shape, held: Sequence[int], dims: Sequen
 
 
 def _outside(at: jax.Array, shape: Shape, rows: Iterable[int]) -> jax.Array:
-    """Returns the indices, moved outside of every array for padding rows."""
+    """Returns the indices, with the largest integer in padding rows, which is outside every array."""
     for dim in rows:
         real = lax.broadcasted_iota(jnp.int32, at.shape, dim) < shape[dim]
         at = jnp.where(real, at, jnp.iinfo(at.dtype).max)
@@ -147,7 +156,7 @@ def _outside(at: jax.Array, shape: Shape, rows: Iterable[int]) -> jax.Array:
 
 
 def convolution(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Convolves; rows and features keep their padding, and summed features are masked."""
+    """Rule of convolutions. Rows and features keep their padding; features that are summed over are masked."""
     x, kernel = values
     numbers = eqn.params["dimension_numbers"]
     row_groups = eqn.params["batch_group_count"] != 1
@@ -174,7 +183,7 @@ def convolution(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def windowed(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Reduces over windows. Dimensions with windows are whole on each device; the others keep their padding."""
+    """Rule of reductions over windows. Dimensions with windows are kept unsplit; other dimensions keep their padding."""
     params, rank = eqn.params, len(values[0].shape)
     names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     trivial = [all((params.get(name) or (1,) * rank)[dim] == 1 for name in names) for dim in range(rank)]

@@ -1,11 +1,11 @@
-"""Finds the matrix products of a program that XLA would compute wrongly, and how to split them instead.
+"""Finds the matrix products of a program that XLA would compute wrongly, and chooses other splits of their results.
 
-XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1) gets a product wrong if the program asks for a split of the result in which an axis
-that was summed over splits one dimension, and the axis that the operands suggest for this dimension splits another
-(`docs/partitioner_faults.md`). A constraint asks for a split, and so does the sharding of a variable, for its gradient.
+XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1) computes a product wrongly for some splits that the program asks of its result: if
+a mesh axis of a contracted dimension splits a dimension of the result, and the mesh axis that the operands suggest for this
+dimension splits another one (`docs/partitioner_faults.md`). A program asks for splits by sharding constraints, and by the
+shardings of variables, which are asked of their gradients.
 
-On a mesh of three axes or more, splits that nothing in the program states are enough for that, so all products are constrained
-there.
+On a mesh of three or more axes, splits that XLA itself chooses can trigger this fault, so all products are constrained there.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _PASSING = ELEMENTWISE | {"concatenate", "dynamic_slice", "dynamic_update_slice"
 
 
 def asked_splits(jaxpr: Any, results: Sequence[DimAxes]) -> dict[int, Splits]:
-    """Returns {id of a dot_general: the splits that the program asks of its result}.
+    """Returns {id(equation of a dot_general): splits that the program asks of its result}.
 
     Args:
       jaxpr: the program.
-      results: the axes of each dimension of its first results.
+      results: for each of the program's first results, the mesh axes of each dimension.
     """
     found: dict[int, Splits] = {}
     asked = [frozenset({axes}) for axes in results]
@@ -46,13 +46,14 @@ def asked_splits(jaxpr: Any, results: Sequence[DimAxes]) -> dict[int, Splits]:
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """How the operands of a product are split.
+    """The splits of the operands of a product.
 
     Attributes:
-      suggested: the axes that they suggest for each dimension of the product; one may be in several.
-      summed: the axes that are summed over.
-      num_batch: the number of batch dimensions, which come first.
-      is_crossed: True if each operand sums over axes that the other one does not sum over.
+      suggested: for each dimension of the product, the mesh axes of the operand's dimension. An axis may be in several
+        dimensions.
+      summed: the mesh axes that split contracted dimensions.
+      num_batch: number of batch dimensions, which are the product's first dimensions.
+      is_crossed: True if the contracted dimensions of each operand are split over axes that don't split those of the other.
     """
 
     suggested: DimAxes
@@ -75,20 +76,27 @@ class Operands:
 
     @property
     def axes(self) -> DimAxes:
-        """The axes of each dimension, without those that split an earlier one."""
+        """`suggested`, without axes that split an earlier dimension."""
         return once_each(self.suggested)
 
 
 def is_changed(eqn: Any, asked: Splits, sizes: Mapping[str, int]) -> bool:
-    """Returns True if a product of which these splits are asked is not left to XLA; on three axes or more no product is."""
+    """Returns True if a product's splits must not be left to XLA. On meshes of three or more axes this holds for all products.
+
+    Args:
+      eqn: the dot_general.
+      asked: the splits that the program asks of its result.
+      sizes: {axis: size} of the mesh.
+    """
     return _num_real_axes(sizes) > 2 or _may_be_wrong(eqn, asked, sizes)
 
 
 def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
-    """Multiplies; the padding of contracted dimensions is masked in both operands, because 0 * NaN is NaN.
+    """Rule of `dot_general`. The padding of contracted dimensions is masked in both operands, because 0 * NaN is NaN.
 
-    On a mesh of more than two axes, the operands are split as they are known to be, and so is a result of which nothing is asked.
-    XLA might split them in other ways, for the sake of arrays that they are added to, and get the product wrong.
+    On a mesh of more than two axes, operands are constrained to their known splits. A result of which the program asks nothing is
+    constrained to the split that its operands suggest. Otherwise XLA might choose other splits, to match arrays that are added to
+    them, and compute the product wrongly.
     """
     (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
     sizes = {} if pins.mesh is None else mesh_shape_of(pins.mesh)
@@ -118,12 +126,12 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
 
 
 def _held_for(value: Value, used: Collection[int], first: int, asked: Splits, sizes: Mapping[str, int]) -> list[int]:
-    """Returns an operand's physical shape. A deferred one, such as one-hot ids, gets the padding that is asked of the result.
+    """Returns an operand's physical shape; a deferred operand, such as one-hot ids, gets the padding for the result's splits.
 
     Args:
       value: the operand.
       used: its batch and contracted dimensions.
-      first: the result's dimension that its first other dimension becomes.
+      first: the dimension of the result for the operand's first dimension that is not in `used`.
       asked: the splits that the program asks of the result.
       sizes: {axis: size} of the mesh.
     """
@@ -136,26 +144,29 @@ def _held_for(value: Value, used: Collection[int], first: int, asked: Splits, si
 
 
 def _operand_axes(axes: DimAxes, others: Mapping[int, tuple[str, ...] | None], is_free: bool) -> DimAxes:
-    """Returns how to split an operand: in a dimension whose axes are unknown, as the other operand, or left to XLA, or whole.
+    """Returns the axes over which to split each dimension of an operand.
+
+    A dimension with unknown axes is split like the other operand. If those axes are unknown too, the dimension is left to XLA
+    (`is_free`) or not split.
 
     Args:
-      axes: as it is known to be split.
-      others: {dimension: how the same dimension of the other operand is split}.
-      is_free: True to leave to XLA what the other operand does not say.
+      axes: the operand's known axes.
+      others: {dimension: axes of the paired dimension of the other operand}.
+      is_free: True to leave dimensions to XLA if the axes of both operands are unknown.
     """
     found = [others.get(dim) if over is None else over for dim, over in enumerate(axes)]
     return once_each(tuple(() if over is None and not is_free else over for over in found))
 
 
 def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec | None:
-    """Returns how to split a product that XLA would get wrong: as its operands suggest, over so few axes that XLA is right.
+    """Returns a PartitionSpec for a product that XLA would compute wrongly with the splits asked of it; None for other products.
 
-    For all other products it returns None.
+    The spec has the axes that the operands suggest, but only as many as XLA handles correctly.
 
     Args:
       asked: the splits that the program asks of the product.
-      operands: how its operands are split.
-      shape: of the product, with padding.
+      operands: the splits of its operands.
+      shape: the shape of the product, with padding.
       sizes: {axis: size} of the mesh.
     """
     num_axes, num_batch = _num_real_axes(sizes), operands.num_batch
@@ -181,7 +192,7 @@ def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[s
 
 
 def _may_be_wrong(eqn: Any, asked: Splits, sizes: Mapping[str, int]) -> bool:
-    """Returns True if XLA gets such a product wrong for some splits of its operands."""
+    """Returns True if XLA may compute a product wrongly for some splits of its operands. Arguments as for `is_changed`."""
     fewest = 2 if eqn.params["dimension_numbers"][1][0] else 3
     if _num_real_axes(sizes) > 3:
         return True
@@ -193,20 +204,27 @@ def _num_real_axes(sizes: Mapping[str, int]) -> int:
 
 
 def _real(dims: DimAxes, sizes: Mapping[str, int]) -> DimAxes:
-    """Returns the axes of each dimension without those of size 1, which split nothing."""
+    """Returns the axes of each dimension, without axes of size 1."""
     return tuple(None if over is None else tuple(axis for axis in over if sizes.get(axis, 1) > 1) for over in dims)
 
 
 def _is_wrong(asked: DimAxes, operands: Operands, num_axes: int) -> bool:
-    """Returns True for a split in which a summed axis takes the place of one that goes to another dimension.
+    """Returns True if XLA computes a product wrongly when its result is split as `asked`.
 
-    In a product of more than two dimensions, the summed axis may be anywhere, and two axes that change places are enough. On a
-    mesh of four axes, an axis that splits two dimensions of the operands is enough. If the operands sum over different axes,
-    any of these in a new place is enough.
+    A summed axis is a mesh axis that splits a contracted dimension. The product is wrong in these cases:
 
-    XLA is right with less than three axes, or two beside a batch dimension whose own split changes. It is also right if a
-    dimension is split over several axes, all of which were summed over and split nothing else of the operands: so are the
-    gradients of weights over ('replica', 'data') and 'mdl'.
+    - a dimension of the result is split over a summed axis, and the axis suggested for it splits another dimension;
+    - in results of more than two dimensions: an axis suggested for a dimension moves to another one, and a summed axis splits any
+      other dimension, or two axes swap their dimensions;
+    - on a mesh of four or more axes: an axis splits two dimensions of the operands, or an axis suggested for a dimension splits
+      another one;
+    - the contracted dimensions of the operands are split over different axes (`Operands.is_crossed`), and one of these axes
+      splits a dimension for which it is not suggested.
+
+    It is right if the result is split over less than three axes, or over less than two if the split of a batch dimension changes;
+    axes of batch dimensions whose split does not change are not counted. It is also right for a dimension that is split over
+    several axes, all of which are summed axes that split no other dimension of the operands: gradients of weights over
+    ('replica', 'data') and 'mdl' are split like this.
     """
     over = [frozenset(dim or ()) for dim in asked]
     suggested = [frozenset(dim or ()) for dim in operands.suggested]
@@ -238,7 +256,7 @@ def _is_wrong(asked: DimAxes, operands: Operands, num_axes: int) -> bool:
 
 
 def _ask(jaxpr: Any, results: Sequence[Splits], found: dict[int, Splits]) -> list[Splits]:
-    """Returns the splits asked of the program's arguments; adds those of its products to `found`."""
+    """Returns the splits that a program asks of its arguments, given those asked of its results; adds products to `found`."""
     asked: dict[Any, Splits] = collections.defaultdict(frozenset)
 
     def ask(variables: Sequence[Any], splits: Sequence[Splits]) -> None:
@@ -278,7 +296,7 @@ def _of_operands(eqn: Any, results: list[Splits], found: dict[int, Splits]) -> l
 
 
 def _sources(eqn: Any) -> list[list[int]] | None:
-    """Returns, for each dimension of the operand, the dimensions of the result that it becomes; None for other operations."""
+    """Returns for each dimension of the operand the result's dimensions that come from it; None for untracked operations."""
     params = eqn.params
     x, out = eqn.invars[0].aval.shape if eqn.invars else (), eqn.outvars[0].aval.shape if eqn.outvars else ()
     match eqn.primitive.name:

@@ -1,17 +1,17 @@
-"""Evaluates a program so that XLA sees only arrays whose split dimensions divide by their shards.
+"""Re-evaluates a traced program on padded arrays, so that XLA sees only dimensions that are divisible by their shard counts.
 
-A step slices the padding off its variables and rows, because models see logical shapes. Given such slices, e.g. 17 rows over 4
-devices, XLA pads them itself, and computes some operations wrongly (`docs/partitioner_faults.md`). So the step is traced on
-logical shapes, and its operations then run one by one on the padded arrays:
+A step slices the padding off its variables and rows, because models see logical shapes. XLA pads such uneven slices itself, e.g.
+17 rows over 4 devices, and then computes some operations wrongly (`docs/partitioner_faults.md`). So the step is traced on
+logical shapes, and its operations are then evaluated one by one on padded arrays:
 
-- a slice that `slice_off` made costs nothing: the array stays padded, and its logical shape is remembered;
+- a slice by `slice_off` does nothing: the array stays padded, and its logical shape is recorded;
 - a constraint on a dimension that its axes don't divide pads this dimension;
 - each operation's rule (`even_rules`, `even_indexing`) decides which dimensions keep their padding, and what to mask;
-- an operation without a rule gets arrays without padding; a dimension that had padding is then whole on each device;
+- an operation without a rule gets arrays without padding; dimensions that had padding are not split there;
 - `put_back` fills the padding with zeros.
 
-All constraints get their axes in an order for which XLA computes correct products (`constraints.computable`). Operations that
-XLA computes wrongly even on even arrays (windows, grouped convolutions, strided slices) get their windowed dimensions whole.
+All constraints get their axes in an order for which XLA computes correct products (`constraints.computable`). XLA computes some
+operations wrongly even on even arrays (windows, grouped convolutions, strided slices); their windowed dimensions are not split.
 """
 
 from __future__ import annotations
@@ -56,16 +56,15 @@ def evenly(
     specs: Sequence[PartitionSpec] = (),
     returns_variables: bool = False,
 ) -> Callable[..., PyTree]:
-    """Returns `fn` as a program in which XLA sees only even arrays; see the module. Call it under `jax.jit`.
+    """Returns a version of `fn` in which XLA sees only evenly divided arrays; see the module. Call it under `jax.jit`.
 
     Args:
       fn: a function of pytrees of arrays; it is traced once.
       mesh: the mesh.
-      report: called with two lists: the 'file:line' of each sharding constraint in user code, and a sentence for each
-        dimension in them that its axes don't divide.
-      specs: how the first arrays of the arguments, i.e. the variables, are split. Constraints get an order of axes that goes with
-        them.
-      returns_variables: True if the results begin with the same variables.
+      report: called with two lists: the 'file:line' of each sharding constraint in user code, and a sentence for each dimension
+        in these constraints that its axes don't divide, and for each dimension that a constraint can't split.
+      specs: PartitionSpecs of the first arrays of the arguments, the variables. The axes of constraints are ordered to suit them.
+      returns_variables: True if the results begin with the new values of the same variables.
     """
 
     @functools.wraps(fn)  # keeps the argument names of the compiled program
@@ -96,10 +95,10 @@ def evenly(
 
 @dataclasses.dataclass(frozen=True)
 class EvenProgram:
-    """Evaluates jaxprs on values that may have padding.
+    """An interpreter of jaxprs on values that may have padding.
 
     Attributes:
-      pins: makes values, and keeps dimensions whole.
+      pins: makes values, and keeps dimensions unsplit.
       pairs: see `constraints.computable`.
       asked: see `even_products.asked_splits`.
     """
@@ -109,7 +108,7 @@ class EvenProgram:
     asked: Mapping[int, even_products.Splits] = dataclasses.field(default_factory=dict)
 
     def changes(self, jaxpr: Any) -> bool:
-        """Returns True if an operation of a program without padding must not be left to XLA unchanged."""
+        """Returns True if XLA would compute an operation of the jaxpr wrongly, so that the jaxpr must be re-evaluated."""
         return any(self._changes(eqn) for eqn in jaxpr.eqns)
 
     def _changes(self, eqn: Any) -> bool:
@@ -128,7 +127,7 @@ class EvenProgram:
         return any(self.changes(inner) for inner in jax.extend.core.jaxprs_in_params(params))
 
     def _must_change(self, sharding: Any, shape: Shape) -> bool:
-        """Returns True for a constraint on a dimension that its axes don't divide, or with axes in an order that XLA confuses."""
+        """Returns True for a constraint on a dimension that its axes don't divide, or whose axes `computable` reorders."""
         if not isinstance(sharding, NamedSharding):
             return False
         order = computable(sharding.spec, mesh_shape_of(sharding.mesh), self.pairs)
@@ -176,7 +175,7 @@ class EvenProgram:
         return _RULES.get(name, without_padding)(self.pins, eqn, values)
 
     def _like(self, array: jax.Array, value: Value) -> Value:
-        """Returns the value of an array that is padded and split like another one."""
+        """Returns the `Value` of `array`, with the logical shape and axes of `value`."""
         return self.pins.value(array, value.shape, value.axes)
 
     def _constrained(self, eqn: Any, value: Value) -> Value:
@@ -319,7 +318,14 @@ class EvenProgram:
         step: Callable[[list[Value], Sequence[Any]], list[Value]],
         others: Sequence[jax.ShapeDtypeStruct],
     ) -> list[Shape]:
-        """Returns physical shapes of a loop's carry that the loop's body preserves."""
+        """Returns physical shapes of a loop's carry that the loop's body does not change.
+
+        Args:
+          carry: the initial carry.
+          operands: all operands of the loop.
+          step: (carry, slices) -> new carry.
+          others: shapes of the slices of one iteration.
+        """
         held = [v.physical for v in carry]
         if all(v.is_held and not v.is_padded for v in operands):
             return held  # saves a trace of the body
@@ -353,7 +359,7 @@ def _has_keys(eqn: Any) -> bool:
 
 
 def _on_host(eqn: Any) -> bool:
-    """Returns True for an operation on arrays in host memory: they are moved as they are, and nothing is computed on them."""
+    """Returns True for an operation on arrays in host memory. Such arrays are only moved, with their padding."""
     return any(getattr(var.aval, "memory_space", None) == jax.memory.Space.Host for var in (*eqn.invars, *eqn.outvars))
 
 
@@ -367,7 +373,7 @@ def _mark_of(eqn: Any) -> str | None:
 
 
 def _is_unsafe(name: str, params: Mapping[str, Any]) -> bool:
-    """Returns True for an operation that XLA computes wrongly even on arrays that divide."""
+    """Returns True for an operation that XLA may compute wrongly even on evenly divided arrays."""
     if name == "conv_general_dilated":
         return True
     if name == "slice":
@@ -379,7 +385,7 @@ def _is_unsafe(name: str, params: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def source_of(eqn: Any) -> Iterator[None]:
-    """Keeps an operation's name stack and source line in the new program."""
+    """Gives operations that are traced inside the name stack and source line of `eqn`."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield

@@ -1,7 +1,7 @@
-"""The effect of padding on each operation: which dimensions keep it, what is masked, and what the result holds.
+"""Rules for the evaluation of operations on padded arrays: which dimensions keep their padding, and where it is masked.
 
-A rule gets an equation and its operands, at least one of them with padding, and returns the results. Operations without a rule
-get their operands without padding (`without_padding`).
+A rule takes the `Pins`, an equation of the jaxpr and its operands, and returns the results, both as `Value`s. Operations without
+a rule get their operands without padding (`without_padding`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bind(eqn: Any, arrays: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def without_padding(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Runs an operation on arrays without padding."""
+    """Runs an operation on its operands without padding."""
     return [pins.value(x) for x in bind(eqn, [v.at(v.shape) for v in values])]
 
 
@@ -60,7 +60,7 @@ def common_shape(values: Iterable[Value]) -> Shape:
 
 
 def elementwise(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Runs an operation on each element, deferred if all operands are deferred."""
+    """Rule of elementwise operations. The results are deferred if all operands are deferred (see `Value.is_held`)."""
     shape = tuple(eqn.outvars[0].aval.shape)
     arrays = [v for v in values if v.shape]
     if not arrays:
@@ -90,14 +90,14 @@ def _one_of(run: Callable[[Shape], list[Any]], number: int) -> Callable[[Shape],
 
 
 def _agreed_axes(values: Sequence[Value], shape: Shape) -> DimAxes:
-    """Returns the axes on which all values agree that don't repeat the dimension; see `agreed_axes`."""
+    """Returns `agreed_axes` of values; a value that is broadcast along a dimension does not count there."""
     return agreed_axes(
         [tuple(None if v.shape[dim] == 1 != size else v.axes[dim] for dim, size in enumerate(shape)) for v in values]
     )
 
 
 def broadcast_in_dim(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Repeats an array along new dimensions, which can have any padding."""
+    """Rule of broadcasts. The result is deferred, because broadcast dimensions can have any padding."""
     (x,), dims = values, eqn.params["broadcast_dimensions"]
     shape = tuple(eqn.params["shape"])
     repeated = {dim for dim, size in zip(dims, x.shape, strict=True) if size != shape[dim]}
@@ -115,14 +115,14 @@ def broadcast_in_dim(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def iota(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Counts along a dimension, to any length."""
+    """Rule of iota. The result is deferred, because each dimension can have any padding."""
     shape, dimension, dtype = tuple(eqn.params["shape"]), eqn.params["dimension"], eqn.params["dtype"]
     make = lambda physical: lax.broadcasted_iota(dtype, physical, dimension)  # noqa: E731
     return [Value(shape, shape, make, (None,) * len(shape), is_held=False)]
 
 
 def random_bits(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Draws bits. JAX's partitionable Threefry keeps the bits of the first rows if rows are added."""
+    """Rule of random bits. They are deferred, because JAX's partitionable Threefry keeps the bits of rows if more are added."""
     (key,), shape = values, tuple(eqn.params["shape"])
     grows = bool(shape) and not key.shape and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
     if not grows:
@@ -136,7 +136,7 @@ def random_bits(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def bitcast(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Takes the bits of each number as another number, or as several, along a new last dimension; or the reverse."""
+    """Rule of bitcasts, which may add or remove a last dimension if the element size changes."""
     (x,), rank = values, len(eqn.outvars[0].aval.shape)
     if rank == len(x.shape):
         return elementwise(pins, eqn, values)
@@ -158,7 +158,7 @@ def squeeze(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Merges and splits dimensions. Padding stays if it is at the end of the merged or split dimension."""
+    """Rule of reshapes. Padding stays if it is at the end of the merged or split dimension."""
     (x,), new = values, tuple(eqn.params["new_sizes"])
     if eqn.params["dimensions"] is not None:
         order = eqn.params["dimensions"]
@@ -180,9 +180,10 @@ def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def _reshaped_axes(pins: Pins, x: Value, new: Shape, physical: Shape) -> DimAxes:
-    """Returns the axes of each dimension after a reshape: of merged or divided dimensions, the outermost has them.
+    """Returns the axes of each dimension after a reshape. The outermost of merged or divided dimensions gets the axes.
 
-    If it has fewer elements than there are shards, the next ones have the rest; if they don't divide it, all are unknown.
+    If it has fewer elements than there are shards, the next dimensions get the remaining axes. If the axes don't divide the
+    dimensions, the axes of all of them are unknown (None).
     """
     found: list[tuple[str, ...] | None] = [()] * len(new)
     for old_dims, new_dims in dim_groups(x.shape, new):
@@ -203,7 +204,7 @@ def _reshaped_axes(pins: Pins, x: Value, new: Shape, physical: Shape) -> DimAxes
 
 
 def dim_groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
-    """Returns the smallest runs of dimensions of both shapes with equally many elements."""
+    """Returns pairs of the smallest groups of adjacent dimensions of both shapes with equal numbers of elements."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -242,7 +243,7 @@ _REDUCTIONS: dict[str, Any] = {
 
 
 def neutral(dtype: Any, fill: Any) -> Any:
-    """Returns the neutral element of a reduction."""
+    """Returns the neutral element `fill` of a reduction as a number; `LOWEST` and `HIGHEST` are those of `dtype`."""
     if dtype == jnp.bool_:
         return fill in (HIGHEST, -1, 1)
     if fill not in (LOWEST, HIGHEST):
@@ -256,7 +257,7 @@ def neutral(dtype: Any, fill: Any) -> Any:
 
 
 def reduction(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Reduces over dimensions, whose padding is masked."""
+    """Rule of reductions. The padding of reduced dimensions is masked with the reduction's neutral element."""
     (x,), dims = values, eqn.params["axes"]
     array = x.masked(dims, neutral(eqn.invars[0].aval.dtype, _REDUCTIONS[eqn.primitive.name]))
     axes = tuple(over for dim, over in enumerate(x.axes) if dim not in dims)
@@ -264,7 +265,7 @@ def reduction(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def concatenate(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Joins arrays along a dimension, which loses its padding."""
+    """Rule of concatenation. The concatenated dimension loses its padding."""
     dim, common = eqn.params["dimension"], list(common_shape(values))
     held = [tuple(v.shape[dim] if at == dim else size for at, size in enumerate(common)) for v in values]
     arrays = [v.at(shape) for v, shape in zip(values, held, strict=True)]
@@ -273,7 +274,13 @@ def concatenate(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def along_one(param: str) -> Rule:
-    """Returns the rule of an operation along one dimension, which is whole on each device. All others keep their padding."""
+    """Returns the rule of an operation along one dimension, such as a sort.
+
+    The dimension loses its padding and is not split. Other dimensions keep their padding.
+
+    Args:
+      param: the equation's parameter with the dimension.
+    """
 
     def rule(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         dim = eqn.params[param] % len(values[0].shape)
@@ -289,7 +296,7 @@ def along_one(param: str) -> Rule:
 
 
 def losing(param: str) -> Rule:
-    """Returns the rule of an operation on the dimensions named by `param`, which lose their padding."""
+    """Returns the rule of an operation whose parameter `param` has dimensions that lose their padding."""
 
     def rule(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         (x,), dims = values, eqn.params[param]
@@ -301,7 +308,10 @@ def losing(param: str) -> Rule:
 
 
 def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Adds or drops the program's own padding. Dimensions that it changes lose the mesh's, unless `_is_split_for`."""
+    """Rule of `lax.pad`. Dimensions that it changes lose their padding for the mesh, unless the new size needs the same padding.
+
+    See `_is_split_for`.
+    """
     x, fill = values
     config, shape = eqn.params["padding_config"], eqn.outvars[0].aval.shape
     changed = [dim for dim, added in enumerate(config) if tuple(added) != (0, 0, 0)]
@@ -315,7 +325,7 @@ def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Takes a slice. Dimensions that are taken whole, or split as they will be (`_is_split_for`), keep their padding."""
+    """Rule of slices. Unsliced dimensions keep their padding, and sliced ones if the shards keep their size (`_is_split_for`)."""
     (x,) = values
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
@@ -331,20 +341,20 @@ def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def _is_split_for(pins: Pins, x: Value, dim: int, size: int) -> bool:
-    """Returns True if `size` elements of a split dimension are held in the array as it is: its shards need no other size."""
+    """Returns True if the array's shards already have the right size for `size` elements in the split dimension `dim`."""
     shards = pins.shards(x.axes[dim] or ())
     return x.is_held and shards > 1 and x.physical[dim] == -(-size // shards) * shards
 
 
 def shard_map(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Runs each device's own program, on arrays without padding."""
+    """Rule of `jax.shard_map`, which runs on arrays without padding."""
     found = without_padding(pins, eqn, values)
     specs = eqn.params["out_specs"]
     return [pins.value(v.array, axes=split_axes(spec, len(v.shape))) for v, spec in zip(found, specs, strict=True)]
 
 
 def dynamic_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Takes a slice. Dimensions that are taken whole keep their padding."""
+    """Rule of dynamic slices. Unsliced dimensions keep their padding."""
     x, *starts = values
     sizes = eqn.params["slice_sizes"]
     parts = [dim for dim, size in enumerate(sizes) if size != x.shape[dim]]
@@ -355,7 +365,7 @@ def dynamic_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def dynamic_update_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Writes a slice. Dimensions that are written whole keep their padding."""
+    """Rule of dynamic updates of slices. Dimensions in which the whole array is updated keep their padding."""
     x, update, *starts = values
     whole = [a == b for a, b in zip(x.shape, update.shape, strict=True)]
 

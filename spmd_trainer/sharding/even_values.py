@@ -1,7 +1,7 @@
-"""Arrays of a program that is evaluated with padding: their logical and physical shapes.
+"""Arrays with logical and physical (padded) shapes, for programs that `even_program` evaluates with padding.
 
-`even_program` evaluates a program so that XLA sees only arrays whose split dimensions divide by their shards. A `Value` is one
-array of that program. Elements beyond the logical shape are arbitrary, e.g. NaN, and must be masked before a reduction.
+`even_program` evaluates a program so that XLA sees only dimensions that are divisible by their shard counts. A `Value` is one
+array of the program. Elements beyond the logical shape are arbitrary, e.g. NaN, and must be masked before a reduction.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ DimAxes: TypeAlias = tuple[tuple[str, ...] | None, ...]
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """An array of the program.
+    """An array of the program, computed or deferred.
 
     Attributes:
       shape: logical shape.
-      physical: shape in memory; for a deferred array, its smallest possible one.
+      physical: shape in memory; for a deferred array, its smallest possible physical shape.
       make: physical shape -> the array in this shape.
-      axes: the axes that split each dimension, as far as they follow from the program; XLA may split the array in another way.
-        Axes that split an earlier dimension are left out.
-      is_held: True if the array exists. A deferred one is computed by `make` in any shape from `physical` on: e.g. a mask of
-        positions gets the padding of the array that it masks.
-      depth: length of the chain of deferred operations.
+      axes: the mesh axes that split each dimension, derived from the program's constraints; XLA may split the array differently.
+        Axes that split an earlier dimension are omitted.
+      is_held: True if the array has been computed. A deferred array is computed by `make` when its physical shape is known, e.g.
+        a mask of positions gets the padding of the array that it masks.
+      depth: number of deferred operations in a chain, including this one.
     """
 
     shape: Shape
@@ -54,7 +54,7 @@ class Value:
 
     @property
     def is_padded(self) -> bool:
-        """True if the array is held with padding."""
+        """True if the physical shape has padding."""
         return self.physical != self.shape
 
     @property
@@ -63,13 +63,13 @@ class Value:
         return self.at(self.physical)
 
     def at(self, physical: Shape) -> jax.Array:
-        """Returns the array in a physical shape at least as large as the logical one."""
+        """Returns the array in a physical shape, which must be at least the logical shape in each dimension."""
         if physical not in self._made:
             self._made[physical] = self.make(physical)
         return self._made[physical]
 
     def without_padding_of(self, dims: Iterable[int]) -> Shape:
-        """Returns the physical shape with the logical sizes of some dimensions."""
+        """Returns the physical shape, with logical sizes in the dimensions `dims`."""
         dropped = set(dims)
         return tuple(
             size if dim in dropped else held
@@ -77,7 +77,7 @@ class Value:
         )
 
     def masked(self, dims: Iterable[int], fill: Any, physical: Shape | None = None) -> jax.Array:
-        """Returns the array with `fill` in the padding of some dimensions."""
+        """Returns the array with `fill` in the padding of the dimensions `dims`, in a physical shape (None: `self.physical`)."""
         physical = self.physical if physical is None else physical
         padded = tuple(dim for dim in dims if physical[dim] != self.shape[dim])
         key = (physical, padded, str(fill))
@@ -87,7 +87,7 @@ class Value:
 
 
 def once_each(dims: DimAxes) -> DimAxes:
-    """Returns the axes of each dimension, without those that split an earlier one."""
+    """Returns the axes of each dimension, without axes that split an earlier dimension."""
     taken: set[str] = set()
     found: list[tuple[str, ...] | None] = []
     for over in dims:
@@ -97,19 +97,19 @@ def once_each(dims: DimAxes) -> DimAxes:
 
 
 def whole_in(axes: DimAxes, dims: Iterable[int]) -> DimAxes:
-    """Returns the axes of each dimension of an array if these dimensions are whole on each device."""
+    """Returns the axes of each dimension, with () for the dimensions `dims`, which are not split."""
     whole = set(dims)
     return tuple(() if dim in whole else over for dim, over in enumerate(axes))
 
 
 def agreed_axes(several: Sequence[DimAxes]) -> DimAxes:
-    """Returns the axes of each dimension on which all agree that know them; None if they disagree, or none of them knows."""
+    """Returns the axes of each dimension of several arrays of equal rank: the known axes if all are equal, else None."""
     known = [{over for over in dim if over is not None} for dim in zip(*several, strict=True)]
     return tuple(dim.pop() if len(dim) == 1 else None for dim in known)
 
 
 def filled(x: jax.Array, shape: Shape, dims: Sequence[int], fill: Any) -> jax.Array:
-    """Returns `x` with `fill` beyond its logical shape in some dimensions."""
+    """Returns `x` with `fill` beyond the logical shape in the dimensions `dims`."""
     for dim in dims:
         inside = lax.broadcasted_iota(jnp.int32, x.shape, dim) < shape[dim]
         x = lax.select(inside, x, lax.full_like(x, fill))
@@ -118,10 +118,10 @@ def filled(x: jax.Array, shape: Shape, dims: Sequence[int], fill: Any) -> jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class Pins:
-    """Makes values, and keeps dimensions whole (unsplit) while their sizes change.
+    """Makes values, and constrains dimensions to be unsplit where their sizes change.
 
     Attributes:
-      mesh: the mesh; None pins nothing (for tests on one device).
+      mesh: the mesh; None for no constraints (for tests on one device).
     """
 
     mesh: Mesh | None
@@ -131,8 +131,8 @@ class Pins:
 
         Args:
           array: the array in its physical shape.
-          shape: its logical shape; None: it has no padding.
-          axes: the axes that split each dimension; None: unknown.
+          shape: its logical shape; None if it has no padding.
+          axes: the axes that split each dimension; None if unknown.
         """
         held = tuple(np.shape(array))
         logical = held if shape is None else tuple(shape)
@@ -144,7 +144,7 @@ class Pins:
         return Value(logical, held, make, axes or (None,) * len(held))
 
     def whole(self, x: jax.Array, dims: Iterable[int]) -> jax.Array:
-        """Returns `x` with these dimensions unsplit; the compiler may split the others."""
+        """Returns `x` with the dimensions `dims` constrained to be unsplit; the compiler may split other dimensions."""
         unsplit = set(dims)
         if self.mesh is None or not unsplit:
             return x
@@ -153,9 +153,9 @@ class Pins:
         return pinned
 
     def split(self, x: jax.Array, axes: DimAxes) -> jax.Array:
-        """Returns `x` split over these axes; the compiler may split dimensions whose axes are unknown (None).
+        """Returns `x` split over `axes`; the compiler may split dimensions whose axes are unknown (None).
 
-        A dimension that its axes don't divide is whole.
+        A dimension that its axes don't divide is not split.
         """
         if self.mesh is None:
             return x
@@ -167,7 +167,7 @@ class Pins:
         return found
 
     def shards(self, over: Iterable[str]) -> int:
-        """Returns the number of pieces into which these axes split a dimension."""
+        """Returns the number of shards of a dimension that is split over these axes."""
         return 1 if self.mesh is None else math.prod(mesh_shape_of(self.mesh)[axis] for axis in over)
 
     def resizing(
@@ -178,17 +178,19 @@ class Pins:
         run: Callable[[list[jax.Array]], list[jax.Array]],
         always: bool = False,
     ) -> tuple[list[jax.Array], DimAxes]:
-        """Runs an operation that changes the sizes of some dimensions, which would be uneven before or after it if split.
+        """Runs an operation that changes the sizes of the dimensions `dims`.
+
+        These dimensions are constrained to be unsplit, unless the device count divides their sizes before and after.
 
         Args:
           arrays: the operands.
-          axes: the axes that split their dimensions.
-          dims: the dimensions.
-          run: the operation.
-          always: keep the dimensions whole even if they divide before and after.
+          axes: the axes that split the operands' dimensions.
+          dims: the dimensions that change their sizes.
+          run: operands -> results of the operation.
+          always: keep the dimensions unsplit even if the device count divides all sizes.
 
         Returns:
-          The results, and the axes that split their dimensions.
+          The results, and the axes that split the results' dimensions.
         """
         devices = 1 if self.mesh is None else self.mesh.size
         changing = list(dims)
@@ -199,9 +201,9 @@ class Pins:
         return found, whole_in(axes, changing)
 
     def resized(self, x: jax.Array, shape: Shape, physical: Shape) -> jax.Array:
-        """Returns an array in another physical shape; new padding holds zeros.
+        """Returns an array of logical shape `shape` in another physical shape; new padding holds zeros.
 
-        Each dimension that changes its size is kept whole: split, it would be uneven before or after.
+        Dimensions that change their size are kept unsplit, because they could be uneven before or after.
         """
         changing = [dim for dim, (old, new) in enumerate(zip(x.shape, physical, strict=True)) if old != new]
         x = self.whole(x, changing)
@@ -215,7 +217,7 @@ class Pins:
 
 
 def padded_sizes(shape: Shape, held: Shape, axes: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> Shape:
-    """Returns the physical shape for a constraint: the smallest even sizes, or the held ones if they are close.
+    """Returns the physical shape for a constraint: the smallest divisible sizes, or sizes in `held` that are at most 1/16 larger.
 
     Args:
       shape: logical shape.
@@ -234,7 +236,7 @@ def padded_sizes(shape: Shape, held: Shape, axes: Sequence[Sequence[str]], sizes
 
 
 def slice_off(x: jax.Array, shape: Shape) -> jax.Array:
-    """Slices off what is beyond a logical shape, as `lax.slice`; marks it as padding for `even_program.evenly`."""
+    """Returns `x` sliced to the logical shape, as by `lax.slice`; marks the rest as padding for `even_program.evenly`."""
 
     def slice_off_padding(x: jax.Array) -> jax.Array:
         return lax.slice(x, (0,) * x.ndim, shape)
@@ -243,7 +245,7 @@ def slice_off(x: jax.Array, shape: Shape) -> jax.Array:
 
 
 def put_back(x: jax.Array, shape: Shape) -> jax.Array:
-    """Adds zeros up to a padded shape at the end of each dimension, as `lax.pad`; `even_program.evenly` knows them as padding."""
+    """Returns `x` padded with zeros to a padded shape, as by `lax.pad`; `even_program.evenly` recognises the zeros as padding."""
 
     def put_padding_back(x: jax.Array) -> jax.Array:
         widths = [(0, new - old, 0) for old, new in zip(x.shape, shape, strict=True)]

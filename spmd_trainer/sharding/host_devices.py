@@ -1,10 +1,10 @@
-"""Host devices run one program with collectives at a time: XLA deadlocks if several independent ones are in flight.
+"""Prevents deadlocks on host (CPU) devices, where XLA can't run several independent programs with collectives at a time.
 
-All host devices of a process share one pool with a thread per device. At a collective, each device's thread waits for the
-others. If a thread runs a later program meanwhile, a device of the earlier program may never get a thread (jaxlib 0.10.2).
-Training steps are safe, because each needs the state of the one before.
+All host devices of a process share a thread pool with one thread per device. At a collective, each device's thread waits for the
+other devices. If a thread runs a later program meanwhile, a device of the earlier program may never get a thread (jaxlib 0.10.2).
+Training steps are safe, because each step needs the state of the step before.
 
-Within a program, exchanges that don't depend on each other start in any order: see `hold_until_known`.
+Within a program, independent collectives start in any order: see `hold_until_known`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ _Arrays = TypeVar("_Arrays")
 
 
 def finish_on_host_devices(arrays: _Arrays) -> _Arrays:
-    """Waits for a program's outputs if they are on several host devices of this process. Does not wait for accelerators.
+    """Waits for a program's outputs if they are on several host (CPU) devices of this process. Does not wait for accelerators.
 
     Call it between programs that don't depend on each other.
 
-    Returns the same tree of jax.Arrays.
+    Args:
+      arrays: a pytree of jax.Arrays.
+
+    Returns:
+      `arrays` itself.
     """
     leaves = jax.tree.leaves(arrays)
     if leaves:
@@ -35,11 +39,11 @@ def finish_on_host_devices(arrays: _Arrays) -> _Arrays:
 
 
 def hold_until_known(earlier: Sequence[jax.Array], *later: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the arrays `later`. On host devices, nothing is done with them before all of `earlier` are known. Under jit.
+    """Returns the arrays `later`; on host (CPU) devices, computations on them wait until all of `earlier` are computed.
 
-    XLA's CPU runtime starts an exchange between devices as soon as the loops before it have started, and independent exchanges
-    in any order. Some devices then wait in one exchange and others in another, for ever, unless the later one needs what the
-    earlier one computes. See `docs/partitioner_faults.md`.
+    Use it under jit. XLA's CPU runtime starts a collective as soon as the loops before it have started, and independent
+    collectives in any order. Some devices may then wait in one collective and other devices in another, forever, unless the later
+    collective depends on results of the earlier one. See `docs/partitioner_faults.md`.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     if device.platform != "cpu":

@@ -1,10 +1,10 @@
-"""An intermediate sharding between two meshes: on the source's devices, with as many different shards as the target.
+"""Finds an intermediate sharding for moves between two meshes: on the source's devices, with the target's number of shards.
 
-An array can move from 8 shards to 4 others without a full gather: pairs of devices first merge their shards, so each merged
-shard is on two devices, and one of the two copies then moves. The idea was published in pathwaysutils
+An array can move from 8 shards to 4 different shards without a full gather: pairs of devices first merge their shards, so each
+merged shard is on two devices. Then one of the two copies moves. The idea was published in pathwaysutils
 (`pathwaysutils/experimental/reshard.py`); the names here are the same. The intermediate sharding has the target's number
-of shards, whichever dimension the target splits. Devices that merge shards are neighbours along one axis, so the merge is
-one gather among them. The other axes do not change.
+of shards, whichever dimension the target splits. Devices that merge shards are neighbours along one mesh axis, so the merge is
+one gather among them. Other axes do not change.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ REPLICA_SUFFIX = "_intermediate_replica"
 
 
 class NoIntermediateShardingError(ValueError):
-    """There is no intermediate sharding on the source's devices."""
+    """Raised if there is no intermediate sharding on the source's devices."""
 
 
 class NoIntermediateShardingNeededError(NoIntermediateShardingError):
-    """Source and target split the same dimension, so the array can move directly."""
+    """Raised if source and target split the same dimension, so that the array can move directly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Intermediate:
     """An intermediate sharding in two forms.
 
     Attributes:
-      sharding: the form that callers get, with the replica axes first.
+      sharding: the form that is returned to callers, with the replica axes first.
       replica_axes: the names of the replica axes.
       in_order: the same shards on the same devices, but in the device order of the source mesh, which a compiled program
         from source to intermediate needs.
@@ -47,7 +47,7 @@ class Intermediate:
 
 
 def find_intermediate_sharding(in_sharding: Sharding, out_sharding: Sharding) -> tuple[NamedSharding, list[str]]:
-    """Finds a sharding on the source's devices with as many different shards as the target, each on several devices.
+    """Returns a sharding on the source's devices with as many distinct shards as the target, each shard on several devices.
 
     Example, with meshes as [fsdp, tp]: from [8, 1] with P('fsdp', None) to [1, 4] with P(None, 'tp'), the result is the
     mesh (fsdp_intermediate_replica=2, fsdp_intermediate_split=4, tp=1) with P('fsdp_intermediate_split', None): 4 shards,
@@ -60,8 +60,8 @@ def find_intermediate_sharding(in_sharding: Sharding, out_sharding: Sharding) ->
       out_sharding: the sharding to move to. P('x') and P('x', None) are the same.
 
     Returns:
-      The sharding and the names of its replica axes. These come first in its mesh. The other axes follow in the source's
-      order, and a device keeps its coordinate along each axis that is not split in two.
+      The sharding and the names of its replica axes. The replica axes come first in its mesh. The other axes follow in the
+      source's order, and a device keeps its coordinate along each axis that is not split in two.
 
     Raises:
       NoIntermediateShardingNeededError: source and target split the same dimension.
@@ -73,7 +73,7 @@ def find_intermediate_sharding(in_sharding: Sharding, out_sharding: Sharding) ->
 
 
 def plan_intermediate(in_sharding: Sharding, out_sharding: Sharding) -> Intermediate:
-    """Returns both forms of `find_intermediate_sharding`'s result. Raises the same errors."""
+    """As `find_intermediate_sharding`, but returns both forms of the intermediate sharding."""
     source, target = _on_devices(in_sharding), _on_devices(out_sharding)
     rank = max(len(source.spec), len(target.spec))
     source_counts = shard_counts(source.spec, rank, _shape(source))
@@ -102,10 +102,10 @@ def plan_intermediate(in_sharding: Sharding, out_sharding: Sharding) -> Intermed
 def _merged_axes(
     axes_of_dims: tuple[tuple[str, ...], ...], sizes: dict[str, int], copies: int
 ) -> dict[str, int] | None:
-    """Returns the number of neighbours that merge along each axis, `copies` in total; None if the axes do not allow it.
+    """Returns {axis: number of neighbours that merge their shards}, `copies` in total; None if the axes do not allow it.
 
-    Neighbouring shards of a dimension are neighbours along its last axis. An earlier axis takes part only if all devices
-    along the last axis merge.
+    Neighbouring shards of a dimension are on neighbours along its last axis. Devices merge along an earlier axis only if all
+    devices along the last axis merge.
     """
     merged: dict[str, int] = {}
     for axes in axes_of_dims:
@@ -120,7 +120,7 @@ def _merged_axes(
 
 
 def _build(source: NamedSharding, rank: int, merged: dict[str, int]) -> Intermediate:
-    """Splits each merged axis in place into (split, replica), then moves the replica axes to the front."""
+    """Returns the intermediate sharding: each axis in `merged` becomes a split and a replica axis; replica axes come first."""
     names: list[str] = []
     sizes: list[int] = []
     split_name: dict[str, str] = {}

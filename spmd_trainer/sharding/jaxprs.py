@@ -1,4 +1,4 @@
-"""Reads traced programs: which operations run other programs, and all operations at any depth."""
+"""Helpers that read jaxprs: equations at any depth, inner jaxprs of calls, and the removal of unused equations."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _are_products_shown: contextvars.ContextVar[bool] = contextvars.ContextVar("prod
 
 @contextlib.contextmanager
 def products_shown(is_on: bool = True) -> Iterator[None]:
-    """In this context, functions with derivatives of their own leave the products with variables to be seen in the program.
+    """A context for tracing in which functions with custom derivatives show their products with variables in the jaxpr.
 
-    JAX's caches of traces don't know of it: a function that a model has jitted itself keeps the form of its first trace.
+    JAX's trace caches ignore this context: a function that the model jits itself keeps the form of its first trace.
     """
     token = _are_products_shown.set(is_on)
     try:
@@ -34,25 +34,25 @@ def products_shown(is_on: bool = True) -> Iterator[None]:
 
 
 def are_products_shown() -> bool:
-    """Returns True in `products_shown`."""
+    """Returns True inside the context `products_shown`."""
     return _are_products_shown.get()
 
 
 def called(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]]:
-    """Returns the program that an operation of `CALLS` or `REMAT` runs, and its constants."""
+    """Returns the inner jaxpr of an equation of `CALLS` or `REMAT`, and its constants."""
     found: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
     return (found.jaxpr, found.consts) if isinstance(found, core.ClosedJaxpr) else (found, ())
 
 
 def live(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Returns a program without the operations whose results nothing uses."""
+    """Returns the jaxpr without unused equations (dead code)."""
     used = [True] * len(closed.jaxpr.outvars)
     jaxpr, _ = jax.interpreters.partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
     return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of constants and of carried values of a `scan`. `params`: those of its equation."""
+    """Returns the numbers of constants and of carried values of a `scan`, from its equation's `params`."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # JAX 0.11: a tree of all operands
@@ -60,7 +60,7 @@ def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def equations(jaxpr: core.Jaxpr, skipped: Collection[str] = ()) -> Iterator[core.JaxprEqn]:
-    """Yields the operations of a program and of the programs in them, but not of those in the operations `skipped`."""
+    """Yields the equations of a jaxpr and of its inner jaxprs, except those inside primitives named in `skipped`."""
     for eqn in jaxpr.eqns:
         yield eqn
         if eqn.primitive.name not in skipped:

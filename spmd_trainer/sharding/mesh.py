@@ -1,6 +1,6 @@
-"""Device meshes from axis names and sizes, within one slice and across several.
+"""Makes device meshes from axis names and sizes, within one slice and across several.
 
-Every mesh made here has Auto axes: the compiler chooses the sharding of every value that the user leaves open.
+Every mesh made here has Auto axes: the compiler chooses the sharding of every value for which the user specifies none.
 (`jax.make_mesh` gives Explicit axes, on which sharding constraints written for Auto axes raise an error.)
 """
 
@@ -28,8 +28,8 @@ def create_device_mesh(
     """Makes a mesh over all of `devices`: `create_device_mesh([('data', -1), ('mdl', 2)])` is 4 x 2 on 8 devices.
 
     Args:
-      config_mesh: (axis name, size), outermost axis first. The innermost axis gets the fastest links. One size may
-        be -1: the rest of the devices.
+      config_mesh: (axis name, size) pairs, outermost axis first. The innermost axis gets the fastest links. One size may
+        be -1 for all remaining devices.
       devices: the devices, all of which are used; default `jax.devices()`.
       allow_split_physical_axes: True lets several mesh axes share one physical axis of a TPU's torus.
 
@@ -37,8 +37,8 @@ def create_device_mesh(
       A mesh with Auto axes whose sizes multiply to the number of devices.
 
     Raises:
-      ValueError: no axis, a name given twice, an invalid size, two sizes of -1, sizes whose product is not the number
-        of devices (the message names sizes that fit), or a TPU topology that does not allow this mesh.
+      ValueError: there is no axis, a name occurs twice, a size is invalid, two sizes are -1, the product of the sizes is not the
+        number of devices (the message names sizes that fit), or the TPU topology does not allow this mesh.
     """
     names, sizes = _parse_config(config_mesh)
     devices = list(jax.devices() if devices is None else devices)
@@ -56,12 +56,12 @@ def create_hybrid_mesh(
     """Makes a mesh over several slices or hosts: `create_hybrid_mesh([1, 4], [2, 1], ['data', 'mdl'])` is 2 x 4.
 
     Axis i has size `dcn[i] * ici[i]`. Along it, every `ici[i]` consecutive devices share a slice, so only the outer part
-    of the axis crosses the slow network. The devices' `slice_index` tells slices apart. If all devices have the same one,
-    each process counts as a slice. With a single process (host devices), the devices are cut into equal groups in order.
+    of the axis crosses the slow network. The devices' `slice_index` tells slices apart. If it is the same for all devices,
+    each process counts as a slice. With a single process (host devices), the devices are divided into equal groups in order.
 
     Args:
-      ici: size of each axis within a slice. One size of `ici` or `dcn` may be -1: the rest of the devices.
-      dcn: size of each axis across slices. None or all 1: the mesh of `ici` alone.
+      ici: size of each axis within a slice. One size of `ici` or `dcn` may be -1 for all remaining devices.
+      dcn: size of each axis across slices. None or all 1: the mesh has the sizes `ici`.
       names: axis names.
       devices: the devices, all of which are used; default `jax.devices()`.
 
@@ -97,8 +97,8 @@ def create_hybrid_mesh(
 def fit_mesh_shape(mesh_shape: Mapping[str, int], num_devices: int, *, grow: str) -> dict[str, int]:
     """Fits a mesh to another number of devices: `fit_mesh_shape({'data': 4, 'mdl': 2}, 12, grow='data')` is 6 x 2.
 
-    Every other axis keeps its size if possible, and otherwise gets the largest divisor of its size that fits. The last axis,
-    which communicates most, is fitted first. `grow` gets the rest: on 3 devices the mesh above becomes 3 x 1.
+    Every axis except `grow` keeps its size if possible, and otherwise gets the largest divisor of its size that fits. The last
+    axis, which communicates most, is fitted first. `grow` gets the remaining devices: on 3 devices the mesh above becomes 3 x 1.
 
     Args:
       mesh_shape: the size of each axis, outermost first. The size of `grow` may be -1.
@@ -150,7 +150,7 @@ def _parse_config(config_mesh: Sequence[tuple[str, int]]) -> tuple[tuple[str, ..
 
 
 def _resolve_sizes(names: Sequence[str], sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
-    """Replaces -1 by the number of remaining devices, and checks the product."""
+    """Returns the sizes, with -1 replaced by the number of remaining devices, after checking their product."""
     asked = mesh_text(dict(zip(names, sizes, strict=True)))
     open_axes = [name for name, size in zip(names, sizes, strict=True) if size == REST]
     if len(open_axes) > 1:
@@ -172,7 +172,7 @@ def _resolve_sizes(names: Sequence[str], sizes: tuple[int, ...], num_devices: in
 
 
 def _nearest_sizes(sizes: Sequence[int], num_devices: int) -> list[tuple[int, ...]]:
-    """Returns the two factorizations of `num_devices` closest to the sizes; -1 may become anything."""
+    """Returns the two factorizations of `num_devices` closest to the sizes; a size of -1 may become any factor."""
 
     def distance(fit: tuple[int, ...]) -> tuple[float, int]:
         changes = [(s, f) for s, f in zip(sizes, fit, strict=True) if s not in (REST, f)]

@@ -1,4 +1,4 @@
-"""Splits a mesh, and the arrays on it, along an axis without copying: the same buffers become other arrays."""
+"""Splits a mesh and its arrays along an axis without copying: the new arrays share the buffers of the old ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spmd_trainer.sharding.variables import named_leaves
 def split_by_mesh_axis(tree: PyTree, axis: str, sections: int | Sequence[int] | None = None) -> list[PyTree]:
     """Splits every array of a tree into arrays on the parts of its mesh along `axis`, without copying any data.
 
-    Example: x has shape (8, 4) and lies on the mesh (replica=2, data=4) with P('data', None).
+    Example: x has shape (8, 4) and is on the mesh (replica=2, data=4) with P('data', None).
     `split_by_mesh_axis(x, 'replica')` gives two copies of x, each of shape (8, 4), on the meshes (replica=1, data=4) of
     the first and of the last four devices. `split_by_mesh_axis(x, 'data', 2)` gives two arrays of shape (4, 4): rows 0-3
     on (replica=2, data=2), and rows 4-7 on the other half. With sections `[1]` it gives rows 0-1 on (2, 1) and rows 2-7
@@ -40,8 +40,8 @@ def split_by_mesh_axis(tree: PyTree, axis: str, sections: int | Sequence[int] | 
       donating one also deletes the other.
 
     Raises:
-      ValueError: a leaf that is not a jax.Array on a mesh, several meshes, an axis missing from the mesh, or
-        invalid sections.
+      ValueError: a leaf is not a jax.Array on a mesh, leaves are on different meshes, `axis` is missing from the mesh, or
+        `sections` is invalid.
     """
     leaves = named_leaves(tree)
     if not leaves:
@@ -59,9 +59,9 @@ def split_by_mesh_axis(tree: PyTree, axis: str, sections: int | Sequence[int] | 
 
 
 def relabel(x: jax.Array, sharding: NamedSharding, shape: Sequence[int] | None = None) -> jax.Array:
-    """Returns an array with this sharding, made of the buffers of `x`; nothing is copied.
+    """Returns an array with another sharding that shares the buffers of `x`, without copies.
 
-    The caller guarantees that each device's buffer is the shard that `sharding` puts there.
+    The caller guarantees that each device's buffer is the shard that the device has under `sharding`.
 
     Args:
       x: the array that holds the buffers.

@@ -1,6 +1,7 @@
 """Text helpers shared by errors and reports.
 
-Standard library only: `spmd_trainer.errors` imports this module, and a mistyped flag is answered without importing JAX.
+It imports the standard library only, because `spmd_trainer.errors` imports it, and errors in flags must not wait for the import
+of JAX.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 def mesh_text(mesh_shape: Mapping[str, int]) -> str:
-    """Returns axis names and sizes: `replica=1, data=4, mdl=2`."""
+    """Returns axis names and sizes as text: `replica=1, data=4, mdl=2`."""
     return ", ".join(f"{name}={size}" for name, size in mesh_shape.items()) or "no axes"
 
 
@@ -38,10 +39,10 @@ def did_you_mean(name: object, known: Iterable[object], *, otherwise: str | None
     """Returns `; did you mean a or b?` with the known names spelled like `name`.
 
     Args:
-      name: what the user wrote.
+      name: the user's misspelled name.
       known: the valid names.
-      otherwise: what to return if none is near. None: `; known: a, b, c`, the first 40 names in alphabetical order.
-      prefix: what to write before each name, e.g. '--'; names are compared without it.
+      otherwise: the result if no name is similar. None: `; known: a, b, c`, with the first 40 names in alphabetical order.
+      prefix: text before each name in the result, e.g. '--'; names are compared without it.
     """
     names = [str(k) for k in known]
     suggestion = suggestion_text(f"{prefix}{near}" for near in nearest_names(name, names))
@@ -61,12 +62,12 @@ def named_text(names: Sequence[object], singular: str, plural: str | None = None
 
 
 def shortened(text: str, most: int, end: str = "...") -> str:
-    """Returns the text; of a longer one, the first `most` characters and `end`."""
+    """Returns the text, or its first `most` characters and `end` if it is longer."""
     return text if len(text) <= most else text[:most] + end
 
 
 def short_hash(text: str, digits: int = 16) -> str:
-    """Returns the first hexadecimal digits of a text's SHA-256: for keys, which only equal texts share."""
+    """Returns the first hexadecimal digits of a text's SHA-256, for use as a key."""
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
@@ -74,7 +75,7 @@ def table_lines(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), r
     """Returns the rows as lines, with aligned columns.
 
     Args:
-      rows: texts, as many in each row; a header is the first row.
+      rows: lists of cell texts of equal length; a header is the first row.
       right: indices of the right-aligned columns.
       ruled: draw a line below the first row.
     """
@@ -90,7 +91,7 @@ def table_lines(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), r
 
 
 def bytes_text(number: float) -> str:
-    """Returns bytes in the largest unit below them: `512 B`, `4.0 KiB`, `1.2 GiB`."""
+    """Returns a number of bytes as text, in the largest binary unit that fits: `512 B`, `4.0 KiB`, `1.2 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(number) < 1024:
             return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
@@ -99,7 +100,7 @@ def bytes_text(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns e.g. '42s', '3m05s', '2h10m'."""
+    """Returns a duration as text in whole seconds, e.g. '42s', '3m05s', '2h10m'."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds}s"
@@ -109,7 +110,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Returns a duration, e.g. '0.42 s', '4.2 s', '42 s', '3m05s', '2h10m'."""
+    """Returns a duration as text, e.g. '0.42 s', '4.2 s', '42 s', '3m05s', '2h10m'."""
     if seconds < 0.995:
         return f"{seconds:.2f} s"
     if seconds < 9.95:

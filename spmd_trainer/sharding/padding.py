@@ -1,9 +1,9 @@
-"""Padding of dimensions that don't divide by their shards: how much is needed, adding it and slicing it off.
+"""Pads dimensions that are not divisible by their numbers of shards, and slices the padding off.
 
-JAX arrays on a mesh must divide evenly. A variable that does not is stored with zeros after its logical region. The step
-slices the padding off, computes on the logical shape, and pads the result with zeros again. GSPMD also pads to the next
-multiple, but inside a program (Xu et al. 2021, https://arxiv.org/abs/2105.04663); this module does it at the program's
-inputs and outputs, where JAX requires even arrays.
+JAX arrays on a mesh must be split evenly. If a variable can't be split evenly, it is stored with zeros after its logical region.
+The step slices the padding off, computes on the logical shape, and pads the result with zeros again. GSPMD also pads to the next
+multiple, but inside a program (Xu et al. 2021, https://arxiv.org/abs/2105.04663). This module pads a program's inputs and
+outputs, where JAX requires even arrays.
 
 Worked example on a mesh (x=2, y=4): shape (3, 5) with P('x', None) becomes (4, 5); with P(('x', 'y'), None), 8 shards
 of dimension 0, it becomes (8, 5); with P(None, 'y') it becomes (3, 8).
@@ -27,10 +27,10 @@ from spmd_trainer.sharding.variables import VariableSpec, broadcast_prefix, is_s
 def uneven_paddings(
     spec: PartitionSpec | None, shape: Sequence[int], mesh_shape: Sequence[int], mesh_axis_names: Sequence[str]
 ) -> tuple[int, ...]:
-    """Returns how much each dimension of `shape` must grow to divide by its number of shards.
+    """Returns the padding of each dimension of `shape` up to the next multiple of its number of shards.
 
     Args:
-      spec: the array's spec; None is replicated.
+      spec: the array's spec; None for replicated.
       shape: the logical shape.
       mesh_shape: the mesh's sizes, in the order of `mesh_axis_names`.
       mesh_axis_names: the mesh's axes.
@@ -39,7 +39,7 @@ def uneven_paddings(
       One number per dimension; () for a scalar.
 
     Raises:
-      ValueError: sizes and names of unequal length, or a spec that does not fit the shape or the mesh.
+      ValueError: sizes and names differ in length, or the spec does not fit the shape or the mesh.
     """
     if len(mesh_shape) != len(mesh_axis_names):
         raise ValueError(
@@ -52,7 +52,7 @@ def uneven_paddings(
 
 
 def pad_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree, mesh: AnyMesh) -> PyTree:
-    """Pads every leaf with zeros from its logical shape to the smallest shape that its spec divides.
+    """Pads every leaf with zeros from its logical shape to the smallest shape that its spec splits evenly.
 
     Works on concrete arrays and inside jit; a NumPy leaf stays in host memory. A leaf that needs no padding is returned
     as the same object. Nodes without leaves (None, optax.MaskedNode) pass through.
@@ -61,14 +61,14 @@ def pad_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree, mesh: AnyMes
       tree: arrays of their logical shapes.
       specs: a prefix tree of `tree`: PartitionSpecs, NamedShardings, VariableSpecs, or None for replicated.
       logical_shapes: a prefix tree of `tree`: tuples of ints, objects with a `.shape`, or VariableSpecs.
-      mesh: gives the axis sizes.
+      mesh: the mesh; only its axis sizes are used.
 
     Returns:
       A tree like `tree`.
 
     Raises:
-      ValueError: a prefix that does not fit the tree, a leaf that does not have its logical shape, or a spec that does
-        not fit the leaf or the mesh.
+      ValueError: a prefix tree does not fit the tree, a leaf does not have its logical shape, or a spec does not fit the leaf or
+        the mesh.
     """
     sizes = mesh_shape_of(mesh)
 
@@ -90,16 +90,16 @@ def pad_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree, mesh: AnyMes
 
 
 def slice_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree) -> PyTree:
-    """Slices the padding off: the inverse of `pad_uneven`, with its arguments.
+    """Slices the padding off: the inverse of `pad_uneven`. Arguments as for `pad_uneven`.
 
-    For arrays on a mesh, call it inside jit. Outside, JAX would replicate a slice that does not divide.
+    For arrays on a mesh, call it inside jit. Outside jit, JAX would replicate slices that can't be split evenly.
 
     Returns:
       A tree like `tree` with logical shapes; a leaf without padding is returned as the same object.
 
     Raises:
-      ValueError: a prefix that does not fit the tree, or a leaf that is smaller than its logical shape, has another
-        rank, or is larger in a dimension that its spec does not split.
+      ValueError: a prefix tree does not fit the tree, or a leaf is smaller than its logical shape, has another rank, or is larger
+        in a dimension that its spec does not split.
     """
 
     def unpad(path: str, leaf: Any, spec: PartitionSpec, logical: tuple[int, ...]) -> Any:
@@ -127,7 +127,7 @@ def slice_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree) -> PyTree:
 def _map_with_prefixes(
     fn: Callable[[str, Any, PartitionSpec, tuple[int, ...]], Any], tree: PyTree, specs: PyTree, logical_shapes: PyTree
 ) -> PyTree:
-    """Applies `fn(path, leaf, spec, logical shape)` to every leaf of `tree`."""
+    """Returns a tree like `tree` with the results of `fn(path, leaf, spec, logical shape)` for every leaf."""
     all_specs = broadcast_prefix("specs", specs, tree, is_leaf=is_spec)
     all_shapes = broadcast_prefix("logical_shapes", logical_shapes, tree, is_leaf=_is_shape)
     leaves = named_leaves(tree)

@@ -1,4 +1,4 @@
-"""What all self-contained HTML pages share: the document around a page, and how data and texts get into it."""
+"""Builds self-contained HTML pages: the document around a page's body, with styles, scripts and data inlined."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _POLICY = (
 
 @functools.cache
 def asset(package: str, name: str) -> str:
-    """Returns the text of a file that lies in a package."""
+    """Returns the text of a package's data file."""
     return importlib.resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -46,19 +46,19 @@ def document(
     libraries: Iterable[str] = (),
     asks_server: bool = False,
 ) -> str:
-    """Returns a page, with a policy that lets a browser run and load what is named here alone.
+    """Returns an HTML page whose Content-Security-Policy allows only the scripts and style sheets given here.
 
     Args:
-      title: its title, as text.
-      body: the HTML of its body.
-      styles: its style sheets.
-      data: what its scripts find as JSON in the element `data`; None: the page has no scripts.
-      scripts: its scripts, which become one strict script.
-      libraries: scripts before these, each by itself.
-      asks_server: whether the scripts ask the page's own server for data.
+      title: the page's title, plain text.
+      body: the HTML of the body.
+      styles: texts of style sheets.
+      data: JSON-serialisable data, which scripts find in the element with id `data`; None for a page without scripts.
+      scripts: texts of scripts, joined to one script in strict mode.
+      libraries: texts of scripts that run before `scripts`, each in its own script element.
+      asks_server: True if the scripts fetch data from the page's own server.
 
     Raises:
-      ValueError: the data has NaN or Infinity, which JSON has not.
+      ValueError: the data has NaN or Infinity, which JSON does not allow.
     """
     run: list[str] = []
     drawn = ""
@@ -75,16 +75,16 @@ def document(
 
 
 def _hashes(texts: Iterable[str]) -> str:
-    """Returns a policy's list of inline scripts or style sheets that may act."""
+    """Returns the hashes of inline scripts or style sheets, in the form of a Content-Security-Policy's source list."""
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
     return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
 
 
 def script_json(data: object) -> str:
-    """Returns data as JSON that can stand in a script element, whatever texts it has.
+    """Returns data as JSON that is safe in a script element, even if texts in it contain HTML.
 
     Raises:
-      ValueError: it has NaN or Infinity, which JSON has not.
+      ValueError: the data has NaN or Infinity, which JSON does not allow.
     """
     return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)
 
@@ -92,6 +92,6 @@ def script_json(data: object) -> str:
 def fill(template: str, parts: Mapping[str, str]) -> str:
     """Returns a template with its marks, such as __PAGE_TITLE__, replaced by `parts`, e.g. {'TITLE': HTML}.
 
-    All in one pass: a text that looks like a mark stays as it is.
+    All marks are replaced in one pass, so marks inside `parts` are not replaced.
     """
     return _MARK.sub(lambda mark: parts[mark[1]], template)

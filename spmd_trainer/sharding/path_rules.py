@@ -33,8 +33,8 @@ def infer_sharding(state: PyTree, strategy: Strategy, mesh: AnyMesh) -> PyTree:
 
     Args:
       state: any pytree: an NNX state, a Flax dict, a praxis NestedMap, an optax state, ShapeDtypeStructs.
-      strategy: [(regex, tactic), ...], see the module. A leaf that no rule matches keeps the spec that it has on this
-        mesh; without one it is replicated.
+      strategy: [(regex, tactic), ...], see the module. A leaf that no rule matches keeps its current spec on this mesh; if it
+        has none, it is replicated.
       mesh: the mesh.
 
     Returns:
@@ -101,7 +101,7 @@ class _Rule:
         self._text = f"rule {number} ({pattern!r}, {texts[0] if len(texts) == 1 else '[' + ', '.join(texts) + ']'})"
 
     def decide(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> tuple[PartitionSpec, str]:
-        """Applies the tactics in turn; returns the spec and the reason, including what a tactic could not do."""
+        """Applies the tactics in turn. Returns the spec and the reason, with notes on tactics that did not apply."""
         notes = []
         for tactic in self._tactics:
             if isinstance(tactic, BuiltinTactic):

@@ -22,10 +22,11 @@ _FS_AXIS = "devices"
 
 
 def place_like_target(tree: PyTree, target: PyTree) -> PyTree:
-    """Gives every leaf of `tree` the sharding of its counterpart in `target`.
+    """Returns `tree` with every leaf in the sharding of its counterpart in `target`.
 
     Args:
-      tree: arrays of any kind. Dtypes stay, except that JAX narrows 64-bit types on devices unless they are enabled.
+      tree: NumPy or JAX arrays, or Python numbers. Dtypes stay, except that JAX narrows 64-bit types on devices unless they are
+        enabled (`jax_enable_x64`).
       target: a tree of the same structure: jax.Arrays, ShapeDtypeStructs with or without a sharding, or NumPy arrays.
         If a counterpart has no sharding, the leaf becomes a NumPy array on the host.
 
@@ -33,8 +34,8 @@ def place_like_target(tree: PyTree, target: PyTree) -> PyTree:
       A tree like `tree`. A leaf that already has its sharding is returned as the same object.
 
     Raises:
-      ValueError: the structures differ, a leaf and its counterpart differ in shape, a dimension does not divide, or a
-        leaf that is to become a NumPy array is partly on other processes' devices.
+      ValueError: the structures differ, a leaf and its counterpart differ in shape, a dimension is not divisible by its number of
+        shards, or a leaf that should become a NumPy array is partly on other processes' devices.
     """
     leaves, targets = named_leaves(tree), named_leaves(target)
     paths, target_paths = [path for path, _ in leaves], [path for path, _ in targets]
@@ -59,12 +60,12 @@ def place_like_target(tree: PyTree, target: PyTree) -> PyTree:
 def update_model_sharding(state: PyTree, mesh: Mesh, strategy: Strategy) -> PyTree:
     """Puts a loaded state (parameters, optimizer, EMA) onto a mesh, by the rules of `path_rules`.
 
-    Each device receives only its own shard of each leaf, cut from the host's copy, so no device ever holds a whole array
-    that is to be split. The old state keeps its memory until the caller drops it; a state of NumPy arrays occupies no
+    Each device receives only its own shard of each leaf, sliced from the host's copy, so no device ever holds a whole array
+    that is to be split. The old state keeps its memory until the caller deletes it; a state of NumPy arrays occupies no
     device memory.
 
     Args:
-      state: any pytree of NumPy or JAX arrays, on any mesh or none, without padding.
+      state: any pytree of NumPy or JAX arrays without padding, on any mesh or none.
       mesh: the mesh to put it on.
       strategy: [(regex, tactic), ...], matched with `re.search`; see `path_rules`.
 
@@ -85,21 +86,21 @@ def update_model_sharding(state: PyTree, mesh: Mesh, strategy: Strategy) -> PyTr
 
 
 def make_fsarray_from_local_slice(local_slice: npt.ArrayLike, global_devices: Sequence[jax.Device]) -> jax.Array:
-    """Makes one global array, split on dimension 0 over all devices, from the slice that each process has read.
+    """Returns a global array, split on dimension 0 over all devices, made of the rows that each process has read.
 
     Every process calls this with the same number of rows per local device. The rows of a process go to its devices in
     their order in `global_devices`. If each process has consecutive devices, the global array is the concatenation of the
     slices.
 
     Args:
-      local_slice: this process's rows, (local rows, ...): anything that NumPy can convert to an array.
+      local_slice: this process's rows, [local rows, ...]; NumPy must be able to convert it to an array.
       global_devices: the devices of all processes, in the same order everywhere.
 
     Returns:
       An array of shape (rows per device x number of devices, ...), split on dimension 0.
 
     Raises:
-      ValueError: a scalar, no local device, or a number of rows that does not divide by the local devices.
+      ValueError: `local_slice` is a scalar, this process has no device, or the number of local devices does not divide the rows.
     """
     local = np.asarray(local_slice)
     mesh = Mesh(np.asarray(global_devices), (_FS_AXIS,))
@@ -128,7 +129,7 @@ def get_local_slice_from_fsarray(x: jax.Array) -> np.ndarray:
     """Returns this process's rows of an array: the inverse of `make_fsarray_from_local_slice`.
 
     Args:
-      x: an array split on dimension 0 alone, so that every device holds its own rows.
+      x: an array split only on dimension 0, where every device holds different rows.
 
     Returns:
       The rows on this process's devices, in the order of the devices in the array's mesh.
@@ -174,7 +175,7 @@ def _place(path: str, leaf: Any, shape: tuple[int, ...], sharding: Sharding) -> 
 
 
 def _place_global(path: str, leaf: jax.Array, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
-    """`_place` for an array that is partly on other processes' devices; JAX moves it among the same devices."""
+    """As `_place`, for an array that is partly on other processes' devices; it can only move among its own devices."""
     if leaf.sharding.device_set != sharding.device_set:
         raise ValueError(
             f"{path}: an array of shape {leaf.shape} on the devices of several processes can only move among its own "
@@ -195,7 +196,7 @@ def _pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _padded_piece(host: np.ndarray, shape: tuple[int, ...], index: Any) -> np.ndarray:
-    """Returns `host[index]`, as if `host` were padded with zeros at the end to `shape`."""
+    """Returns `padded[index]`, where `padded` is `host` padded with zeros at the end to `shape`."""
     piece = host[index]
     lengths = [len(range(*part.indices(n))) for part, n in zip(index, shape, strict=True)]
     missing = [length - have for length, have in zip(lengths, piece.shape, strict=True)]

@@ -1,4 +1,4 @@
-"""The public names of `spmd_trainer.sharding`, which imports this module when one of them is first used."""
+"""The public names of `spmd_trainer.sharding`, which imports this module at the first use of one of them."""
 
 from spmd_trainer.sharding.intermediate_sharding import (
     NoIntermediateShardingError,

@@ -1,4 +1,4 @@
-"""The sharding report: the layout of every variable and input, bytes per device and reasons; as text, JSON or HTML."""
+"""The sharding report: shapes, spec, bytes per device and reason of every variable and input, as text, JSON or HTML."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ShardingReport:
 
     Attributes:
       variables: the VariableSpecs, in the order of the report.
-      mesh: the mesh that they were made for.
+      mesh: the mesh of the VariableSpecs.
       about: the names and values in the report's header.
-      inputs: the layouts of the job's inputs.
+      inputs: shapes and shardings of the job's inputs.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class ShardingReport:
 
         Args:
           variables: a tree or list of VariableSpecs.
-          mesh: the mesh that they were made for; an AbstractMesh if there are no devices.
+          mesh: the mesh of the VariableSpecs; an AbstractMesh if there are no devices.
           about: names and values for the report's header, in this order, e.g. {'experiment': 'lm.stdlib.StdlibBytes',
             'date': '2026-01-31 12:00', 'spmd-trainer': '0.1.0'}. 'experiment' is the page's title. JAX's version is added
             as 'jax' unless given.
-          inputs: the layouts of the job's inputs, in the order of the report.
+          inputs: shapes and shardings of the job's inputs, in the order of the report.
 
         Raises:
           ValueError: a leaf is not a VariableSpec.
@@ -67,15 +67,18 @@ class ShardingReport:
         return report_data(self.variables, self.mesh, self.about, self.inputs)
 
     def text(self) -> str:
-        """Returns the header, a table with a line for each variable, one of the inputs if there are any, and the totals."""
+        """Returns the report as text: header, table of variables, table of inputs (if any), and totals."""
         return _text(self._data)
 
     def json(self) -> str:
-        """Returns the data as JSON: about, mesh, totals, totals_by_kind, variables, inputs; sizes in bytes."""
+        """Returns the report as JSON with the keys of `ReportData`: about, mesh, totals, totals_by_kind, variables, inputs.
+
+        Sizes are in bytes.
+        """
         return json.dumps(self._data, indent=1)
 
     def html(self) -> str:
-        """Returns a self-contained HTML page, with pictures of the mesh and of each variable's shards."""
+        """Returns the report as a self-contained HTML page, with pictures of the mesh and of each variable's shards."""
         return report_html.report_page(self._data)
 
     def __str__(self) -> str:
@@ -100,12 +103,12 @@ def sharding_report(
 
     Args:
       variables: a tree or list of VariableSpecs.
-      mesh: the mesh that they were made for; an AbstractMesh if there are no devices.
-      format: 'text', a table; 'json', the same data for programs; 'html', a self-contained page with pictures.
+      mesh: the mesh of the VariableSpecs; an AbstractMesh if there are no devices.
+      format: 'text' for a table, 'json' for the same data as JSON, 'html' for a self-contained page with pictures.
       about: names and values for the report's header, see ShardingReport.
 
     Raises:
-      ValueError: an unknown format, or a leaf that is not a VariableSpec.
+      ValueError: the format is unknown, or a leaf is not a VariableSpec.
     """
     if format not in FORMATS:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The sharding report as plain data: totals, an entry for each variable, and the variable to show first."""
+"""The sharding report as plain data: totals, and an entry for each variable and each input."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _KIND_OF_FIRST_KEY = {
 
 @dataclasses.dataclass(frozen=True)
 class ShardingTotals:
-    """The report's totals.
+    """The totals over all variables of a report.
 
     Attributes:
       num_variables: number of variables.
       num_elements: elements of one whole copy, without padding.
       num_split: number of variables that are split over devices.
-      num_replicated: number of variables that every device holds whole.
+      num_replicated: number of replicated variables.
       num_padded: number of variables with padding.
       logical_bytes: bytes of one whole copy, without padding.
       padding_bytes: bytes that padding adds to one whole copy.
@@ -53,7 +53,7 @@ class ShardingTotals:
 
 
 class MeshAxis(TypedDict):
-    """One axis of the mesh."""
+    """Name and size of one mesh axis."""
 
     name: str
     size: int
@@ -67,7 +67,7 @@ class MeshData(TypedDict):
 
 
 class VariableData(TypedDict):
-    """One variable. `spec` has the axes of each dimension; it is empty for a replicated variable."""
+    """One variable's entry. `spec` has the mesh axes of each dimension; it is empty for a replicated variable."""
 
     path: str
     kind: str
@@ -94,7 +94,7 @@ class ReportData(TypedDict):
 
 
 def variable_kind(path: str) -> str:
-    """Returns 'parameters', 'optimizer_state' or 'other' by the first key of a path.
+    """Returns 'parameters', 'optimizer_state' or 'other' for a variable's path, by the path's first key.
 
     `opt_states/...` (and Flax's `opt_state/...`) is optimizer state; `step` and `extra_state/...` are other state. All
     other paths are parameters: the variables of the model, trainable (`mdl_vars/params/...`) and non-trainable
@@ -125,7 +125,7 @@ def sharding_totals(variables: PyTree, mesh: AnyMesh) -> ShardingTotals:
 
 
 def report_records(variables: PyTree) -> list[VariableSpec]:
-    """Returns the VariableSpecs of a tree in its order.
+    """Returns the leaves of a tree of VariableSpecs, in the tree's order.
 
     Raises:
       ValueError: a leaf is not a VariableSpec.
@@ -143,7 +143,7 @@ def report_records(variables: PyTree) -> list[VariableSpec]:
 def report_data(
     variables: Sequence[VariableSpec], mesh: AnyMesh, about: Mapping[str, str], inputs: Sequence[InputLayout] = ()
 ) -> ReportData:
-    """Returns the data shown by all forms of the report."""
+    """Returns the data of a report, which text, JSON and HTML share."""
     sizes = mesh_shape_of(mesh)
     by_kind: dict[str, list[VariableSpec]] = {kind: [] for kind in KINDS}
     for v in variables:
@@ -179,7 +179,8 @@ def report_data(
 def opening_variable(variables: Sequence[VariableData]) -> int | None:
     """Returns the index of the variable to show first; None without variables.
 
-    It is the first of the largest split variables (bytes of one copy), or of all if none is split. Axes of size 1 don't split.
+    It is the largest split variable (by bytes of one copy), or the largest variable if none is split; the first of equal ones. A
+    variable whose spec has only axes of size 1 does not count as split.
     """
 
     def rank(index: int) -> tuple[bool, int]:
@@ -198,7 +199,7 @@ def percent_text(part: int, whole: int) -> str:
 
 
 def waste_text(padding_bytes: int, logical_bytes: int) -> str:
-    """Returns the bytes of padding and their share: `768 B (2.97%)`; '' without padding."""
+    """Returns the bytes of padding and their share of the logical bytes as text: `768 B (2.97%)`; '' without padding."""
     return f"{bytes_text(padding_bytes)} ({percent_text(padding_bytes, logical_bytes)})" if padding_bytes else ""
 
 
@@ -207,17 +208,17 @@ HEADER = ("input", "class", "field", "dtype", "global batch", "padded", "arrives
 
 @dataclasses.dataclass(frozen=True)
 class InputLayout:
-    """One input of a job.
+    """Shapes and shardings of one input of a job.
 
     Attributes:
       use: 'train', 'eval' or 'decode'.
       name: the input's name.
       class_name: the class or function that reads it.
-      shapes: ShapeDtypeStructs of the global batch, without padding; None if they are not known.
-      padded_shapes: a tree like it: the batch on the devices.
-      arrives: a tree like it of PartitionSpecs of the batch as put on the devices.
-      in_step: a tree like it of PartitionSpecs of the batch inside the step.
-      problem: why the shapes are not known.
+      shapes: ShapeDtypeStructs of the global batch, without padding; None if they are unknown.
+      padded_shapes: ShapeDtypeStructs of the padded batch on the devices, same structure.
+      arrives: PartitionSpecs of the batch as `Layout.put` puts it on the devices, same structure.
+      in_step: PartitionSpecs of the batch inside the step, same structure.
+      problem: the reason if the shapes are unknown.
     """
 
     use: str
@@ -231,9 +232,9 @@ class InputLayout:
 
 
 class InputFieldData(TypedDict):
-    """One field of an input's batch. The specs have the axes of each dimension.
+    """One field of an input's batch. `arrives` and `in_step` are specs, as the mesh axes of each dimension.
 
-    `shape_in_step` is its shape in the step with the padding that the axes need there.
+    `shape_in_step` is the field's shape inside the step, with the padding for the axes of `in_step`.
     """
 
     path: str
@@ -286,7 +287,7 @@ def _fields(layout: InputLayout, sizes: Mapping[str, int]) -> Iterator[InputFiel
 
 
 def input_rows(inputs: Sequence[InputData]) -> list[tuple[str, ...]]:
-    """Returns the cells below `HEADER`, a row for each field; name and class stand in an input's first row."""
+    """Returns table rows for the columns of `HEADER`, one for each field; only an input's first row has its name and class."""
     rows: list[tuple[str, ...]] = []
     for given in inputs:
         head = (f"{given['use']}: {given['name']}", given["class"])

@@ -23,7 +23,7 @@ NOTEBOOK_ROWS = 200
 
 
 def report_page(data: ReportData) -> str:
-    """Returns the self-contained page.
+    """Returns the report as a self-contained HTML page.
 
     Header and totals are plain HTML. The page's script draws the table and the pictures from the data in the page.
     """
@@ -43,7 +43,7 @@ def report_page(data: ReportData) -> str:
 
 
 def notebook(data: ReportData) -> str:
-    """Returns a notebook's view: header, totals, a table, and the page in a section that opens on a click.
+    """Returns the report as HTML for a notebook: header, totals, a table, and the page in a section that opens on a click.
 
     The table needs no script and takes its colours from the notebook. The page is in a sandboxed frame, which loads when
     the section is opened.
@@ -141,7 +141,7 @@ def _notebook_row(v: VariableData) -> str:
 
 
 def _script_data(data: ReportData) -> dict[str, object]:
-    """Returns the data for the page's script. Sizes are text, so that every form of the report rounds alike."""
+    """Returns the data for the page's script. Sizes are included as text, so that HTML and text reports round equally."""
     words = [
         {
             "per_device": bytes_text(v["bytes_per_device"]),

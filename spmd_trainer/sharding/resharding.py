@@ -38,8 +38,8 @@ def reshard(
     Published as `pathwaysutils.experimental.reshard.reshard`.
 
     Args:
-      x: any pytree of jax.Arrays (also PRNG keys), NumPy arrays and Python numbers. Shapes stay the same: pad variables
-        that the target does not divide first (`pad_uneven`).
+      x: any pytree of jax.Arrays (also PRNG keys), NumPy arrays and Python numbers. Shapes stay the same: first pad variables
+        that the target can't split evenly (`pad_uneven`).
       sharding: a prefix tree of `x` of jax Shardings: an entry applies to all leaves below it.
       donate: True deletes all buffers of `x`, leaf by leaf after each has moved.
       may_alias: False: no result shares buffers with `x`. None or True: a result may, if nothing needs to move.
@@ -50,9 +50,8 @@ def reshard(
       A tree like `x` of jax.Arrays, committed to their shardings; dtypes stay.
 
     Raises:
-      ValueError: a prefix that does not fit, an entry that is not a Sharding on devices, a spec that does not fit or
-        divide its leaf, a leaf that is not an array or was deleted, or an array on the devices of several processes whose
-        target has other devices.
+      ValueError: a prefix tree does not fit, an entry is not a Sharding on devices, a spec does not fit or evenly split its leaf,
+        a leaf is not an array or was deleted, or an array on the devices of several processes has a target on other devices.
     """
     paths_leaves = named_leaves(x)
     targets = broadcast_prefix("sharding", sharding, x, is_leaf=_is_sharding)
@@ -84,7 +83,7 @@ def reshard_with_intermediate_sharding(
       A tree like `x` with `out_sharding`.
 
     Raises:
-      ValueError: as for `reshard`; also a jax.Array whose sharding is not its `in_sharding`.
+      ValueError: as for `reshard`; also if a jax.Array's sharding differs from `in_sharding`.
     """
     paths_leaves = named_leaves(x)
     sources = broadcast_prefix("in_sharding", in_sharding, x, is_leaf=_is_sharding)
@@ -108,7 +107,7 @@ def _move_all(
     may_alias: bool | None,
     plans: Plans,
 ) -> list[jax.Array]:
-    """Moves every leaf to its target, through an intermediate sharding if asked for and possible."""
+    """Returns every leaf moved to its target, through an intermediate sharding if `with_intermediate` and possible."""
     uses = collections.Counter(id(leaf) for leaf in leaves)
     shared = {id(leaf): leaf for leaf in leaves if donate and isinstance(leaf, jax.Array) and uses[id(leaf)] > 1}
     may_alias = False if shared else may_alias
@@ -134,7 +133,7 @@ def _move_all(
 
 
 def _one_copy(x: jax.Array, found: Intermediate, donate: bool, plans: Plans) -> jax.Array:
-    """Does the first hop: merges shards on the source's devices, and keeps one copy of each.
+    """Returns `x` after the move to the intermediate sharding, with one copy of each merged shard.
 
     An array on the devices of several processes keeps all copies, because it can only move among the same devices.
     """

@@ -1,8 +1,8 @@
-"""Sharding by shape alone, for arrays without declared layout, on a mesh with the usual axis names.
+"""Sharding by shape alone, for arrays without a declared sharding, on a mesh with some of the axes fsdp, dp, sp and tp.
 
-The names and the order of the methods follow a published helper with known faults: `device_put` could refuse its specs
-(it checked the product of two dimensions), its size limit meant something else for each method, and it left axes unused.
-Here each axis splits a dimension that it divides, and the limit counts the elements of one shard.
+The names and the order of the methods follow a published helper with known faults: `jax.device_put` refused some of its specs
+(it checked divisibility of the product of two dimensions), its size limit differed between methods, and it left axes unused.
+Here each axis splits a dimension that it divides, and the limit is the number of elements of one shard.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class MeshPartitionHelper:
         self._sizes = mesh_shape_of(mesh)
 
     def analyze_pytree(self, tree: PyTree) -> dict[tuple[int, ...], list[Method]]:
-        """Returns the methods that apply to each shape in `tree`, in order of preference.
+        """Returns the methods (tuples of mesh axes to split over) that apply to each shape in `tree`, in order of preference.
 
         Returns:
           {shape: tuples of axis names}: ('fsdp', 'sp') for rank 2 and more, then ('dp',), ('sp',), ('tp',), ('fsdp',),
-          each only if the mesh has its axes; none for scalars.
+          each only if the mesh has its axes; an empty list for scalars.
         """
         shapes = dict.fromkeys(tuple(np.shape(leaf)) for leaf in jax.tree.leaves(tree))
         return {shape: self._methods(shape) for shape in shapes}
@@ -53,9 +53,9 @@ class MeshPartitionHelper:
     ) -> PartitionSpec:
         """Returns a spec that `jax.device_put` accepts for `shape`.
 
-        For each of its axes, each method in turn splits the first unsplit dimension that the axis divides, provided that
-        a shard keeps at least `min_shard_size` elements. A method with several axes splits a dimension for each of them or
-        none. Finally, every unused axis is tried alone.
+        The methods are applied in turn. For each of its axes, a method splits the first unsplit dimension that the axis divides,
+        if a shard keeps at least `min_shard_size` elements. A method with several axes splits a dimension for each of them, or
+        splits nothing. Finally, every unused axis is tried alone.
 
         Args:
           shape: the array's shape.
@@ -82,10 +82,10 @@ class MeshPartitionHelper:
         return PartitionSpec(*taken) if any(taken) else PartitionSpec()
 
     def shard_array(self, x: ArrayLike, spec: PartitionSpec) -> jax.Array:
-        """Puts `x` on the mesh.
+        """Returns `x` on the mesh, split by `spec`.
 
         Raises:
-          ValueError: the spec does not fit the array or the mesh, or a dimension does not divide.
+          ValueError: the spec does not fit the array or the mesh, or a dimension is not divisible by its number of shards.
         """
         return self._put("array", x, spec)
 

@@ -1,4 +1,4 @@
-"""A PartitionSpec applied to a shape on a mesh: axes and shards per dimension, and checks that it fits.
+"""Functions of a PartitionSpec, a shape and a mesh: axes, shards and padding of each dimension, and checks.
 
 JAX makes the same checks later, but its errors don't name the variable. Every function of this package that accepts a
 spec calls `check_spec` first, so its error names the variable, the dimension and the axis.
@@ -20,19 +20,19 @@ PyTree: TypeAlias = Any
 
 
 def mesh_shape_of(mesh: AnyMesh) -> dict[str, int]:
-    """Returns {axis name: size} in the mesh's order; also for an abstract mesh, which has no devices."""
+    """Returns {axis name: size} in the mesh's order, for a Mesh or an AbstractMesh."""
     return {str(name): int(size) for name, size in mesh.shape.items()}
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """Returns the axes of an entry of a spec or a split mapping: None or -1 -> (), 'x' -> ('x',), ('x', 'y') -> ('x', 'y')."""
+    """Returns the axes in an entry of a spec or split mapping: None or -1 -> (), 'x' -> ('x',), ('x', 'y') -> ('x', 'y')."""
     if entry is None or entry == -1:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def axes_by_dim(spec: PartitionSpec | None, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the axes that split each of `rank` dimensions; none for dimensions beyond the spec's end."""
+    """Returns the mesh axes that split each of `rank` dimensions; () for dimensions beyond the spec's end."""
     axes = tuple(entry_axes(entry) for entry in spec or ())
     return axes[:rank] + ((),) * (rank - len(axes))
 
@@ -54,19 +54,19 @@ def full_rank_spec(spec: PartitionSpec | None, rank: int) -> PartitionSpec:
 def dimension_paddings(
     spec: PartitionSpec | None, shape: Sequence[int], mesh_shape: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Returns the padding that brings each dimension to the next multiple of its number of shards."""
+    """Returns the padding of each dimension up to the next multiple of its number of shards."""
     counts = shard_counts(spec, len(shape), mesh_shape)
     return tuple(-size % count for size, count in zip(shape, counts, strict=True))
 
 
 def axes_text(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> str:
-    """Returns the axes of one dimension and their product: `data=4`, or `data=4 x mdl=2 (8)`."""
+    """Returns the axes of one dimension and the product of their sizes as text: `data=4`, or `data=4 x mdl=2 (8)`."""
     text = " x ".join(f"{axis}={mesh_shape[axis]}" for axis in axes)
     return text if len(axes) == 1 else f"{text} ({math.prod(mesh_shape[axis] for axis in axes)})"
 
 
 def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec | None, mesh_shape: Mapping[str, int]) -> None:
-    """Checks that `spec` is valid for an array of this shape on this mesh. Does not check divisibility: see `padding`.
+    """Checks that `spec` is valid for an array of this shape on this mesh. Does not check divisibility: see `check_divides`.
 
     Raises:
       ValueError: the spec has more entries than the array has dimensions, leaves a dimension to the compiler, names an
@@ -109,10 +109,10 @@ def _where(path: str, shape: tuple[int, ...], spec: PartitionSpec | None, mesh_s
 
 
 def check_divides(path: str, shape: Sequence[int], spec: PartitionSpec | None, mesh_shape: Mapping[str, int]) -> None:
-    """Checks that every dimension divides by its number of shards, which JAX needs to put an array on devices.
+    """Checks that every dimension is divisible by its number of shards, as JAX requires for arrays on devices.
 
     Raises:
-      ValueError: a dimension does not divide; the message names the nearest sizes that do.
+      ValueError: a dimension is not divisible; the message names the nearest sizes that are.
     """
     for dim, (size, axes) in enumerate(zip(shape, axes_by_dim(spec, len(shape)), strict=True)):
         count = math.prod(mesh_shape[axis] for axis in axes)

@@ -25,19 +25,19 @@ WHOLE = -1
 
 
 def parse_split_dims(where: str, mapping: SplitDimsMapping, mesh_axes: MeshAxes) -> PartitionSpec:
-    """Returns the spec of one mapping (see `split_mapping.to_partition_spec`).
+    """Returns the PartitionSpec of one split_dims_mapping; see `split_mapping.to_partition_spec`.
 
     Args:
       where: the field that holds the mapping; errors begin with it.
       mapping: one item per dimension, or None for replicated.
-      mesh_axes: the mesh's axes, in order.
+      mesh_axes: the names of the mesh's axes in order, or {name: size}.
 
     Returns:
       A spec with as many entries as the mapping has items.
 
     Raises:
-      ValueError: an unknown axis name, an index outside the mesh, an axis used twice, an item of another type, or what
-        `check_mesh_axes` raises.
+      ValueError: the mapping has an unknown axis name, an index outside the mesh, an axis twice, or an item of another type; or
+        `mesh_axes` is invalid (`check_mesh_axes`).
     """
     check_mesh_axes(mesh_axes)
     if mapping is None:
@@ -67,10 +67,10 @@ def parse_split_dims(where: str, mapping: SplitDimsMapping, mesh_axes: MeshAxes)
 
 
 def check_mesh_axes(mesh_axes: object) -> None:
-    """Checks the argument that says which axes the mesh has.
+    """Checks an argument with the mesh's axes.
 
     Raises:
-      ValueError: it is neither a sequence of names nor a mapping of names to sizes.
+      ValueError: `mesh_axes` is neither a sequence of names nor a mapping of names to sizes.
     """
     names = tuple(mesh_axes) if isinstance(mesh_axes, Sequence | Mapping) and not isinstance(mesh_axes, str) else None
     sizes = mesh_axes.values() if isinstance(mesh_axes, Mapping) else ()
@@ -107,7 +107,7 @@ def _axis_name(where: str, axis: object, mesh_axes: MeshAxes) -> str:
 
 
 def axes_names_text(mesh_axes: MeshAxes) -> str:
-    """Returns the axes, with their sizes if `mesh_axes` or an ambient mesh with the same axes has them."""
+    """Returns the axis names as text, with sizes if `mesh_axes` or an ambient mesh with the same axes has them."""
     if isinstance(mesh_axes, Mapping):
         return mesh_text(mesh_axes)
     ambient = jax.sharding.get_abstract_mesh()

@@ -80,7 +80,7 @@ def shard_on_batch_dim_partition_spec(mesh_axis_names: MeshAxes, x: Any) -> Part
       A spec with one entry per dimension of `x`.
 
     Raises:
-      ValueError: `x` is a scalar, or `mesh_axis_names` are no names.
+      ValueError: `x` is a scalar, or `mesh_axis_names` is invalid.
     """
     check_mesh_axes(mesh_axis_names)
     rank = len(np.shape(x))
@@ -95,7 +95,7 @@ def shard_on_batch_dim_partition_spec(mesh_axis_names: MeshAxes, x: Any) -> Part
 def infer_partition_spec_based_on_rank_fn(
     mapping_dict: SplitMapping | None, mesh_axis_names: MeshAxes, x: Any
 ) -> PartitionSpec | None:
-    """Returns the spec that the mapping's entry `map_{rank}d` gives `x`.
+    """Returns the spec of `x` from the mapping's entry `map_{rank}d` for its rank.
 
     Args:
       mapping_dict: `map_1d`, `map_2d`, ...; None for no mapping.
@@ -106,7 +106,7 @@ def infer_partition_spec_based_on_rank_fn(
       The spec, or None (fully replicated) if the entry or the whole mapping is None. `P()` for a scalar.
 
     Raises:
-      ValueError: the mapping has no entry of that rank, or the entry is wrong.
+      ValueError: the mapping has no entry for this rank, or the entry is invalid.
     """
     return _spec_by_rank(mapping_dict, mesh_axis_names, "", tuple(np.shape(x)))
 
@@ -117,7 +117,7 @@ def input_partition_spec(
     """Returns the spec of the input at `path`: from `by_name` if a key matches, otherwise from its rank.
 
     With `by_name={'images': ('data', None, None, 'mdl')}`, the input `images` [batch, height, width, channels] gets
-    `P('data', None, None, 'mdl')`, whatever `map_4d` says.
+    `P('data', None, None, 'mdl')`, even if `map_4d` differs.
 
     Args:
       mapping_dict: see the module; None for no mapping.
@@ -129,7 +129,7 @@ def input_partition_spec(
       The spec, or None for fully replicated.
 
     Raises:
-      ValueError: no entry for this input, or one of another rank than the input's.
+      ValueError: the mapping has no entry for this input, or an entry of another rank.
     """
     shape = tuple(np.shape(x))
     by_name = (mapping_dict or {}).get(BY_NAME) or {}
@@ -179,7 +179,7 @@ def reshard_input_based_on_rank_fn(
     *,
     mesh: AnyMesh | None = None,
 ) -> jax.Array:
-    """Constrains one input inside jit to the sharding that the mapping gives its rank.
+    """Constrains one input inside jit to the sharding that the mapping has for its rank.
 
     Args:
       mapping_dict: see the module; None leaves `x` unchanged.
@@ -215,7 +215,7 @@ def reshard_inputs(
       mesh_axis_names: the mesh's axes, in order.
       inputs: a pytree of arrays.
       mesh: default the ambient mesh (`jax.set_mesh`).
-      allow_uneven: accept a dimension that does not divide by its axes; XLA then pads it for the computation. Off by
+      allow_uneven: accept a dimension that is not divisible by its number of shards; XLA then pads it for the computation. Off by
         default, because JAX silently replicates an uneven value that the jitted function returns.
 
     Returns:
@@ -245,8 +245,8 @@ def validate_split_mapping(mapping_dict: SplitMapping | None, mesh_axis_names: M
         lack some inputs.)
 
     Raises:
-      ValueError: an empty mesh, an unknown key, an entry whose length is not its key's rank, an unknown axis, or an
-        axis twice in one entry. The message names the key, the entry, the mesh axes and the fix.
+      ValueError: the mesh is empty, a key or an axis is unknown, an entry's length differs from its key's rank, or an entry has
+        an axis twice. The message names the key, the entry, the mesh axes and the fix.
     """
     if mapping_dict is None:
         return

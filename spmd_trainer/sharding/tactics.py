@@ -5,8 +5,8 @@ tactics of this module can also be written as text in experiments and on the com
 `fsdp(axis="data")`, `fsdp(axis="data, mdl", min_size_to_shard_mb=0)`, `shard_dim(-1, "mdl")`.
 
 The design (regular expressions over parameter names, small composable tactics that refuse to split twice) was published
-with big_vision (https://github.com/google-research/big_vision). Two things differ here: the sharding report, not a log,
-says what a tactic could not do, and uneven dimensions can be padded.
+with big_vision (https://github.com/google-research/big_vision). Two things differ here: the sharding report (not a log) gives
+the reason if a tactic does not apply, and uneven dimensions can be padded.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ MEBIBYTE = 2**20
 
 
 def replicate() -> BuiltinTactic:
-    """Returns the tactic that keeps a leaf whole on every device and refuses a leaf that is already split."""
+    """Returns the tactic that replicates a leaf. It raises an error for a leaf that is already split."""
     return _Replicate()
 
 
 def fsdp(axis: str | Sequence[str], min_size_to_shard_mb: float = 4, allow_uneven: bool = False) -> BuiltinTactic:
-    """Returns the tactic that splits the largest unsplit dimension that divides by the axes (the last of equal ones).
+    """Returns the tactic that splits the largest unsplit dimension that the axes divide (the last of equally large ones).
 
     This is fully sharded data parallelism: parameters, gradients and optimizer state are split over the same axis as the
     batch (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, stage 3).
 
     Args:
       axis: a mesh axis, or several as a tuple or as 'data, mdl'.
-      min_size_to_shard_mb: leaves of at most this many MiB stay as they are.
-      allow_uneven: if no dimension divides, split the dimension that needs the least padding.
+      min_size_to_shard_mb: leaves of at most this many MiB are not changed.
+      allow_uneven: if the axes divide no dimension, split the dimension with the least padding relative to its size.
 
     Returns:
       The tactic. It does not change scalars, small leaves, leaves that these axes already split, and leaves without an
-      unsplit dimension that divides; the report says so.
+      unsplit dimension that the axes divide; the report gives the reason.
 
     Raises:
-      ValueError: now, an invalid axis or size; when the tactic is applied, an axis missing from the mesh, or one of
-        several axes that already splits the leaf.
+      ValueError: the axis or the size is invalid. When the tactic is applied: an axis is missing from the mesh, or some but not
+        all of the axes already split the leaf.
     """
     if isinstance(min_size_to_shard_mb, bool) or not isinstance(min_size_to_shard_mb, int | float):
         raise ValueError(f"fsdp: min_size_to_shard_mb={min_size_to_shard_mb!r} must be a number of MiB, e.g. 4.")
@@ -65,14 +65,14 @@ def shard_dim(dim: int, axis: str | Sequence[str], allow_uneven: bool = False) -
     Args:
       dim: the dimension; negative numbers count from the last.
       axis: a mesh axis, or several as a tuple or as 'data, mdl'.
-      allow_uneven: split with padding if the dimension does not divide.
+      allow_uneven: split with padding if the axes don't divide the dimension.
 
     Returns:
-      The tactic. It does not change a leaf whose dimension does not divide; the report says so.
+      The tactic. It does not change a leaf if the axes don't divide the dimension; the report gives the reason.
 
     Raises:
-      ValueError: now, an invalid dimension or axis; when the tactic is applied, a leaf without this dimension (such as a
-        scalar), a dimension that is already split, or an axis missing from the mesh or another dimension uses.
+      ValueError: the dimension or axis is invalid. When the tactic is applied: the leaf lacks the dimension (such as a scalar),
+        the dimension is already split over other axes, or an axis is missing from the mesh or splits another dimension.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise ValueError(f"shard_dim: dim={dim!r} must be a whole number, e.g. 0 for the first dimension or -1.")
@@ -146,7 +146,7 @@ class _Leaf:
 
     @property
     def where(self) -> str:
-        """The beginning of an error about this leaf."""
+        """The beginning of an error message about this leaf."""
         mesh = mesh_text(self.mesh_shape)
         return f"{self.path}: {self.tactic} on shape {self.shape} with spec {spec_text(self.spec)}, mesh {mesh}"
 
@@ -156,19 +156,19 @@ class _Leaf:
         return axes_by_dim(self.spec, len(self.shape))
 
     def split(self, dim: int, axes: tuple[str, ...]) -> PartitionSpec:
-        """Returns the spec with `dim` also split over `axes`."""
+        """Returns the leaf's spec, with dimension `dim` split over `axes`."""
         entries = [*self.axes[:dim], axes, *self.axes[dim + 1 :]]
         return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
 
 class BuiltinTactic:
-    """A tactic that also reports why it did not apply. Subclasses are frozen dataclasses of their arguments."""
+    """A tactic that also reports the reason if it does not apply. Subclasses are frozen dataclasses of their arguments."""
 
     name: ClassVar[str]
     axis: tuple[str, ...] = ()
 
     def decide(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> tuple[PartitionSpec, str]:
-        """Returns (new spec, ''), or (unchanged spec, why the tactic did not apply). Raises as `__call__`."""
+        """Returns (new spec, ''), or (unchanged spec, the reason why the tactic did not apply). Raises as `__call__`."""
         shape, dtype = leaf_shape_dtype(path, leaf)
         sizes = mesh_shape_of(mesh)
         view = _Leaf(self, path, shape, math.prod(shape) * dtype.itemsize, spec, sizes)

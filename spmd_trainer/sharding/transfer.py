@@ -1,12 +1,12 @@
 """Moves an array from one sharding to another by the best available way:
 
 - On Pathways (`pathwaysutils` installed, proxy platform in use), the Pathways transfer engine moves arrays.
-- Among the same devices in the same order, one compiled program does, unless the compiler would gather: a program whose
-  temporaries are larger than one shard is not used.
-- To other devices that need exactly the shards of the source, each shard is copied from device to device.
+- Among the same devices in the same order, one compiled program moves the array, if its temporaries are not larger than one
+  shard. (They are larger if the compiler gathers the array.)
+- If the target's devices need exactly the shards of the source, each shard is copied from device to device.
 - In all other cases, each target shard is assembled in host memory from the source shards that overlap it, so devices hold
   only source and target shards. (`jax.device_put` would fetch the whole array.)
-- Arrays on the devices of several processes can only move by `jax.device_put`, among the same devices.
+- Without such a program, arrays on the devices of several processes move by `jax.device_put`, only among the same devices.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass
 class Plans:
-    """Plans and compiled programs that equal arrays share, for one call or for all calls.
+    """Caches of compiled programs and intermediate shardings, for one call or for all calls.
 
     Attributes:
-      kept: True if the plans outlive the call.
-      programs: by shape, dtype, source, target and donation; None if the program needs too much memory.
-      intermediates: intermediate shardings by source and target; None if there is none.
+      kept: True if the caches are kept after the call.
+      programs: {(shape, dtype, source, target, donation): program}; None for a program that needs too much memory.
+      intermediates: {(source, target): intermediate sharding}; None if there is none.
     """
 
     kept: bool = False
@@ -69,7 +69,7 @@ def move(
 
     Args:
       arrays: jax.Arrays that are not deleted. An array on several processes' devices can only move among its devices.
-      shardings: one target per array, which divides the array.
+      shardings: one target sharding per array, which must split the array evenly.
       donate: one bool per array: True deletes the array's buffers.
       may_alias: False: no result shares a buffer with its source. None or True: a result may, if nothing needs to move.
       plans: compiled programs to use and to extend.
@@ -102,7 +102,7 @@ def move_here(
     may_alias: bool | None,
     plans: Plans,
 ) -> list[jax.Array]:
-    """`move` without Pathways."""
+    """As `move`, without Pathways."""
     return [_move(*each, may_alias, plans) for each in zip(arrays, shardings, donate, strict=True)]
 
 
@@ -141,7 +141,7 @@ def _used_up(x: jax.Array, moved: jax.Array, donate: bool) -> jax.Array:
 
 
 def _compile(x: jax.Array, sharding: Sharding, donate: bool) -> Callable[[jax.Array], jax.Array] | None:
-    """Compiles the identity from x's sharding to `sharding`; None if it needs more memory than one more shard."""
+    """Returns the compiled identity from x's sharding to `sharding`; None if its temporaries are larger than a shard."""
     shard_shapes = x.sharding.shard_shape(x.shape), sharding.shard_shape(x.shape)
     reuse = donate and shard_shapes[0] == shard_shapes[1]
     compiled = jax.jit(_identity, out_shardings=sharding, donate_argnums=0 if reuse else ()).lower(x).compile()
@@ -163,7 +163,7 @@ def _device_order(sharding: Sharding) -> tuple[jax.Device, ...]:
 
 
 def _shards(x: jax.Array) -> dict[Bounds, list[jax.Array]]:
-    """Returns the different shards of an array, each with all its copies."""
+    """Returns {bounds in the array: all copies of the shard} of the distinct shards on this process's devices."""
     shards: dict[Bounds, list[jax.Array]] = {}
     for shard in x.addressable_shards:
         shards.setdefault(_bounds(shard.index, x.shape), []).append(shard.data)
@@ -182,7 +182,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
 def _copy_shards(
     shards: dict[Bounds, list[jax.Array]], wanted: dict[jax.Device, Bounds], sharding: Sharding, copy: bool
 ) -> list[jax.Array]:
-    """Returns each device's shard: its own copy if it has one, otherwise a copy from the devices that do, in turn."""
+    """Returns each device's shard: its own copy if it has one, otherwise one from the devices that hold it, in turn."""
     chosen = []
     for turn, (device, bounds) in enumerate(wanted.items()):
         holders = shards[bounds]
@@ -221,5 +221,5 @@ def _assemble(
 
 
 def _slices(part: Sequence[tuple[int, int]], within: Bounds) -> tuple[slice, ...]:
-    """Returns the slices of `part` of an array, relative to the start of `within`."""
+    """Returns the slices for the bounds `part`, relative to the start of the bounds `within`."""
     return tuple(slice(p[0] - w[0], p[1] - w[0]) for p, w in zip(part, within, strict=True))

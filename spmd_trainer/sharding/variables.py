@@ -1,7 +1,7 @@
-"""The record of a variable's layout on a mesh, and the paths that name variables.
+"""`VariableSpec`, the record of a variable's sharding and padding on a mesh, and the paths that name variables.
 
 A `VariableSpec` is computed once, from shapes alone. Initialisation, jit shardings, padding, checkpoints and reports all
-read it. Messages, rules and reports write a path in one way: `layers/0/attn/kernel` (`path_str`).
+read it. Messages, rules and reports write paths in the same form: `layers/0/attn/kernel` (`path_str`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from spmd_trainer.sharding.specs import (
 
 @dataclasses.dataclass(frozen=True)
 class VariableSpec:
-    """The layout of one variable on a mesh. JAX treats it as a leaf, so a state's records form a tree like the state.
+    """Shape, sharding and padding of one variable on a mesh. It is a pytree leaf, so the specs of a state form a tree like it.
 
     Attributes:
       path: the variable's keys joined by '/', e.g. `params/layers/0/kernel`.
       logical_shape: the shape the model declares.
       dtype: the element type; a NumPy dtype, or one of JAX's extended types (PRNG keys).
       spec: one entry per dimension, or `P()` if nothing is split.
-      paddings: how much each dimension grows to divide by its number of shards.
-      reason: why it has this layout: `declared`, `rule 2 ('.*kernel', fsdp(axis='data'))`, `replicated: ...`.
-      memory_kind: JAX's memory kind of its arrays, such as 'pinned_host'; None: the devices' default.
+      paddings: the padding of each dimension, up to the next multiple of its number of shards.
+      reason: the reason for the spec: `declared`, `rule 2 ('.*kernel', fsdp(axis='data'))`, `replicated: ...`.
+      memory_kind: JAX's memory kind of the variable's arrays, such as 'pinned_host'; None for the devices' default memory.
     """
 
     path: str
@@ -81,11 +81,11 @@ class VariableSpec:
         return math.prod(self.logical_shape) * self.dtype.itemsize
 
     def padding_bytes(self) -> int:
-        """Returns the bytes that padding adds to one whole copy, which the devices share."""
+        """Returns the bytes that padding adds to one whole copy, summed over its shards."""
         return math.prod(self.padded_shape) * self.dtype.itemsize - self.logical_bytes()
 
     def padding_per_device(self, mesh_shape: Mapping[str, int]) -> int:
-        """Returns the bytes of padding in a device's shard, on average. `mesh_shape` maps axis names to sizes."""
+        """Returns the average bytes of padding in one device's shard. `mesh_shape` maps axis names to sizes."""
         padding = self.padding_bytes()
         return self.bytes_per_device(mesh_shape) * padding // max(1, self.logical_bytes() + padding)
 
@@ -104,9 +104,9 @@ def make_variable_spec(
       path: the variable's path, for errors and reports.
       shape: the logical shape.
       dtype: anything that NumPy accepts as a dtype, or one of JAX's extended types.
-      spec: entries for the leading dimensions; None: replicated.
-      mesh_shape: axis name to size.
-      reason: why this spec, for the report.
+      spec: entries for the leading dimensions; None for replicated.
+      mesh_shape: {axis name: size}.
+      reason: the reason for the spec, for the report.
 
     Returns:
       The record. Its spec has an entry for every dimension, or is `P()`.
@@ -126,7 +126,7 @@ def path_str(key_path: Sequence[object]) -> str:
     """Returns a leaf's path: its keys joined by '/', in the same form for trees of every library.
 
     Keys are dict keys, list indices, and attributes of NamedTuples and dataclasses. The attribute `value`, in which an NNX
-    Variable or a Linen Partitioned box keeps its array, is left out: the path in `{'lin': {'kernel': Param(...)}}` is
+    Variable or a Linen Partitioned box keeps its array, is omitted: the path in `{'lin': {'kernel': Param(...)}}` is
     `lin/kernel`.
 
     Args:
@@ -153,7 +153,7 @@ def _key_str(key: object) -> str:
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """Returns every leaf with its path, in the order of `jax.tree.leaves`."""
+    """Returns (path, leaf) for every leaf, in the order of `jax.tree.leaves`."""
     return [(path_str(keys), leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
 
 
@@ -161,7 +161,7 @@ def leaf_shape_dtype(path: str, leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
     """Returns the shape and dtype of an array, a ShapeDtypeStruct or a Python number.
 
     Raises:
-      ValueError: the leaf is something else.
+      ValueError: the leaf has neither shape nor dtype, and is not a Python number.
     """
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return tuple(leaf.shape), leaf.dtype
@@ -180,7 +180,7 @@ def broadcast_prefix(what: str, prefix: PyTree, tree: PyTree, is_leaf: Callable[
       what: the name of `prefix`, for errors.
       prefix: a prefix tree of `tree`.
       tree: any pytree.
-      is_leaf: True for the nodes of `prefix` to treat as leaves.
+      is_leaf: returns True for the nodes of `prefix` to treat as leaves.
 
     Returns:
       As many entries as `jax.tree.leaves(tree)`.
@@ -233,18 +233,18 @@ Decision = Callable[[str, tuple[int, ...], Any, PartitionSpec], tuple[PartitionS
 
 
 def plan_leaves(state: PyTree, mesh: AnyMesh, decide: Decision) -> PyTree:
-    """Returns a VariableSpec for every leaf.
+    """Returns a VariableSpec for every leaf, with the spec and reason that `decide` returns.
 
     Args:
       state: any pytree of arrays, ShapeDtypeStructs or Python numbers.
       mesh: the mesh.
-      decide: returns the spec and the reason of a leaf.
+      decide: (path, shape, leaf, current spec with an entry per dimension) -> (spec, reason).
 
     Returns:
       A tree like `state`.
 
     Raises:
-      ValueError: a leaf without shape and dtype, or a spec that does not fit its leaf or the mesh.
+      ValueError: a leaf has no shape and dtype, or a spec does not fit its leaf or the mesh.
     """
     sizes = mesh_shape_of(mesh)
     records = []
@@ -259,7 +259,7 @@ def plan_leaves(state: PyTree, mesh: AnyMesh, decide: Decision) -> PyTree:
 
 
 def _spec_so_far(leaf: Any, rank: int, mesh_shape: Mapping[str, int]) -> PartitionSpec:
-    """Returns the leaf's current spec on this mesh; all None if it is on a mesh with other axes."""
+    """Returns the leaf's current spec; all entries are None if it is not on a mesh of this shape."""
     sharding = getattr(leaf, "sharding", None)
     entries: tuple[Any, ...] = ()
     if isinstance(sharding, NamedSharding) and mesh_shape_of(sharding.mesh) == dict(mesh_shape):

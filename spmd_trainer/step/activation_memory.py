@@ -1,9 +1,9 @@
-"""Which named activations a step keeps for the backward pass, which it moves to host memory, and which it computes again.
+"""Chooses the named activations that a step keeps for the backward pass, offloads to host memory, or recomputes.
 
-Models name activations with `jax.ad_checkpoint.checkpoint_name` inside of rematerialised parts (`jax.checkpoint`, `nn.remat`,
-praxis' repeated layers): the decoder's are 'query_proj', 'key_proj', 'value_proj', 'context', 'out_proj', 'ffn1' and 'ffn2', and
-'key_value_down' of latent attention.
-`task.train.saved_activations` and `offloaded_activations` take the place of the policies of these parts, for any model.
+Models name activations with `jax.ad_checkpoint.checkpoint_name` inside rematerialised parts (`jax.checkpoint`, `nn.remat`,
+praxis' repeated layers). The decoder's names are 'query_proj', 'key_proj', 'value_proj', 'context', 'out_proj', 'ffn1',
+'ffn2', and 'key_value_down' of latent attention. `task.train.saved_activations` and `offloaded_activations` replace the `jax.checkpoint` policies of these parts, for any
+model. Activations in neither list are recomputed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Fn = TypeVar("Fn", bound=Callable[..., PyTree])
 
 
 def with_policy(task: SingleTask, fn: Fn) -> Fn:
-    """Returns `fn` with the task's policy in its rematerialised parts; `fn` itself if the task names no activations.
+    """Returns `fn` with the task's `jax.checkpoint` policy in its rematerialised parts; `fn` itself if both lists are empty.
 
     Args:
       task: the task, with `train.saved_activations` and `train.offloaded_activations`.
-      fn: a function of pytrees of arrays, before it is differentiated.
+      fn: a function of pytrees of arrays, to be differentiated afterwards.
 
-    Raises (when it is traced):
-      UserError: `fn` has no rematerialised part, or none with one of the names.
+    Raises (when the returned function is traced):
+      UserError: `fn` has no rematerialised part, or a listed name is not in any of them.
     """
     saved, offloaded = list(task.train.saved_activations), list(task.train.offloaded_activations)
     if not saved and not offloaded:
@@ -58,7 +58,7 @@ def check_lists(saved: Any, offloaded: Any) -> None:
     """Checks `task.train.saved_activations` and `offloaded_activations`.
 
     Raises:
-      ValueError: one is not a list of names, or a name is in both.
+      ValueError: one of the two is not a list of names, or a name is in both.
     """
     for field, names in {"saved_activations": saved, "offloaded_activations": offloaded}.items():
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -86,7 +86,7 @@ def _check_names(asked: list[str], known: set[str]) -> None:
 
 
 def _names(jaxpr: Any, *, inside: bool) -> Iterator[str]:
-    """Yields the names of activations in rematerialised parts."""
+    """Yields the names of activations in rematerialised parts; `inside`: True if the jaxpr is part of one."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name" and inside:
             yield eqn.params["name"]
@@ -95,7 +95,7 @@ def _names(jaxpr: Any, *, inside: bool) -> Iterator[str]:
 
 
 def _changed(jaxpr: Any, policy: Callable[..., Any]) -> Any:
-    """Returns a jaxpr whose rematerialised parts have the policy."""
+    """Returns the jaxpr with `policy` set in its rematerialised parts."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, jax.extend.core.ClosedJaxpr):

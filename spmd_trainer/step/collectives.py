@@ -1,18 +1,18 @@
-"""The collectives of data-parallel training, written out for use under `jax.shard_map`: for any model, JAX only.
+"""Collectives of data-parallel training for use under `jax.shard_map`. They need JAX only and work for any model.
 
-All devices of a mesh call these functions together. `axis_name` is one mesh axis or a tuple of them. The ideas are those of
+All devices of a mesh call these functions together. `axis_name` is one mesh axis or a tuple of mesh axes. The ideas come from
 Phillip Lippe's tutorials on training at scale (https://uvadlc-notebooks.readthedocs.io, 2024), after ZeRO (Rajbhandari et al.
-2020, https://arxiv.org/abs/1910.02054) and FSDP (Zhao et al. 2023, https://arxiv.org/abs/2304.11277). If the loss of a device
-is the mean over its rows:
+2020, https://arxiv.org/abs/1910.02054) and FSDP (Zhao et al. 2023, https://arxiv.org/abs/2304.11277). Example, if the loss of
+a device is the mean over its rows:
 
     variables = plan_shards(params, "data", mesh)             # outside: a VariableSpec for each parameter
-    shards = shard_params(params, variables)                  # each device keeps its piece
+    shards = shard_params(params, variables)                  # each device keeps its shard
     key = fold_rng_over_axis(key, "data")                     # another dropout mask on each device
     loss_of = lambda shards, rows: loss(gather_params(shards, variables), rows)
     loss, grads = jax.value_and_grad(loss_of)(shards, rows)   # gradients of split parameters: split and averaged
     grads = sync_gradients(grads, variables, "data")          # averages the gradients of the other parameters
 
-A mean over devices counts each device equally. If devices hold unequal weights, reduce sums and weights and divide afterwards
+A mean over devices counts each device equally. If devices hold unequal weights, reduce sums and weights, and divide afterwards
 (`weighted_sum` and `weighted_mean` of `step/minibatches.py`).
 """
 
@@ -67,15 +67,15 @@ def plan_shards(
 ) -> PyTree:
     """Decides which dimension of each parameter is split over the axes.
 
-    That is the largest dimension that the axes divide. If they divide none, it is the one that needs the least padding in
-    proportion to its size. A parameter of fewer than `min_weight_size` elements stays whole.
+    Chooses the largest dimension whose size the product of the axis sizes divides. If it divides none, chooses the dimension with
+    the least padding relative to its size. A parameter of fewer than `min_weight_size` elements is replicated.
 
     Args:
-      params: any pytree of arrays or ShapeDtypeStructs, logical shapes.
+      params: any pytree of arrays or ShapeDtypeStructs, of logical (unpadded) shapes.
       axis_name: the axes to split over.
-      mesh: the mesh, or an abstract one.
-      min_weight_size: the smallest number of elements of a parameter that is split.
-      first_dim: a prefix tree of `params`: the first dimension that may be split (the ones before it are stacked layers).
+      mesh: a Mesh or an AbstractMesh.
+      min_weight_size: parameters with fewer elements are not split.
+      first_dim: a prefix tree of `params`: the first dimension that may be split. Dimensions before it are stacked layers.
 
     Returns:
       A VariableSpec for each parameter.
@@ -110,14 +110,14 @@ def plan_shards(
 
 
 def shard_params(params: PyTree, variables: PyTree) -> PyTree:
-    """Returns this device's piece of parameters that every device holds whole.
+    """Returns this device's shards of replicated parameters.
 
     Args:
-      params: arrays of logical shapes.
+      params: arrays of logical (unpadded) shapes.
       variables: their VariableSpecs, same structure.
 
     Returns:
-      A tree like `params`. Pieces have `VariableSpec.shard_shape`; padding holds zeros.
+      A tree like `params`. Shards have `VariableSpec.shard_shape`; padding holds zeros.
     """
 
     def shard(param: jax.Array, variable: VariableSpec) -> jax.Array:
@@ -132,18 +132,18 @@ def shard_params(params: PyTree, variables: PyTree) -> PyTree:
 
 
 def gather_params(shards: PyTree, variables: PyTree) -> PyTree:
-    """Returns whole parameters from each device's piece, by one all-gather for each split parameter.
+    """Returns whole parameters from the devices' shards, by one all-gather for each split parameter.
 
-    The backward pass averages the gradient over the axes and splits it again, by one reduce-scatter for each. Gradients of
-    parameters that are not split pass unchanged: see `sync_gradients`. The result has the checkpoint name `GATHERED`, so that
-    a `jax.checkpoint` policy can gather it again instead of keeping it.
+    The backward pass averages each gradient over the axes and splits it again, by one reduce-scatter for each split parameter.
+    Gradients of parameters that are not split pass unchanged; average them with `sync_gradients`. Gathered parameters have the
+    checkpoint name `GATHERED`, so that a `jax.checkpoint` policy can gather them again in the backward pass.
 
     Args:
       shards: arrays as `shard_params` returns them.
       variables: their VariableSpecs, same structure.
 
     Returns:
-      A tree like `shards`, logical shapes.
+      A tree like `shards`, of logical shapes.
     """
 
     def gather(shard: jax.Array, variable: VariableSpec) -> jax.Array:
@@ -156,13 +156,13 @@ def gather_params(shards: PyTree, variables: PyTree) -> PyTree:
 
 
 def gather_array(shard: jax.Array, axes: tuple[str, ...], dim: int, size: int) -> jax.Array:
-    """Gathers one array.
+    """Gathers one array from the devices' shards.
 
     Args:
-      shard: this device's piece.
+      shard: this device's shard.
       axes: the axes that `dim` is split over.
       dim: the split dimension.
-      size: the logical size of `dim`; anything beyond it is padding and is cut off.
+      size: the logical size of `dim`; padding beyond it is sliced off.
 
     Returns:
       The whole array; its gradient is reduce-scattered as in `gather_params`.
@@ -195,12 +195,12 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 def sync_gradients(grads: PyTree, variables: PyTree, axis_name: Axes) -> PyTree:
     """Averages each gradient over the axes on which its parameter is replicated.
 
-    The backward pass of `gather_params` has already averaged over the axes that a parameter is split over. All gradients to be
-    averaged over the same axes share one reduction. The tree may also hold other values to average, such as sums and weights
+    The backward pass of `gather_params` has already averaged over the axes that a parameter is split over. All gradients that
+    are averaged over the same axes share one reduction. The tree may also hold other values to average, such as sums and weights
     of metrics.
 
     Args:
-      grads: arrays.
+      grads: gradients, any pytree of arrays.
       variables: a prefix tree of `grads`: VariableSpecs or PartitionSpecs, or None for replicated.
       axis_name: all axes that the batch is split over.
 

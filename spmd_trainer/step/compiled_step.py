@@ -1,4 +1,4 @@
-"""A compiled step on a mesh, and how it is made of a pure step and a layout."""
+"""`CompiledStep`, a jitted step on a mesh, and `compile_step`, which makes it from a pure step and a layout."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ OwnPass: TypeAlias = Callable[[NestedJTensor, NestedJTensor], Callable[..., Any]
 
 
 class CompiledStep:
-    """A jitted step. It is traced with the mesh set, so that layers' own sharding constraints apply.
+    """A jitted step. It is traced under `jax.set_mesh`, so that sharding constraints inside layers apply.
 
     Attributes:
-      layout: the layout of the state that it takes.
-      inputs_shape_dtype: padded global shapes of the inputs.
+      layout: the layout of the step's input state.
+      inputs_shape_dtype: ShapeDtypeStructs of the padded global inputs.
       inputs_partition_spec: PartitionSpecs of the inputs, same structure.
     """
 
     def __init__(self, jitted: jax.stages.Wrapped, layout: Layout, inputs_shape_dtype: NestedShapeDtypeStruct):
-        """Compiles nothing yet.
+        """Wraps a jitted function. Compilation happens at the first call.
 
         Args:
           jitted: (state, prng_key, inputs) -> (new state or None, outputs).
           layout: the layout of the state.
-          inputs_shape_dtype: padded global shapes of the inputs.
+          inputs_shape_dtype: ShapeDtypeStructs of the padded global inputs.
         """
         self._jitted = jitted
         self.layout = layout
@@ -46,7 +46,7 @@ class CompiledStep:
         """Returns (new state or None, outputs); dispatches asynchronously.
 
         Args:
-          state: a padded state of `layout`; a step that returns a new one donates it.
+          state: a padded state of `layout`; it is donated if the step returns a new state.
           prng_key: the run's key.
           inputs: the batch, as `layout.put` returns it.
         """
@@ -54,17 +54,17 @@ class CompiledStep:
             return self._jitted(state, prng_key, inputs)
 
     def lower(self, prng_key: jax.Array | jax.ShapeDtypeStruct) -> jax.stages.Lowered:
-        """Lowers the step as `jax.jit(f).lower`; needs no arrays."""
+        """Lowers the step for abstract arguments, like `jax.jit(f).lower`."""
         with jax.set_mesh(self.layout.mesh):
             return self._jitted.lower(*self.arguments(prng_key))
 
     def trace(self, prng_key: jax.Array | jax.ShapeDtypeStruct) -> jax.stages.Traced:
-        """Traces the step as `jax.jit(f).trace`; needs no arrays."""
+        """Traces the step for abstract arguments, like `jax.jit(f).trace`."""
         with jax.set_mesh(self.layout.mesh):
             return self._jitted.trace(*self.arguments(prng_key))
 
     def arguments(self, prng_key: jax.Array | jax.ShapeDtypeStruct) -> tuple[TrainState, Any, NestedShapeDtypeStruct]:
-        """Returns the step's arguments for a key: ShapeDtypeStructs of the padded state and inputs, with shardings."""
+        """Returns (state, prng_key, inputs), with padded state and inputs as ShapeDtypeStructs with shardings."""
         inputs = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             self.inputs_shape_dtype,
@@ -83,16 +83,18 @@ def compile_step(
 ) -> CompiledStep:
     """Wraps a pure step for the mesh and jits it.
 
-    The step, in order: inputs arrive split on the batch dimension over the whole mesh; added rows are removed; the inputs
-    are resharded by rank; padding is sliced off the state; the pure step runs on logical shapes; the new state is padded.
-    The state leaves in its own shardings, with its buffers donated; everything else leaves replicated.
+    The jitted step takes inputs split on the batch dimension over the whole mesh. It removes the rows that `Layout.put` added,
+    reshards the inputs by `inputs_split_mapping`, slices the padding off the state, runs the pure step on logical (unpadded)
+    shapes, and pads the new state. The new state has the shardings of the old one, whose buffers are donated. All other outputs
+    are replicated.
 
     Args:
       layout: the layout of the state, as the pure step sees it.
       step_fn: the pure step.
       inputs_shape_dtype: ShapeDtypeStructs of the global batch, before any padding.
       is_eval: True for steps that return no state.
-      own_pass: makes what the partitioner passes to `step_fn` instead of the pass of `step_fns`.
+      own_pass: (padded variables, padded inputs) -> the partitioner's `step_fns.GradFn` or `EvalFn`, which `step_fn` gets as its
+        last argument. None: `step_fn` uses its default pass.
     """
 
     def step(state: TrainState, prng_key: jax.Array, inputs: NestedJTensor) -> tuple[TrainState | None, Any]:
@@ -121,7 +123,7 @@ def compile_step(
 
 
 def _recommend_verify(places: Sequence[str], padded: Sequence[str]) -> None:
-    """Logs what is known of the program's own sharding constraints."""
+    """Logs `places` ('file:line') of the model's sharding constraints, and warns of dimensions that are padded for them."""
     for note in padded:
         logging.warning("%s", note)
     if places:
@@ -132,9 +134,9 @@ def _recommend_verify(places: Sequence[str], padded: Sequence[str]) -> None:
 
 
 def _options_without_gpus(mesh: Mesh) -> dict[str, Any] | None:
-    """Returns the compiler's options for a mesh of GPUs that are not here; None for other meshes.
+    """Returns compiler options for a mesh of GPUs if the process has no GPU; None for other meshes.
 
-    Triton's products need tile sizes, which the compiler measures on a GPU. Without one it finds none for small shapes.
+    Triton's matrix products need tile sizes, which the compiler measures on a GPU. Without a GPU it finds none for small shapes.
     """
     platform = mesh.devices.flat[0].platform
     is_here = platform in ("cpu", "tpu") or jax.default_backend() == "gpu"

@@ -1,4 +1,4 @@
-"""Gathers parameters where a model reads them, without changes to the model: for Flax modules and praxis layers."""
+"""Gathers split parameters where a Flax module or praxis layer reads them, without changes to the model."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ GatherArgs: TypeAlias = tuple[tuple[str, ...], int, int]
 
 @jax.tree_util.register_pytree_node_class
 class GatheredOnUse(meta.AxisMetadata[Any]):
-    """A device's piece of a parameter in a Flax or praxis variable tree; a layer that reads it gets the gathered parameter.
+    """A box of a device's shard in a Flax or praxis variable tree; a layer that reads it gets the gathered parameter.
 
-    Flax calls `unbox` when a module reads a parameter. Loops over stacked layers slice the piece and leave it boxed, so
-    each layer's part is gathered inside the loop.
+    Flax calls `unbox` when a module reads a parameter. Loops over stacked layers slice the shard and leave it boxed, so
+    each layer's parameter is gathered inside the loop.
     """
 
     def __init__(self, shard: jax.Array, axes: tuple[str, ...], dim: int, size: int):
-        """Boxes a piece; arguments as for `collectives.gather_array`."""
+        """Boxes a shard; arguments as for `collectives.gather_array`."""
         self._shard = shard
         self._gather_args: GatherArgs = (axes, dim, size)
 
     @classmethod
     def box(cls, shard: jax.Array, variable: VariableSpec) -> jax.Array | GatheredOnUse:
-        """Boxes a piece of `variable`; returns an array that is not split as it is."""
+        """Returns a boxed shard of `variable`; returns `shard` itself if the variable is not split."""
         for dim, axes in enumerate(axes_by_dim(variable.spec, len(variable.logical_shape))):
             if axes:
                 return cls(shard, axes, dim, variable.logical_shape[dim])
@@ -52,19 +52,19 @@ class GatheredOnUse(meta.AxisMetadata[Any]):
         return self.value
 
     def replace_boxed(self, val: Any) -> Any:
-        """Returns the new value itself: it needs no gathering."""
+        """Returns `val` unboxed, because a new value is not split."""
         return val
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> GatheredOnUse:
-        """Returns the box for a value that has one more dimension, at `index`: the number of the gathered dimension changes."""
+        """Returns the box with the gathered dimension renumbered for a new dimension at `index`."""
         axes, dim, size = self._gather_args
         return GatheredOnUse(self._shard, axes, dim + (index <= dim), size)
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> GatheredOnUse:
-        """Returns the box of the piece without its dimension `index`.
+        """Returns the box with the gathered dimension renumbered for the removal of dimension `index`.
 
         Raises:
-          UserError: the parameter is split over this dimension, so no device has all that a loop over it needs.
+          UserError: the parameter is split on dimension `index`, so a loop over it lacks the slices of other devices.
         """
         axes, dim, size = self._gather_args
         if index % self._shard.ndim == dim:
@@ -75,7 +75,7 @@ class GatheredOnUse(meta.AxisMetadata[Any]):
         return GatheredOnUse(self._shard, axes, dim - (index < dim), size)
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], GatherArgs]:
-        """Returns the piece as the only leaf."""
+        """Returns the shard as the only leaf, and the arguments of `gather_array` as auxiliary data."""
         return (self._shard,), self._gather_args
 
     @classmethod
@@ -97,9 +97,9 @@ _NOT_KEPT = frozenset(
 
 
 def without_keeping_gathered(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn` with parameters gathered again in the backward pass, unless `fn` rematerialises parts itself.
+    """Returns `fn` with parameters gathered again in the backward pass, unless `fn` contains `jax.checkpoint` itself.
 
-    In that case it is not changed: an outer `jax.checkpoint` would overrule the policies of those inside `fn`.
+    Such a function is not changed, because an outer `jax.checkpoint` would overrule the policies of those inside `fn`.
     """
 
     @functools.wraps(fn)

@@ -1,8 +1,8 @@
 """Optimizer states in pinned host memory: the step copies them to the devices part by part, and back.
 
-The parts are the layers of repeated (stacked) variables, one after the other in a loop, and then all other variables together.
-A loop is what keeps the order: a scheduler starts copies as early as it can, and without one it starts all of them before the
-first update. So a device holds the states of one layer, or those of all variables outside of repeated layers.
+First the step updates repeated (stacked) variables in a loop, one layer at a time, then all other variables together. The loop
+keeps the order: the compiler's scheduler starts copies as early as it can, and without a loop it starts all of them before the
+first update. So a device holds the states of one layer, or of all variables outside repeated layers.
 
 The optimizer sees the same arrays as for states on the devices, so the results are the same.
 """
@@ -42,9 +42,10 @@ _HOST_BUFFER = re.compile(r"^\s+%?[\w.-]+ = [^=]*?S\(5\)\}? (?!parameter|get-tup
 
 
 def memory_kind(learner: Any, variable: VariableSpec) -> str | None:
-    """Returns the memory kind of a part of the train state: that of the learner for large parts of an optimizer state.
+    """Returns the JAX memory kind of an array of the train state; None for the device's default memory.
 
-    Moving averages, which evaluation reads, stay on the devices.
+    Large arrays of the optimizer state get the learner's `opt_state_memory_kind`. Moving averages, which evaluation reads, stay
+    on the devices.
     """
     if learner.opt_state_memory_kind == DEVICE or not variable.path.startswith("opt_states/"):
         return None
@@ -54,7 +55,7 @@ def memory_kind(learner: Any, variable: VariableSpec) -> str | None:
 
 
 def why_at_once(learner: Any, hparams: PyTree) -> str:
-    """Returns why a step copies all states to the devices at once; '' if it copies those of repeated layers one by one.
+    """Returns the reason why a step copies all optimizer states to the devices at once; '' if it copies them layer by layer.
 
     Args:
       learner: the learner.
@@ -70,7 +71,7 @@ def why_at_once(learner: Any, hparams: PyTree) -> str:
 
 
 def warn_if_at_once(learner: Any, hparams: PyTree) -> None:
-    """Warns of states in host memory that come to the devices all at once. Arguments as for `why_at_once`."""
+    """Warns if the step copies all states in host memory to the devices at once. Arguments as for `why_at_once`."""
     if learner.opt_state_memory_kind != DEVICE and (why := why_at_once(learner, hparams)):
         logging.warning(
             "task.train.learner.opt_state_memory_kind=%r saves %s: all optimizer states are on the devices together while a step "
@@ -84,10 +85,10 @@ def warn_if_at_once(learner: Any, hparams: PyTree) -> None:
 
 
 def check_devices(task: SingleTask, mesh: Mesh) -> None:
-    """Checks that a mesh's devices have the memory that a task asks for.
+    """Checks that a mesh's devices have pinned host memory if the task's settings need it.
 
     Raises:
-      UserError: they don't; names them, and the memory kinds that they have.
+      UserError: the devices lack it; the message names their kind and their memory kinds.
     """
     asked = {
         f"task.train.learner.opt_state_memory_kind={PINNED_HOST!r}": task.learner.opt_state_memory_kind == PINNED_HOST,
@@ -110,14 +111,14 @@ def check_devices(task: SingleTask, mesh: Mesh) -> None:
 
 
 def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
-    """Checks that a compiled train step has in host memory what the task asks for.
+    """Checks that a compiled train step keeps states and activations in host memory as the task's settings say.
 
     Args:
-      layout: the layout of its state.
+      layout: the layout of the step's state.
       lowered, compiled: the step, (state, key, inputs) -> (new state, outputs).
 
     Raises:
-      UserError: the compiler left a part of the state, or the activations, on the devices; names it and the device.
+      UserError: the compiler left a part of the state, or the activations, on the devices; the message names part and device.
     """
     offloaded = list(layout.task.train.offloaded_activations)
     if not offloaded and not any(variable.memory_kind for variable in layout.records()):
@@ -151,13 +152,16 @@ def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.sta
 def update_stored(
     learner: Learner, grads: PyTree, stored: PyTree, old_vars: PyTree, var_weight_hparams: PyTree, step: jax.Array
 ) -> tuple[PyTree, PyTree]:
-    """As `Learner.update_states`, for a state as it is kept between steps: `opt_state_dtypes.stored`, in any memory.
+    """As `Learner.update_states`, for the state in its stored form between steps: `opt_state_dtypes.stored`, in any memory.
 
     Args:
       learner: the learner.
       grads, old_vars, var_weight_hparams: as in `Learner.update_states`.
-      stored: the stored state; parts in host memory are `HostPart`s.
+      stored: the stored optimizer state; arrays in host memory are `HostPart`s.
       step: uint32 scalar, the number of the training step.
+
+    Returns:
+      The updates, and the new state in its stored form.
     """
 
     def run(grads: PyTree, mdl_vars: PyTree, hparams: PyTree, valid: jax.Array) -> tuple[PyTree, PyTree]:
@@ -169,13 +173,13 @@ def update_stored(
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """How states are kept between steps.
+    """An optimizer update on states in their stored form.
 
     Attributes:
       learner: the learner.
       dtypes: `opt_state_dtypes.kept_dtypes` of the whole state.
-      step: uint32, the number of the training step.
-      valid: bool scalar; False keeps the state.
+      step: uint32 scalar, the number of the training step.
+      valid: bool scalar; False skips the step: updates are zero and the state does not change.
     """
 
     learner: Learner
@@ -186,7 +190,7 @@ class _Kept:
     def update(
         self, tx: Any, grads: PyTree, states: PyTree, mdl_vars: PyTree, row: opt_state_dtypes.Row | None = None
     ) -> tuple[PyTree, PyTree]:
-        """Runs an optimizer on stored states on the devices, all of them or one row. Returns the updates and the new states."""
+        """Returns the optimizer's updates and the new stored states, for states on the devices: all, or those of one layer."""
         loaded = opt_state_dtypes.loaded(self.dtypes, states, row)
         updates, new = tx.update(grads, loaded, mdl_vars)
         updates, new = self.learner.if_valid(self.valid, updates, new, loaded)
@@ -197,7 +201,7 @@ def _update(kept: _Kept, grads: PyTree, states: PyTree, mdl_vars: PyTree, hparam
     """Runs the optimizer on stored states, part by part.
 
     Args:
-      kept: how they are kept.
+      kept: the learner and the stored form of its states.
       grads: clipped gradients.
       states: the stored optimizer state, with `HostPart`s.
       mdl_vars, hparams: the variables and their WeightHParams, in the structure of `grads`.
@@ -231,9 +235,9 @@ def _update(kept: _Kept, grads: PyTree, states: PyTree, mdl_vars: PyTree, hparam
 
 
 def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTree) -> dict[str, PyTree]:
-    """Returns the groups of repeated layers that are updated one layer at a time, because a part of their state is on the host.
+    """Returns the groups of repeated layers that are updated one layer at a time: those with a part of their state on the host.
 
-    As {key in the state: tree of bools, True for variables outside of the group}.
+    The result is {key in the state: tree of bools, True for variables outside the group}.
     """
     if not learner.vectorize_on_repeat_prefix or not isinstance(states, dict) or opt_vec.NO_PREFIX_KEY not in states:
         return {}
@@ -255,7 +259,7 @@ def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTre
 
 
 def _without(tree: PyTree, others: PyTree) -> PyTree:
-    """Returns a tree without the leaves where `others` is True, as praxis groups the variables of repeated layers."""
+    """Returns a tree with `optax.MaskedNode` for the leaves where `others` is True, as praxis does for repeated layers."""
     return jax.tree.map(lambda other, x: optax.MaskedNode() if other else x, others, tree)
 
 
@@ -265,20 +269,20 @@ def _stacking(p: base_layer.WeightHParams) -> tuple[Any, ...]:
 
 
 def _in_a_loop(stacking: tuple[Any, ...]) -> bool:
-    """Returns True for variables that are stacked along one dimension, which is not split."""
+    """Returns True for variables that are stacked along one dimension, if this dimension is not split over mesh axes."""
     prefix, mapping, _ = stacking
     return len(prefix) == 1 and all(entry in (None, -1) for entry in mapping)
 
 
 def _whole(kept: _Kept, tx: Any, states: PyTree, grads: PyTree, mdl_vars: PyTree) -> tuple[PyTree, PyTree]:
-    """Copies all of a state to the devices, and updates it."""
+    """Copies a whole state to the devices, and runs the optimizer. Returns the updates and the new state."""
     given = jax.tree.map(lambda x: x.on_device() if is_host_part(x) else x, states, is_leaf=is_host_part)
     updates, new = kept.update(tx, grads, given, mdl_vars)
     return updates, _back(states, new, None)
 
 
 def _back(states: PyTree, new: PyTree, row: jax.Array | None) -> PyTree:
-    """Returns the state with new values, or with those of a row."""
+    """Returns `states` with new values, or with new values at index `row` of dimension 0."""
 
     def back(old: Any, value: jax.Array) -> Any:
         if is_host_part(old):
@@ -291,7 +295,10 @@ def _back(states: PyTree, new: PyTree, row: jax.Array | None) -> PyTree:
 def _by_row(
     kept: _Kept, key: str, states: PyTree, grads: PyTree, mdl_vars: PyTree, hparams: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Updates the layers of repeated variables one after the other; as the vectorised optimizer does, but in a loop."""
+    """Runs the optimizer on repeated variables in a loop, one layer at a time. Returns the updates and the new states.
+
+    The results are those of praxis' vectorised optimizer.
+    """
     tx = kept.learner.raw_grad_tx(hparams)
     count = jax.tree.leaves(grads)[0].shape[0]
 

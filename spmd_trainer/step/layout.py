@@ -1,4 +1,4 @@
-"""`Layout`: how a task lies on a mesh, its variables and its batches. It is known before any array exists."""
+"""`Layout`: shapes, padding and shardings of a task's train state and batches on a mesh. It holds no arrays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RowPadding: TypeAlias = Literal["constant", "wrap"]
 
 @dataclasses.dataclass(frozen=True)
 class LogicalLayout:
-    """What the maths of a step knows of a layout: no mesh and no padding.
+    """The part of a layout that a pure step needs; it has neither mesh nor padding.
 
     Attributes:
       task: the built task.
@@ -50,11 +50,11 @@ class LogicalLayout:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("record", "mesh"))
 @dataclasses.dataclass(frozen=True)
 class HostPart:
-    """A part of the state in host memory, as a step gets it: with its padding, because nothing is computed on the host.
+    """An array of the train state in host memory, as a step gets it. It keeps its padding, because the host computes nothing.
 
     Attributes:
       array: the padded array.
-      record: its record in the layout.
+      record: its VariableSpec in the layout.
       mesh: its mesh.
     """
 
@@ -63,10 +63,10 @@ class HostPart:
     mesh: Mesh
 
     def on_device(self, row: jax.Array | None = None) -> jax.Array:
-        """Copies it to the devices, without padding. Under jit.
+        """Copies the array to the devices and slices off its padding. Use under jit.
 
         Args:
-          row: scalar; the index in dimension 0 of what is copied. None: everything.
+          row: integer scalar: copies the slice at this index of dimension 0. None: copies the whole array.
         """
         record = self._record(row)
         x = self.array if row is None else lax.dynamic_index_in_dim(self.array, row, 0, keepdims=False)
@@ -74,7 +74,12 @@ class HostPart:
         return slice_off(self._split(x, record), record.logical_shape)
 
     def updated(self, value: jax.Array, row: jax.Array | None = None) -> HostPart:
-        """Returns it with a new value of what `on_device` returned, copied back to host memory. Under jit."""
+        """Returns the HostPart with `value` copied back to host memory. Use under jit.
+
+        Args:
+          value: the new value of the array that `on_device(row)` returned.
+          row: as for `on_device`.
+        """
         record = self._record(row)
         moved = jax.device_put(self._split(put_back(value, record.padded_shape), record), jax.memory.Space.Host)
         array = moved if row is None else lax.dynamic_update_index_in_dim(self.array, moved, row, 0)
@@ -89,12 +94,12 @@ class HostPart:
 
 
 def is_host_part(x: Any) -> bool:
-    """Returns True for a part of a state in host memory, as a step gets it."""
+    """Returns True for a `HostPart`."""
     return isinstance(x, HostPart)
 
 
 def _row(variable: VariableSpec) -> VariableSpec:
-    """Returns the record of what stands at one index of dimension 0, which is whole on each device."""
+    """Returns the VariableSpec of a slice at one index of dimension 0; dimension 0 must not be split."""
     return dataclasses.replace(
         variable,
         logical_shape=variable.logical_shape[1:],
@@ -110,8 +115,8 @@ class Layout(LogicalLayout):
     Attributes:
       mesh: the device mesh.
       variables: a TrainState whose leaves are VariableSpecs.
-      init_variables: `state_layout.variables_initialiser` of the task.
-      row_padding: how missing rows of a batch are filled.
+      init_variables: PRNG key -> initial variables; see `state_layout.variables_initialiser`.
+      row_padding: fills the rows that `put` adds to a batch: 'constant' with zeros, 'wrap' with the first rows again.
     """
 
     mesh: Mesh
@@ -135,14 +140,14 @@ class Layout(LogicalLayout):
 
     @functools.cached_property
     def padded_shapes(self) -> TrainState:
-        """ShapeDtypeStructs of the state as the devices hold it, with shardings."""
+        """ShapeDtypeStructs of the padded state, with shardings."""
         shapes: TrainState = jax.tree.map(
             lambda v, s: jax.ShapeDtypeStruct(v.padded_shape, v.dtype, sharding=s), self.variables, self.shardings
         )
         return shapes
 
     def slice(self, state: TrainState) -> TrainState:
-        """Padded state -> the state as the step sees it. Under jit. Parts in host memory stay there, as `HostPart`s."""
+        """Returns a padded state without its padding; arrays in host memory stay there, as `HostPart`s. Use under jit."""
         on_device = jax.tree.map(lambda v, x: None if v.memory_kind else x, self.variables, state)
         logical: TrainState = jax.tree.map(
             lambda v, x, whole: HostPart(whole, v, self.mesh) if v.memory_kind else x,
@@ -153,7 +158,7 @@ class Layout(LogicalLayout):
         return logical
 
     def pad(self, state: TrainState) -> TrainState:
-        """The state as the step sees it -> padded state, with zeros in the padding. Under jit."""
+        """Inverts `slice`: returns the padded state, with zeros in the padding. Use under jit."""
         on_device = jax.tree.map(lambda x: None if is_host_part(x) else x, state, is_leaf=is_host_part)
         padded: TrainState = jax.tree.map(
             lambda _, x, given: given.array if is_host_part(given) else x,
@@ -164,7 +169,7 @@ class Layout(LogicalLayout):
         return padded
 
     def without_opt_states(self) -> Layout:
-        """Returns the layout of the same state in evaluation."""
+        """Returns the layout of the eval state, which has no optimizer states."""
         return dataclasses.replace(self, variables=self.variables.to_eval_state())
 
     def records(self) -> list[VariableSpec]:
@@ -175,11 +180,11 @@ class Layout(LogicalLayout):
         """Checks that a state whose PartitionSpecs are `specs` is a padded state of this layout.
 
         Args:
-          state: the state's arrays, or their shapes.
-          specs: its PartitionSpecs.
+          state: arrays or ShapeDtypeStructs.
+          specs: PartitionSpecs, same structure.
 
         Raises:
-          ValueError: an array has another shape or another spec; names the first.
+          ValueError: an array has another shape or another spec; the message names the first.
         """
 
         def check(variable: VariableSpec, array: jax.Array, spec: PartitionSpec) -> None:
@@ -195,12 +200,12 @@ class Layout(LogicalLayout):
     def num_params(self, *, per_token: bool = False) -> int:
         """Returns the number of elements of the trainable variables, at logical shapes.
 
-        With `per_token`, counts what computes one token: the share k / E of E experts if a token has k of them.
+        With `per_token`, counts only elements that are used for one token: k / E of the experts if a token uses k of E experts.
         """
         return self._num_elements(frozen=False, per_token=per_token)
 
     def num_frozen_params(self, *, per_token: bool = False) -> int:
-        """Returns the number of elements of the parameters that adapters leave as they are; as `num_params`."""
+        """Returns the number of elements of frozen parameters, the base of a model with adapters. See `num_params`."""
         return self._num_elements(frozen=True, per_token=per_token)
 
     def _num_elements(self, *, frozen: bool, per_token: bool) -> int:
@@ -223,7 +228,7 @@ class Layout(LogicalLayout):
         return jax.tree.map(padded, inputs_shape_dtype)
 
     def inputs_partition_spec(self, inputs: PyTree) -> NestedPartitionSpec:
-        """Returns how inputs arrive: dimension 0 over every mesh axis.
+        """Returns the PartitionSpecs of a step's inputs: dimension 0 is split over all mesh axes.
 
         Args:
           inputs: arrays or ShapeDtypeStructs.
@@ -239,7 +244,7 @@ class Layout(LogicalLayout):
     def put(self, batch: PyTree) -> NestedJTensor:
         """Puts one process's rows of a batch on the devices, as part of the global batch.
 
-        Adds rows up to a multiple of the process's devices, filled as `row_padding` says; the step does not count them.
+        Adds rows, filled by `row_padding`, up to a multiple of the process's device count. The step removes them again.
 
         Args:
           batch: numpy arrays [rows of this process, ...].
@@ -258,7 +263,12 @@ class Layout(LogicalLayout):
         return jax.tree.map(lambda x, s: jax.make_array_from_process_local_data(s, x), rows, shardings)
 
     def without_added(self, x: jax.Array, logical: jax.ShapeDtypeStruct) -> jax.Array:
-        """Removes the rows that `put` added. Under jit. Each process added rows after its own rows."""
+        """Removes the rows that `put` added after the rows of each process. Use under jit.
+
+        Args:
+          x: an array of the global batch, with added rows.
+          logical: its shape without added rows.
+        """
         rows = logical.shape[0]
         if x.shape[0] == rows:
             return x
@@ -277,7 +287,7 @@ class Layout(LogicalLayout):
         return slice_off(x[np.array(kept + added)], (rows, *x.shape[1:]))
 
     def reshard(self, inputs: NestedJTensor) -> NestedJTensor:
-        """Splits inputs as the task's `inputs_split_mapping` says. Under jit."""
+        """Reshards inputs by the task's `inputs_split_mapping`. Use under jit."""
         mapping = self.task.train.inputs_split_mapping
         # If the axes don't divide the batch, `evenly` pads it.
         return sharding.reshard_inputs(mapping, dict(self.mesh.shape), inputs, mesh=self.mesh, allow_uneven=True)

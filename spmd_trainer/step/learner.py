@@ -1,7 +1,7 @@
-"""From gradients to new variables: clipping, skipped steps, the optimizer, moving averages.
+"""Learners: turn gradients into new variables, by clipping, skipping of invalid steps, the optimizer and moving averages.
 
-Names and behaviour are Pax's. A learner works on trees with its unchanged variables masked out (`masks.mask_out`). The
-optimizer may be any praxis optimizer or a plain optax transformation. In a step:
+Names and behaviour are Pax's. A learner works on trees in which variables that are not trained are masked out
+(`masks.mask_out`). The optimizer may be any praxis optimizer or a plain optax transformation. In a step:
 
     learner.plot_learning_rate(step)
     updates, new_opt_state = learner.update_states(grads, opt_state, mdl_vars, var_weight_hparams)
@@ -31,30 +31,30 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
       optimizer: a praxis optimizer, an optax GradientTransformation, or a config of either.
       loss_name: name of the loss among the model's outputs. None: 'loss', for the models of `spmd_trainer.models`.
       stochastic_gradient: a Pax field for differentially private gradients, which are not supported; must be None.
-      skip_zero_gradients: a Pax field that never had an effect; must be None.
-      grad_norm_summary: summarise the global gradient norm, before and after clipping and as applied.
-      grad_norm_individual_vars: summarise each variable's gradient norm.
-      var_norm_summary: summarise the norm over all variables.
-      var_norm_individual_vars: summarise each variable's norm.
+      skip_zero_gradients: a Pax field without effect; must be None.
+      grad_norm_summary: write summaries of the global gradient norm, before and after clipping, and of the norm of the updates.
+      grad_norm_individual_vars: write a summary of each variable's gradient norm.
+      var_norm_summary: write a summary of the norm over all variables.
+      var_norm_individual_vars: write a summary of each variable's norm.
       check_valid_step: check gradients for NaN, Inf and norms above `skip_step_gradient_norm_value`.
       vectorize_on_repeat_prefix: treat the layers of a repeated (stacked) variable as separate variables.
       force_repeat_prefix_structure: give optimizer states the stacked structure even if no layer is repeated.
       skip_step_gradient_norm_value: skip a step whose gradient norm reaches this value; 0 for no limit.
       enable_skip_step_on_gradient_anomalies: an invalid step changes neither variables nor optimizer state.
-      bprop_variable_exclusion: regexes; variables whose whole path matches one (`re.fullmatch`) don't learn. A list index in a
-        path may be spelled 'params/lm/x_layers/0/w' or, as in Pax, 'params/lm/x_layers[0]/w'; see `masks.match_paths`.
-      bprop_variable_inclusion: regexes, matched in the same way; only variables that match one learn. Give one of the two.
+      bprop_variable_exclusion: regexes; variables whose whole path matches one (`re.fullmatch`) are not trained. A list index in
+        a path may be spelled 'params/lm/x_layers/0/w' or, as in Pax, 'params/lm/x_layers[0]/w'; see `masks.match_paths`.
+      bprop_variable_inclusion: regexes, matched in the same way; only variables that match one are trained. Set only one of
+        `bprop_variable_exclusion` and `bprop_variable_inclusion`.
       repeat_prefix_sep: separates dimensions in the keys of stacked optimizer states.
-      keep_optimizer_state_for_excluded_vars: keep optimizer states also of variables that don't learn.
+      keep_optimizer_state_for_excluded_vars: keep optimizer states also of variables that are not trained.
       scale_update_by_var_norm: scale each update by the variable's initial magnitude.
-      opt_state_dtype: how the float32 parts of the optimizer state, such as moments, are kept between steps: 'float32',
-        'bfloat16' or '8bit', see `opt_state_dtypes`. Parts of fewer than 4,096 elements stay float32, and so do, by rules
-        too, those that begin with values of the variables: moving averages (`ema_decay`) and copies. A run may change it when
-        it is started again.
-      opt_state_dtype_rules: (regex, dtype) pairs. The first whose regex is found in the path of a part of the state, such as
-        'no_prefix/v/params/lm/softmax/w', decides instead of `opt_state_dtype`, for a part of any size.
-      opt_state_memory_kind: where the optimizer state is between steps: 'device', or 'pinned_host' for the memory of the host,
-        from which a step copies it layer by layer, see `host_states`. Small parts and moving averages stay on the device.
+      opt_state_dtype: dtype in which float32 arrays of the optimizer state, such as moments, are stored between steps: 'float32',
+        'bfloat16' or '8bit', see `opt_state_dtypes`. Arrays of fewer than 4,096 elements stay float32. Moving averages
+        (`ema_decay`) and copies of variables always stay float32, even if a rule matches. A restarted run may change it.
+      opt_state_dtype_rules: (regex, dtype) pairs. The first pair whose regex is found in the path of an array of the state, such
+        as 'no_prefix/v/params/lm/softmax/w', overrides `opt_state_dtype`, for arrays of any size.
+      opt_state_memory_kind: memory of the optimizer state between steps: 'device', or 'pinned_host' for host memory, from which
+        a step copies it layer by layer, see `host_states`. Small arrays and moving averages stay on the device.
     """
 
     optimizer: Any = None
@@ -108,7 +108,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
 
     @property
     def sees_stacks(self) -> bool:
-        """True if the optimizer gets stacked variables as they are; see `optax_bridge.sees_stacks`."""
+        """True if the optimizer gets the stacked variables of repeated layers unsplit; see `optax_bridge.sees_stacks`."""
         return optax_bridge.sees_stacks(self.optimizer)
 
     def raw_grad_tx(self, var_weight_hparams: Any) -> Any:
@@ -118,9 +118,10 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
     def get_grad_tx(self, var_weight_hparams: Any) -> Any:
         """Returns the gradient transformation for variables of these WeightHParams.
 
-        It has `init(vars)`, `update(grads, state, vars)` and `init_partition_spec(hparams)`, which returns WeightHParams in the
-        structure of `init`, inside one `optax.MaskedState` as in Pax. With repeated layers, state and specs are dicts with one
-        entry for each kind of stacking (each with its own `MaskedState` in the specs) and 'no_prefix' for all other variables.
+        The transformation has `init(vars)`, `update(grads, state, vars)` and `init_partition_spec(hparams)`, which returns
+        WeightHParams in the structure of the state, wrapped in an `optax.MaskedState` as in Pax. With repeated layers, state and
+        specs are dicts with one entry for each kind of stacking and an entry 'no_prefix' for all other variables; in the specs,
+        each entry has its own `MaskedState`.
         """
         grad_tx = self.raw_grad_tx(var_weight_hparams)
         if not self.vectorize_on_repeat_prefix or self.sees_stacks:
@@ -133,7 +134,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         )
 
     def plot_learning_rate(self, step: jax.Array) -> None:
-        """Summarises the learning rate at `step`, a scalar integer; does nothing if the optimizer doesn't expose it."""
+        """Writes a summary of the learning rate at `step`, an integer scalar; does nothing if the optimizer doesn't expose it."""
         _summarize("learning/lr", self.optimizer.get_learning_rate(step))
 
     def update_states(self, grads: Any, states: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
@@ -142,12 +143,12 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         Args:
           grads: gradients, same structure, shapes and dtypes as `old_vars`.
           states: the optimizer state.
-          old_vars: the variables; unchanged ones are masked out.
+          old_vars: the variables; those that are not trained are masked out.
           var_weight_hparams: their WeightHParams, same structure.
 
         Returns:
           The updates to add, in the structure of `old_vars`, and the new optimizer state. In a skipped step the updates are
-          zero and the state is the old one. If a variable is overwritten with its gradient, its update is the gradient.
+          zero and the state does not change. If a variable is overwritten with its gradient, its update is the gradient.
         """
 
         def run(grads: Any, old_vars: Any, hparams: Any, valid: jax.Array) -> tuple[Any, Any]:
@@ -157,7 +158,12 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         return self.update_by(run, grads, old_vars, var_weight_hparams)
 
     def update_by(self, run: Any, grads: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
-        """As `update_states`, by a function of (clipped gradients, variables, WeightHParams, whether the step is valid)."""
+        """As `update_states`, but `run` replaces the optimizer.
+
+        Args:
+          run: (clipped gradients, variables, WeightHParams, bool scalar: the step is valid) -> (updates, new optimizer state).
+          grads, old_vars, var_weight_hparams: as in `update_states`.
+        """
         overwrites = jax.tree.map(base_layer.var_overwrite_with_gradient, var_weight_hparams)
         # A gradient that overwrites its variable (fp8 scales) must not reach the optimizer.
         masked_vars, masked_hparams, masked_grads = (
@@ -170,7 +176,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         return jax.tree.map(lambda o, raw, x: raw if o else x, overwrites, grads, updates), new_states
 
     def if_valid(self, valid: jax.Array, updates: Any, new_states: Any, states: Any) -> tuple[Any, Any]:
-        """Returns the updates and the new state of a valid step; zeros and the old state of a step that is skipped."""
+        """Returns (updates, new_states) if the step is valid, else (zeros, states). `valid`: bool scalar."""
         if not (self.enable_skip_step_on_gradient_anomalies and self.check_valid_step):
             return updates, new_states
         # `valid` is 0 where it is used. XLA would share a constant of zeros with the start of the gradients' sums, and hold it.
@@ -178,11 +184,11 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         return updates, jax.tree.map(lambda new, old: jnp.where(valid, new, old), new_states, states)
 
     def scale_gradients(self, raw_grads: Any, optimizer_name: str | None = None) -> tuple[Any, jax.Array]:
-        """Clips gradients with the optimizer's settings, and checks whether the step is valid.
+        """Clips gradients by the optimizer's settings, and checks whether the step is valid.
 
         Args:
           raw_grads: gradients.
-          optimizer_name: part of the summaries' names if a learner has several optimizers.
+          optimizer_name: added to the summaries' names, for a learner with several optimizers.
 
         Returns:
           The clipped gradients, and a bool scalar: True if the step is valid. It is invalid if the norm over all gradients,
@@ -222,7 +228,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         """Adds updates to the variables; non-trainable variables keep their values.
 
         Args:
-          old_vars: the variables; unchanged ones are masked out.
+          old_vars: the variables; those that are not trained are masked out.
           transformed_grads: the updates from `update_states`; same structure.
           var_weight_hparams: WeightHParams; same structure.
 
@@ -248,16 +254,17 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
 
 
 class MultiOptimizerLearner(Learner):
-    """A learner with auxiliary optimizers for the variables that their regexes select, and `optimizer` for the rest.
+    """A learner with auxiliary optimizers for variables selected by regexes, and `optimizer` for the rest.
 
-    `optimizer.ema_decay` sets the moving averages of all variables; an auxiliary optimizer's `ema_decay` has no effect. Its
-    clipping has an effect only with `apply_separate_scaling`.
+    `optimizer.ema_decay` sets the moving averages of all variables; an auxiliary optimizer's `ema_decay` has no effect.
+    The clipping settings of auxiliary optimizers have an effect only with `apply_separate_scaling`.
 
     Attributes:
       auxiliary_optimizers: the auxiliary optimizers.
-      auxiliary_regex: a regex for each of them. It selects the variables whose path it matches from the beginning (`re.match`),
-        such as 'params/lm/softmax' or '.*/bias', in either spelling of list indices. No variable may be selected twice.
-      auxiliary_names: a name for each of them, for summaries.
+      auxiliary_regex: a regex for each auxiliary optimizer. It selects the variables whose path it matches from the beginning
+        (`re.match`), such as 'params/lm/softmax' or '.*/bias', in either spelling of list indices (see `masks.match_paths`). No
+        variable may be selected twice.
+      auxiliary_names: a name for each auxiliary optimizer, for summaries.
       apply_separate_scaling: clip each optimizer's gradients separately, with that optimizer's settings.
     """
 
@@ -288,14 +295,16 @@ class MultiOptimizerLearner(Learner):
                 )
 
     def plot_learning_rate(self, step: jax.Array) -> None:
-        """Summarises each optimizer's learning rate, the main one's as 'learning/lr' and 'learning/lr_main'."""
+        """Writes a summary of each optimizer's learning rate; `optimizer`'s is 'learning/lr' and 'learning/lr_main'."""
         super().plot_learning_rate(step)
         for name, optimizer in self._named_optimizers():
             _summarize(f"learning/lr_{name}", optimizer.get_learning_rate(step))
 
     def get_masks(self, var_weight_hparams: Any) -> tuple[list[Any], Any]:
-        """Returns trees of bools: the variables that each auxiliary optimizer updates, and those that the main one updates.
-        `var_weight_hparams`: WeightHParams, or any other leaves; only the structure is used.
+        """Returns trees of bools: a list with a mask of the variables of each auxiliary optimizer, and the mask of `optimizer`.
+
+        Args:
+          var_weight_hparams: WeightHParams, or a tree of any other leaves in the variables' structure.
 
         Raises:
           ValueError: a regex selects no variable, or two select the same one.
@@ -317,7 +326,7 @@ class MultiOptimizerLearner(Learner):
         return auxiliary, jax.tree.unflatten(treedef, [count == 0 for count in counts])
 
     def raw_grad_tx(self, var_weight_hparams: Any) -> Any:
-        """Returns the chain of moving averages (with `ema_decay`) and all optimizers, each masked to its variables."""
+        """Returns the chain of all optimizers, each masked to its variables; moving averages come first if `ema_decay` is set."""
         auxiliary, main = self.get_masks(var_weight_hparams)
         parts = [optimizers.apply_ema_weights(self.optimizer.ema_decay)] if has_ema(self) else []
         for (_, optimizer), mask in zip(self._named_optimizers(), [main, *auxiliary], strict=True):
@@ -326,7 +335,7 @@ class MultiOptimizerLearner(Learner):
         return optimizers.sharded_chain(*parts)
 
     def scale_gradients(self, raw_grads: Any, optimizer_name: str | None = None) -> tuple[Any, jax.Array]:
-        """As `Learner.scale_gradients`; with `apply_separate_scaling`, scales each optimizer's gradients separately.
+        """As `Learner.scale_gradients`; with `apply_separate_scaling`, clips each optimizer's gradients separately.
 
         A step is valid if it is valid for every optimizer.
         """
@@ -355,7 +364,7 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def _summarize(name: str, value: Any) -> None:
-    """Adds a scalar to the step's summaries; does nothing if it is None or no step is running."""
+    """Adds a scalar to the step's summaries; does nothing if `value` is None or there is no praxis `JaxContext`."""
     if value is not None and base_layer.JaxContext.has_context():
         base_layer.add_global_summary(name, jnp.asarray(value), base_layer.SummaryType.AGGREGATE_SCALAR)
 

@@ -1,4 +1,4 @@
-"""Variables that the load of experts moves: a router's biases, which even the load out without a loss (arXiv:2408.15664)."""
+"""Auxiliary-loss-free load balancing of experts: each step moves a router's biases by the experts' load (arXiv:2408.15664)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from spmd_trainer.train_states import NestedJTensor
 def moved_by_load(
     layout: LogicalLayout, forward_vars: NestedJTensor, summaries: Mapping[str, jax.Array]
 ) -> NestedJTensor:
-    """Moves the variables of `masks.MOVED_BY_LOAD` by the load of the whole batch.
+    """Moves the variables marked with `masks.MOVED_BY_LOAD` (router biases) by the experts' load in the whole batch.
+
+    A variable's element moves up by the variable's rate if its expert's load is below the mean, and down if above.
 
     Args:
       layout: has the WeightHParams of all variables.
       forward_vars: the collections that the forward pass wrote.
-      summaries: its summaries, among them the load.
+      summaries: the summaries of the forward pass, among them the load (`masks.LOAD`).
 
     Returns:
       `forward_vars` with the moved variables.
 
     Raises:
-      UserError: the forward pass may not write what that needs.
+      UserError: `task.train.apply_mutable_list` lacks the summaries or the non-trainable variables.
     """
     moved = _rates(layout)
     tree = forward_vars.get(base_layer.NON_TRAINABLE)
@@ -53,7 +55,7 @@ def moved_by_load(
 def without_moves_of_a_skipped_step(
     layout: LogicalLayout, old_vars: NestedJTensor, new_vars: NestedJTensor
 ) -> NestedJTensor:
-    """Returns `new_vars` with the old values of what the load moves, if the learner has skipped the step."""
+    """Returns `new_vars`; if the learner has skipped the step, variables that the load moves keep their old values."""
     learner, moved = layout.task.learner, _rates(layout)
     if not (moved and learner.check_valid_step and learner.enable_skip_step_on_gradient_anomalies):
         return new_vars
@@ -70,7 +72,7 @@ def without_moves_of_a_skipped_step(
 
 
 def _rates(layout: LogicalLayout) -> dict[str, float]:
-    """Returns {path among the non-trainable variables: rate} of those that the load moves."""
+    """Returns {path: rate} of the variables that the load moves; paths begin below the collection of non-trainable variables."""
     hparams = masks.with_paths(layout.var_weight_hparams.get(base_layer.NON_TRAINABLE, {}))
     # A frozen base keeps its biases.
     rates = {path: masks.load_rate(p) for path, p in hparams if not masks.is_frozen(p)}

@@ -1,4 +1,4 @@
-"""Masks, as trees of bools: which variables learn, and which have an optimizer state."""
+"""Masks (trees of bools) of the variables that are trained and of those with an optimizer state, and path matching."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def get_excluded_var_mask_for_grad(var_weight_hparams: Any, learner: Any) -> Any
     """Returns a tree of bools: True for variables without a gradient (non-trainable, or excluded by regex).
 
     Raises:
-      ValueError: the learner excludes every variable, or one of its regexes matches none.
+      ValueError: the learner excludes every variable, or one of its regexes matches no variable.
     """
     excluded = explicitly_excluded(var_weight_hparams, learner)
     mask = jax.tree.map(lambda p, e: e or base_layer.var_not_trainable(p), var_weight_hparams, excluded)
@@ -44,7 +44,10 @@ def get_excluded_var_mask_for_grad(var_weight_hparams: Any, learner: Any) -> Any
 
 
 def get_excluded_var_mask_for_opt(var_weight_hparams: Any, learner: Any) -> Any:
-    """Returns a tree of bools: True for variables without an optimizer state. With EMA, non-trainable variables have one."""
+    """Returns a tree of bools: True for variables without an optimizer state.
+
+    If the optimizer keeps moving averages (`ema_decay`), non-trainable variables have an optimizer state too.
+    """
     if learner.keep_optimizer_state_for_excluded_vars:
         return jax.tree.map(is_frozen, var_weight_hparams)
     excluded = explicitly_excluded(var_weight_hparams, learner)
@@ -58,24 +61,28 @@ def get_excluded_var_mask_for_opt(var_weight_hparams: Any, learner: Any) -> Any:
 
 
 def is_frozen(hparams: Any) -> bool:
-    """Returns True for a variable that never changes."""
+    """Returns True for a variable in the collection `FROZEN`, which never changes."""
     return FROZEN in hparams.collections
 
 
 def read_per_token(hparams: Any) -> float:
-    """Returns the share of a variable's elements that computes one token: less than 1 for experts."""
+    """Returns the fraction of a variable's elements that is used for one token: less than 1 for experts."""
     shares = [name.removeprefix(READ_PER_TOKEN) for name in hparams.collections if name.startswith(READ_PER_TOKEN)]
     return float(fractions.Fraction(shares[0])) if shares else 1.0
 
 
 def load_rate(hparams: Any) -> float | None:
-    """Returns the rate at which a variable is moved by its load; None if it isn't."""
+    """Returns the rate by which each step moves a variable (`MOVED_BY_LOAD`); None for other variables."""
     rates = [name.removeprefix(MOVED_BY_LOAD) for name in hparams.collections if name.startswith(MOVED_BY_LOAD)]
     return float(rates[0]) if rates else None
 
 
 def explicitly_excluded(var_weight_hparams: Any, learner: Any) -> Any:
-    """Returns a tree of bools: True for variables that the learner's regexes exclude. They never change."""
+    """Returns a tree of bools: True for variables that the learner's regexes exclude from training.
+
+    Raises:
+      ValueError: a regex matches no variable, or is not valid.
+    """
     for field in ("bprop_variable_inclusion", "bprop_variable_exclusion"):
         patterns = _as_list(getattr(learner, field))
         for pattern in patterns:
@@ -97,8 +104,8 @@ def _as_list(patterns: str | Sequence[str]) -> list[str]:
 def matches(tree: Any, patterns: Sequence[str]) -> Any:
     """Returns a tree of bools: True for leaves whose whole path matches a pattern (`re.fullmatch`).
 
-    List indices may have either spelling of `match_paths`. A pattern without '/' may also match the path joined by '.', as in
-    older Pax files.
+    List indices may have either spelling of `match_paths`. A pattern without '/' may also match the path with '.' instead of '/',
+    as in older Pax files.
 
     Raises:
       ValueError: a pattern is not a valid regex.
@@ -117,7 +124,7 @@ def _fullmatch(pattern: re.Pattern[str], path: str) -> bool:
 
 
 def match_paths(tree: Any, regex: str, match: Callable[[re.Pattern[str], str], object]) -> list[bool]:
-    r"""Returns for each leaf of a tree, in order, whether a regex matches its path.
+    r"""Returns a bool for each leaf of a tree, in order: True if a regex matches the leaf's path.
 
     The index of a list has two spellings: `x_layers/0/w`, as in messages and reports, and Pax's `x_layers[0]/w`. A regex that
     writes an index in one spelling (`\[` or `.0.`; '/' followed by a digit, `\d` or `[0-9]`) is matched against that spelling
@@ -126,7 +133,7 @@ def match_paths(tree: Any, regex: str, match: Callable[[re.Pattern[str], str], o
     Args:
       tree: any pytree.
       regex: the regex.
-      match: `re.Pattern.match`, `re.Pattern.fullmatch` or the like.
+      match: (pattern, path) -> true if it matches, such as `re.Pattern.match` or `re.Pattern.fullmatch`.
 
     Raises:
       re.error: the regex does not compile.
@@ -147,7 +154,7 @@ def with_paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 def paths_text(tree: Any) -> str:
-    """Returns the first ten paths of a tree, for messages."""
+    """Returns the first ten leaf paths of a tree as text, for messages."""
     paths = [path for path, _ in with_paths(tree)]
     more = f" and {len(paths) - 10} more" if len(paths) > 10 else ""
     return ", ".join(paths[:10]) + more

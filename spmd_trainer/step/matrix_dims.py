@@ -1,9 +1,10 @@
-"""Which variables are matrices, for optimizers of whole matrices: rows, columns and stacks of each, or why it is none.
+"""Finds the variables that are matrices, for matrix optimizers such as Muon: rows, columns and stack dimensions of each.
 
-What a model's products sum over are the rows of a variable, and what they return its columns (`matrix_uses`). All other
-dimensions are stacks: repeated layers, and experts that a product computes one by one, or that a router's weights are paired with
-(`product_results`). Embeddings, the output matrix, routers, and whatever no product reads (norms, biases) are none. A few names
-of praxis' layers and of experts decide besides the program. Rules of the user come first.
+The matrix products of the traced model decide (`matrix_uses`). Dimensions that a product contracts are the rows of a variable,
+dimensions that it keeps are the columns. All other dimensions are stacks: repeated layers, and experts, i.e. dimensions that a
+product computes one by one, or that are paired with a router's columns (`product_results`). Embeddings, the output matrix,
+routers, and variables that no product reads (norms, biases) are not matrices. Some names of praxis layers and of experts are
+recognised too. The user's rules take precedence.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ _STACKED = re.compile(r"^(?!.*(attention|attn)).*(expert|moe)", re.IGNORECASE)
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A variable of matrices.
+    """A variable that holds one matrix or a stack of matrices.
 
     Attributes:
-      dims: its dimensions by role, those of repeated layers included.
-      shape: its shape, with repeated layers.
+      dims: its dimensions by role, including those of repeated layers.
+      shape: its shape, including the dimensions of repeated layers.
     """
 
     dims: MatrixDims
@@ -60,7 +61,7 @@ class Matrix:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Rows and columns of each matrix."""
+        """Number of rows and of columns of each matrix."""
         rows, cols = (math.prod(self.shape[dim] for dim in side) for side in (self.dims.inputs, self.dims.outputs))
         return rows, cols
 
@@ -71,7 +72,7 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What one variable is: matrices, or none; and why."""
+    """Whether a variable is a matrix (`matrix` is None if not), and the reason."""
 
     matrix: Matrix | None
     reason: str
@@ -81,11 +82,11 @@ class Choice:
 
 
 def with_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) -> NestedWeightHParams:
-    """Returns the WeightHParams with what the model does with each variable, for `choose`.
+    """Returns the WeightHParams with notes on each variable's use in the model, added to `collections`, for `choose`.
 
     Args:
       hparams: WeightHParams of the variables.
-      forward: the model's forward pass of these variables; it is traced.
+      forward: the model's forward pass as a function of the variables; it is traced.
     """
     uses = find_uses(hparams, forward)
     known = [
@@ -96,7 +97,7 @@ def with_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) ->
 
 
 def find_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) -> dict[str, Uses]:
-    """Returns what the model does with each variable that may learn, by path. Arguments as for `with_uses`."""
+    """Returns {path: `Uses`} of the floating-point parameters in the model. Arguments as for `with_uses`."""
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype or jnp.float32), hparams)
     jaxpr, _ = matrix_uses.traced(forward, (shapes,))
     learning = {
@@ -108,7 +109,7 @@ def find_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) ->
 
 
 def _known(path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses]) -> list[str]:
-    """Returns the collections for a variable's use."""
+    """Returns the entries of `collections` that encode a variable's use."""
     use = uses[path]
     reason = _why_none(path, hparams, use)
     if reason is not None:
@@ -128,7 +129,7 @@ def _known(path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses
 def _notes(
     path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses], dims: MatrixDims
 ) -> Iterator[tuple[str, str]]:
-    """Yields the collections' beginnings and texts for what the program doesn't show of a matrix."""
+    """Yields (prefix, text) of entries of `collections` for the facts that the traced program leaves open about a matrix."""
     use, first = uses[path], len(hparams.repeat_prefix or ())
     if use.may_route:
         yield _DOUBT, f"{path}: a sigmoid of its products weighs whole vectors; if it is a router, ({path!r}, 'adam')"
@@ -153,7 +154,7 @@ def _notes(
 
 
 def _is_unexplained(column: Column, uses: Mapping[str, Uses]) -> bool:
-    """Returns True for the first of a product's several columns if nothing shows what it counts."""
+    """Returns True for the first of a product's several column dimensions if the program shows neither heads nor experts."""
     path, dim = column
     use = uses[path]
     if len(use.products) != 1 or len(use.products[0].outputs) < 2 or use.products[0].outputs[0] != dim:
@@ -165,7 +166,7 @@ def _is_unexplained(column: Column, uses: Mapping[str, Uses]) -> bool:
 
 
 def _is_expert(column: Column, uses: Mapping[str, Uses]) -> bool:
-    """Returns True if a column is one of a router: it counts experts."""
+    """Returns True if a dimension counts experts, because it is a column dimension of a router."""
     path, dim = column
     use = uses[path]
     return (use.routes or bool(_ROUTER.search(path))) and any(dim in kind.outputs for kind in use.products)
@@ -196,16 +197,16 @@ def _why_none(path: str, hparams: base_layer.WeightHParams, use: Uses) -> str | 
 
 
 def choose(hparams: NestedWeightHParams, rules: Rules, heads: str, owner: str) -> dict[str, Choice]:
-    """Returns what each variable is, by its path.
+    """Returns {path: `Choice`}: whether each variable is a matrix, and its dimensions by role.
 
     Args:
-      hparams: WeightHParams of the variables, from `with_uses`; without it, only those of rank 2 are known.
-      rules: (regex, form) pairs; the first whose regex is found in the path decides.
-      heads: 'joined': heads are a part of rows or columns; 'apart': each head is a matrix.
+      hparams: WeightHParams of the variables, from `with_uses`. Without `with_uses`, variables of rank 2 are matrices.
+      rules: (regex, form) pairs; the first pair whose regex is found in the path decides. See `MatrixOptimizer.rules`.
+      heads: 'joined': attention heads are a part of rows or columns; 'apart': each head is a matrix.
       owner: the optimizer's name, for messages.
 
     Raises:
-      UserError: a rule that doesn't fit its variable, or a variable of rank 3 or more of which nothing is known.
+      UserError: a rule doesn't fit its variable, or neither rule nor use is known for a variable of rank 3 or more.
     """
     return {path: _choice(path, p, rules, heads, owner) for path, p in masks.with_paths(hparams)}
 
@@ -270,15 +271,15 @@ def _of_form(path: str, hparams: base_layer.WeightHParams, rule: str, form: str)
 
 
 def check_rules(rules: Rules, owner: str, others: Sequence[str] = (NO_MATRIX,)) -> None:
-    """Checks rules that no variable is needed for.
+    """Checks the syntax of rules, without variables.
 
     Args:
       rules: (regex, form) pairs.
-      owner: the field that holds them, for messages.
-      others: forms besides lists of roles.
+      owner: the name of the field that holds the rules, for messages.
+      others: allowed forms besides comma-separated roles.
 
     Raises:
-      UserError: a rule that is not (regex, form), or whose regex doesn't compile, or whose form has an unknown role.
+      UserError: a rule is not (regex, form), its regex doesn't compile, or its form has an unknown role.
     """
     known = " or ".join([*map(repr, others), f"a list of {_ROLES}"])
     for number, rule in enumerate(rules, start=1):
@@ -298,15 +299,18 @@ def check_rules(rules: Rules, owner: str, others: Sequence[str] = (NO_MATRIX,)) 
 
 @functools.lru_cache(maxsize=16)
 def _log_table(name: str, text: str) -> None:
-    """Logs a table once: a search for meshes lays the same variables out for each of its candidates."""
+    """Logs a table once, although a search for meshes computes the same table for each candidate."""
     logging.info("%s computes on these matrices, and leaves the rest to Adam:\n%s", name, text)
 
 
 def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:
-    """Logs what each variable is to a `MatrixOptimizer`. Returns it by the end of the first moment's path.
+    """Logs each variable's `Choice` for a `MatrixOptimizer`.
+
+    Returns:
+      {'/m/PATH': text of the choice} for each variable PATH. '/m/PATH' is the end of the path of its first moment in the state.
 
     Raises:
-      UserError: no variable is a matrix, or as `choose`.
+      UserError: no variable is a matrix, or an error of `choose`.
     """
     name, choices = type(optimizer).__name__, optimizer.choices(hparams)
     text = table(choices)
@@ -343,7 +347,7 @@ def _warn_of_doubts(name: str, choices: Mapping[str, Choice], hparams: NestedWei
 
 
 def has_optax_muon(opt_states: PyTree) -> bool:
-    """Returns True if `optax.contrib.muon` is part of an optimizer."""
+    """Returns True if an optimizer state contains a state of `optax.contrib.muon`."""
     return any(map(_is_muon, jax.tree.leaves(opt_states, is_leaf=_is_muon)))
 
 
@@ -352,16 +356,16 @@ def _is_muon(node: Any) -> bool:
 
 
 def check_optax_muon(hparams: NestedWeightHParams, opt_states: PyTree) -> None:
-    """Checks what `optax.contrib.muon` takes for matrices; it knows variables of two dimensions only.
+    """Checks that `optax.contrib.muon`, which takes exactly the variables of two dimensions for matrices, is right about them.
 
-    With dimension numbers of the user's own, i.e. if it has others, nothing is checked.
+    Checks nothing if the user gave dimension numbers, i.e. if Muon has a variable of other than two dimensions.
 
     Args:
       hparams: WeightHParams of the variables with an optimizer state, from `with_uses`.
       opt_states: shapes of the optimizer's state.
 
     Raises:
-      UserError: it takes a variable for a matrix that is none, or leaves matrices out because they are stacked or have heads.
+      UserError: Muon takes a variable for a matrix wrongly, or omits a matrix because it is stacked or has heads.
     """
     variables = dict(jax.tree_util.tree_leaves_with_path(hparams))
     moments = [node.mu for node in jax.tree.leaves(opt_states, is_leaf=_is_muon) if _is_muon(node)]
@@ -386,7 +390,7 @@ def check_optax_muon(hparams: NestedWeightHParams, opt_states: PyTree) -> None:
 
 
 def table(choices: Mapping[str, Choice]) -> str:
-    """Returns a line for each kind of variable: those whose paths differ in numbers only share one."""
+    """Returns the choices as text. Variables with the same choice whose paths differ only in numbers share a line."""
     kinds = Counter((re.sub(r"\d+(?=/|$)", "*", path), str(choice)) for path, choice in choices.items())
     width = max((len(path) for path, _ in kinds), default=0)
     return "\n".join(f"  {path:{width}}  {count:3} x  {text}" for (path, text), count in kinds.items())

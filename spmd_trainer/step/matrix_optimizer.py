@@ -1,8 +1,8 @@
-"""The base of optimizers of whole matrices, such as `muon.Muon` and `soap.Soap`: which variables they take; Adam for the rest.
+"""The base class of optimizers of whole matrices, such as `muon.Muon` and `soap.Soap`, which use Adam for all other variables.
 
-What is a matrix is read from the model's program (`matrix_dims`), for models of any library. A warning says what the program
-leaves open, and rules decide it. What the optimizers compute runs on whole matrices, divided over all devices
-(`whole_matrices`); their states live where the variables do.
+The traced model shows which variables are matrices (`matrix_dims`), for models of any library. A warning names the variables for
+which the trace is ambiguous; the user's rules decide them. The optimizers compute on whole matrices, which are distributed over
+all devices (`whole_matrices`). Their states are sharded like the variables.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
 
 
 class MatrixVariable(NamedTuple):
-    """A variable of matrices in a step.
+    """The arrays of a variable that holds matrices, in a step.
 
     Attributes:
       grad: its gradient.
-      parts: the parts of its state, by name.
+      parts: the arrays of its optimizer state, by name.
       value: the variable; None if the optimizer isn't given variables.
       matrix: its dimensions by role.
       spec: how gradient and variable are split over the ambient mesh.
@@ -45,28 +45,28 @@ class MatrixVariable(NamedTuple):
     spec: PartitionSpec
 
     def decayed(self, step: jax.Array, decay: float) -> jax.Array:
-        """Returns a step with decoupled weight decay."""
+        """Returns `step` plus `decay` times the variable (decoupled weight decay)."""
         return _decayed(step, self.value, decay)
 
 
 class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untyped
-    """Takes the matrices of a model, and leaves all other variables to Adam.
+    """An optimizer for the matrices of a model, with Adam for all other variables.
 
-    The rate is `learning_rate` times the schedule for both, unless `adam_learning_rate` is set. Clipping, moving averages and
-    `decoupled_weight_decay` are those of all praxis optimizers.
+    Matrices and other variables have the rate `learning_rate` times the schedule, unless `adam_learning_rate` is set. Clipping,
+    moving averages and `decoupled_weight_decay` work as in all praxis optimizers.
 
-    A subclass defines `matrix_state` and `matrix_steps`, and `more_parts` if its state has other parts than `m` and `v`.
+    A subclass defines `matrix_state` and `matrix_steps`, and `more_parts` if its state has more arrays than `m` and `v`.
 
     Attributes:
-      heads: 'joined': attention's kernels are matrices of all heads; 'apart': of each head, where heads have a dimension of their
-        own. Kernels with one dimension for heads and their columns stay whole, with a warning that names them.
-      rules: (regex, form) pairs, which decide before what is found in the model's program. The first whose regex is found in a
-        variable's path wins. The form is 'adam', or for each dimension of the variable, without those of repeated layers,
+      heads: 'joined': an attention kernel is one matrix of all heads; 'apart': one matrix per head, if heads have a separate
+        dimension. Kernels that join heads and head columns in one dimension stay whole, with a warning that names them.
+      rules: (regex, form) pairs, which override the roles found in the traced model. The first pair whose regex is found in a
+        variable's path wins. The form is 'adam', or a role for each dimension of the variable, without those of repeated layers:
         'rows' (inputs), 'cols' (outputs) or 'stack', such as 'stack,rows,cols'.
-      weight_decay: decay of matrices: each step takes off rate * weight_decay of them.
-      adam_learning_rate: rate of Adam's variables, times the schedule; None for `learning_rate`.
-      adam_beta1, adam_beta2, adam_epsilon: Adam's fields, as of optax.
-      adam_weight_decay: decay of Adam's variables, but not of those that skip regularisation, such as norms and biases.
+      weight_decay: decay of matrices: each step subtracts rate * weight_decay * variable.
+      adam_learning_rate: learning rate of Adam's variables, times the schedule; None for `learning_rate`.
+      adam_beta1, adam_beta2, adam_epsilon: Adam's hyperparameters b1, b2 and eps, as in optax.
+      adam_weight_decay: decay of Adam's variables, except those that skip regularisation, such as norms and biases.
     """
 
     # `Learner` neither vectorises over repeated layers nor has to know of any: the optimizer sees stacks itself.
@@ -88,7 +88,7 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
         """Checks the fields.
 
         Raises:
-          UserError: a field has a value that doesn't exist, or two contradict each other.
+          UserError: a field has an unknown value, or two fields contradict each other.
         """
         super().__post_init__()
         name = type(self).__name__
@@ -100,33 +100,33 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
         matrix_dims.check_rules(self.rules, f"{name}.rules")
 
     def matrix_state(self, x: jax.Array, matrix: Matrix) -> dict[str, jax.Array]:
-        """Returns the parts of the state of a variable of matrices before the first step, by name. Usable under `eval_shape`."""
+        """Returns the initial state of a variable that holds matrices, as {name: array}. Usable under `jax.eval_shape`."""
         raise NotImplementedError
 
     def matrix_steps(
         self, given: Mapping[str, MatrixVariable], count: jax.Array
     ) -> dict[str, tuple[jax.Array, dict[str, jax.Array]]]:
-        """Returns the step of each variable of matrices, with decay but without the rate, and the new parts of its state.
+        """Returns {path: (step, new state arrays by name)}. The step includes weight decay, but not the learning rate.
 
         Args:
-          given: the variables by path; at least one.
-          count: int32 scalar, the steps taken before.
+          given: the variables that hold matrices, by path; at least one.
+          count: int32 scalar, the number of steps taken before.
         """
         raise NotImplementedError
 
     def part_hparams(self, var_weight_hparams: NestedWeightHParams) -> dict[str, base_layer.WeightHParams]:
-        """Returns the WeightHParams of the state's parts that don't follow their variable, by 'name/path of the variable'."""
+        """Returns the WeightHParams of state arrays that are not shaped like their variable, by 'array name/variable path'."""
         return {}
 
     def notes(self, choices: Mapping[str, Choice]) -> str:
-        """Returns what the log says of matrices besides the table; may be empty."""
+        """Returns text for the log, after the table of `choices`; may be empty."""
         return ""
 
     def size(self, rows: float, cols: float) -> float:
-        """Returns the size of the update of a matrix, for muP.
+        """Returns the size (spectral norm) of the update of a [rows, cols] matrix, for muP.
 
         Raises:
-          UserError: it is unknown how the optimizer's updates grow with the width.
+          UserError: the optimizer has no rule for updates at other widths.
         """
         raise UserError(
             f"task.mup: no rule is known for the updates of {type(self).__name__} at other widths; use e.g. Adam or st.Muon"
@@ -135,13 +135,13 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
     def get_grad_transformation(
         self, var_weight_hparams: NestedWeightHParams = None, include_ema: bool = True
     ) -> optimizers.ShardedGradientTransformation:
-        """Returns the transformation for variables of these WeightHParams, which say what is a matrix and how it is split."""
+        """Returns the gradient transformation. The WeightHParams show which variables are matrices, and their shardings."""
         own = copy.copy(self)
         own._var_weight_hparams = var_weight_hparams
         return super(MatrixOptimizer, own).get_grad_transformation(var_weight_hparams, include_ema)
 
     def choices(self, var_weight_hparams: NestedWeightHParams) -> dict[str, Choice]:
-        """Returns what each variable is, by its path; see `matrix_dims.choose` for the errors."""
+        """Returns {path: `Choice`}; see `matrix_dims.choose`, also for the errors."""
         return matrix_dims.choose(var_weight_hparams, self.rules, self.heads, type(self).__name__)
 
     def _get_raw_grad_transformation(self, lr: optax.Schedule) -> optax.GradientTransformation:
@@ -154,7 +154,10 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
         return optax.GradientTransformation(self._init, functools.partial(self._update, lr))
 
     def _init(self, mdl_vars: NestedJTensor) -> py_utils.NestedMap:
-        """The state: a tree of the variables' structure for each part, without variables that lack the part."""
+        """Returns the initial state: a step count, and for each array name a tree in the variables' structure.
+
+        Variables without an array of this name have an `optax.MaskedNode` in its tree.
+        """
         choices = self.choices(self._var_weight_hparams)
         treedef, states = jax.tree.structure(mdl_vars), []
         for path, x in masks.with_paths(mdl_vars):
@@ -172,7 +175,7 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
     def _update(
         self, rate: optax.Schedule, grads: NestedJTensor, state: Any, mdl_vars: NestedJTensor = None
     ) -> tuple[PyTree, Any]:
-        """Returns the updates, and the new state."""
+        """Returns the updates, in the structure of `grads`, and the new state."""
         count = state.count
         choices, hparams = self.choices(self._var_weight_hparams), dict(masks.with_paths(self._var_weight_hparams))
         olds = {name: dict(masks.with_paths(state[name])) for name in ("m", "v", *self.more_parts)}
@@ -209,7 +212,7 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
         count: jax.Array,
         hparams: base_layer.WeightHParams,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns Adam's step without the rate, and the new parts of its state."""
+        """Returns Adam's step, with weight decay but without the learning rate, and the new state arrays by name."""
         steps = (count + 1).astype(jnp.float32)
         m = (self.adam_beta1 * old["m"] + (1 - self.adam_beta1) * g).astype(old["m"].dtype)
         v = self.adam_beta2 * old["v"] + (1 - self.adam_beta2) * jnp.square(g)

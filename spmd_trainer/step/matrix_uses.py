@@ -1,7 +1,7 @@
-"""How a model's program uses its variables: the matrix products that read each of them, and in which roles of its dimensions.
+"""Finds the matrix products that read each variable of a model, and the role of each dimension in them.
 
-The model is traced, and its program is followed from the variables on (`tracked_dims`), and from their products' results to the
-next product (`product_results`). It reads no names and no annotations, so it serves models of any library.
+The model is traced. An analysis of its jaxpr follows variables to the products that read them (`tracked_dims`), and the results
+of products to the next product (`product_results`). It uses neither names nor annotations, so it works for models of any library.
 """
 
 from __future__ import annotations
@@ -32,9 +32,14 @@ _KEEPS_MASK = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """Facts about a value: the variable that it is, if any, and the variables whose products it depends on.
+    """Facts about a value of the jaxpr.
 
-    `is_mask` is True for zeros and ones, such as one-hot vectors. `result` says what the value has of products' results.
+    Attributes:
+      path: path of the variable that the value is, or is a rearrangement of; None for other values.
+      dims: the variable's dimensions in each dimension of the value; () for other values.
+      is_mask: True for arrays of zeros and ones, such as one-hot vectors.
+      after: paths of the variables on whose products the value depends.
+      result: facts about the value as a result of products.
     """
 
     path: str | None = None
@@ -46,19 +51,20 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What is known so far: uses by path; `also` as of `find_uses`."""
+    """The state of the analysis: uses found so far, by path, and `also`, the argument of `find_uses`."""
 
     uses: dict[str, Uses]
     also: frozenset[str]
 
 
 def find_uses(jaxpr: Any, variables: Mapping[int, str], also: frozenset[str] = frozenset()) -> dict[str, Uses]:
-    """Returns how a program uses variables.
+    """Returns {path: `Uses`} of the variables of a jaxpr.
 
     Args:
       jaxpr: a ClosedJaxpr.
-      variables: argument number -> path.
-      also: operations to follow a variable through besides: those of `EVERY`, which adapters can't be.
+      variables: {argument number: path}.
+      also: more primitives through which a variable is followed. `EVERY` is for optimizers; adapters don't follow these
+        primitives.
     """
     invars = jaxpr.jaxpr.invars
     found = _Found({path: Uses(len(invars[i].aval.shape)) for i, path in variables.items()}, also)
@@ -113,7 +119,10 @@ def _one(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
 
 
 def _of_activations(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
-    """Returns the results of an operation that reads no variable. Calls and loops that read results of products are followed."""
+    """Returns the `_Value`s of the results of an operation that reads no variable.
+
+    Calls and loops that read results of products are analysed inside.
+    """
     name = eqn.primitive.name
     if all(value.result == product_results.NOTHING for value in values):
         return _plain(eqn, values, found)
@@ -131,7 +140,7 @@ def _plain(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
 
 
 def _result(eqn: Any, values: list[_Value], found: _Found) -> product_results.Result:
-    """What is known of the result of a product with a variable: its columns."""
+    """Returns the `Result` of a product with a variable: the variable dimensions that each of its dimensions counts."""
     known = [product_results.of_weight(v.path, v.dims) if v.path else v.result for v in values]
     columns = product_results.of_product(eqn, known, found.uses).columns
     return product_results.Result(columns, frozenset(value.path for value in values if value.path))
@@ -147,7 +156,7 @@ def _is_mask(eqn: Any, values: Sequence[_Value]) -> bool:
 
 
 def _as_arrays(values: Sequence[_Value], operation: str, found: _Found) -> None:
-    """Records that an operation reads variables as plain arrays."""
+    """Records `operation` in `Uses.others` of all variables among the values, because it is not a matrix product."""
     for value in values:
         if value.path and operation not in found.uses[value.path].others:
             found.uses[value.path].others.append(operation)
@@ -179,7 +188,7 @@ def _product(numbers: Any, values: Sequence[_Value], found: _Found) -> _Value:
 
 
 def _loop(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
-    """Walks the body twice, because a product may read a result of the previous iteration."""
+    """Analyses a loop. Walks the body twice, because a product may read a result of the previous iteration."""
     params = eqn.params
     if eqn.primitive.name == "scan":
         body, (num_consts, num_carry) = params["jaxpr"].jaxpr, scan_sizes(params)
@@ -208,10 +217,14 @@ def _loop(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
 
 
 def traced(fn: Callable[..., Any], args: tuple[Any, ...], *, shown: bool = True) -> tuple[Any, PyTree]:
-    """Returns a function's jaxpr without unused operations, and the shapes of its results.
+    """Returns a function's jaxpr without unused operations, and the ShapeDtypeStructs of its results.
 
-    NNX modules, e.g., return all variables from a loop over layers, although nothing reads them afterwards. `shown`: see
-    `jaxprs.products_shown`.
+    For example, NNX modules return all variables from a loop over layers, although nothing reads them afterwards.
+
+    Args:
+      fn: the function.
+      args: its arguments, arrays or ShapeDtypeStructs.
+      shown: see `jaxprs.products_shown`.
     """
     with products_shown(shown):
         # A new function: JAX would return what it traced of an old one in the other form.

@@ -25,7 +25,7 @@ _SIZE = re.compile(r"-?[0-9]{1,18}")
 
 
 class DeclaresMesh(Protocol):
-    """A praxis model, or its config.
+    """The fields of a praxis model, or of its config, that declare a mesh.
 
     Attributes:
       ici_mesh_shape: size of each axis within a slice or host; None for one axis over all devices.
@@ -44,7 +44,7 @@ class DeclaredMesh:
 
     Attributes:
       axis_names: names, outermost axis first.
-      ici: size of each axis within a slice or host; -1: the rest of the devices.
+      ici: size of each axis within a slice or host; -1 for all remaining devices.
       dcn: size of each axis over slices or hosts.
     """
 
@@ -54,7 +54,7 @@ class DeclaredMesh:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Size of each axis over all slices; -1: the rest of the devices."""
+        """Size of each axis over all slices or hosts; -1 for all remaining devices."""
         sizes = zip(self.axis_names, self.ici, self.dcn, strict=True)
         return {name: -1 if -1 in (i, d) else i * d for name, i, d in sizes}
 
@@ -66,7 +66,7 @@ class DeclaredMesh:
 
 
 def declared_mesh(model: DeclaresMesh) -> DeclaredMesh | None:
-    """Returns the mesh that a praxis model or its config declares; None if it declares none.
+    """Returns the mesh that a praxis model or its config declares, or None.
 
     Raises:
       UserError: ici_mesh_shape, dcn_mesh_shape and mesh_axis_names differ in length.
@@ -83,14 +83,15 @@ def declared_mesh(model: DeclaresMesh) -> DeclaredMesh | None:
 
 
 def mesh_from_model(model: DeclaresMesh, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Builds the mesh that a praxis model (or its config) declares.
+    """Builds the mesh that a praxis model (or its config) declares; without a declaration, one axis 'data' over all devices.
 
     Args:
-      model: declares the mesh.
+      model: the model or its config.
       devices: the devices to use; None for all.
 
     Raises:
-      ValueError: names and sizes don't fit each other or the devices.
+      UserError: the fields of the declaration differ in length.
+      ValueError: the sizes don't fit the devices.
     """
     declared = declared_mesh(model)
     if declared is None:
@@ -108,13 +109,13 @@ def choose_mesh(
     given: Sequence[tuple[str, int]] | None,
     devices: Sequence[jax.Device] | None,
 ) -> tuple[Mesh, str]:
-    """Returns the mesh of a job, over all of its devices, and a clause for the log that says why, such as 'as --mesh says'.
+    """Returns the mesh of a job, over all of its devices, and the reason for the choice, for the log, such as 'as --mesh says'.
 
     Args:
-      experiment: its `adapt_mesh` is called if the declared mesh does not fit the devices.
+      experiment: the experiment; its `adapt_mesh` is called if the declared mesh does not fit the devices.
       model: the built model; declares `ici_mesh_shape`, `dcn_mesh_shape` and `mesh_axis_names`.
       name: the experiment's name, for messages.
-      given: `--mesh`, e.g. (('data', 4), ('mdl', 2)), or None. Declared axes that it omits get size 1.
+      given: the value of `--mesh`, e.g. (('data', 4), ('mdl', 2)), or None. Declared axes that are missing in it get size 1.
       devices: the devices to use; None for all available devices.
 
     Raises:
@@ -176,14 +177,14 @@ def _given_mesh(
 
 
 def mesh_over_slices(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes a mesh. On several TPU slices, only its outermost axis that is larger than 1 crosses them.
+    """Makes a mesh. On several TPU slices, only the outermost axis of size > 1 crosses slices.
 
     Args:
-      sizes: size of each axis, outermost first. One size may be -1: the rest of the devices.
+      sizes: size of each axis, outermost first. One size may be -1 for all remaining devices.
       devices: the devices, all of which are used; None for all available devices.
 
     Raises:
-      UserError: the number of slices does not divide the outermost axis.
+      UserError: the number of slices does not divide the size of this outermost axis.
       ValueError: see `create_device_mesh`.
     """
     devices = list(jax.devices() if devices is None else devices)
@@ -204,7 +205,7 @@ def mesh_over_slices(sizes: Mapping[str, int], devices: Sequence[jax.Device] | N
 
 
 def _nearest(shape: Mapping[str, int], count: int) -> dict[str, int]:
-    """Returns a mesh that fits `count` devices, by resizing the axis 'data' if there is one, or else the largest axis."""
+    """Returns {axis: size} that fits `count` devices, by resizing the axis 'data', or the largest axis if 'data' is missing."""
     grow = "data" if "data" in shape else max(shape, key=shape.__getitem__)
     sizes = {name: 1 if size == -1 else size for name, size in shape.items()}
     return sharding.fit_mesh_shape(sizes, count, grow=grow)
@@ -225,7 +226,10 @@ def mesh_flag(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def read_mesh(flag: str, value: Any) -> tuple[tuple[str, int], ...]:
-    """Reads 'data:4,mdl:2', {'data': 4, 'mdl': 2} or pairs; see `parse_mesh`."""
+    """Returns (axis, size) pairs for 'data:4,mdl:2', {'data': 4, 'mdl': 2} or pairs; for errors see `parse_mesh`.
+
+    `flag` is the setting's name, for messages.
+    """
     if isinstance(value, str):
         return parse_mesh(value)
     try:
@@ -236,10 +240,10 @@ def read_mesh(flag: str, value: Any) -> tuple[tuple[str, int], ...]:
 
 
 def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
-    """Parses the value of `--mesh`, e.g. 'data:4,mdl:2'.
+    """Parses the value of `--mesh`, e.g. 'data:4,mdl:2', to (axis, size) pairs.
 
     Raises:
-      UserError: not of that form; a size that is neither a positive number nor -1; several sizes of -1.
+      UserError: the text has another form, a size is neither positive nor -1, or several sizes are -1.
     """
     axes = []
     for part in text.split(","):

@@ -1,14 +1,15 @@
-"""Gradients of a batch computed in parts, one after the other: less memory for activations, the same update.
+"""Gradient accumulation: computes the gradients of a batch in minibatches, one after the other, to save activation memory.
 
-`accumulated_gradients` is the forward and backward pass for a step that the compiler splits over the mesh, and `Outputs` adds a
-step's outputs up over the parts. `step/shard_map_passes.py` does the same with the rows of one device. Both accumulate by
+`accumulated_gradients` is the forward and backward pass for a step that the compiler splits over the mesh. `Outputs` adds up a
+step's outputs over minibatches. `step/shard_map_passes.py` does the same with the rows of one device. Both accumulate by
 `accumulate_gradients`, which works for any model: sums and weights are carried separately, and divided at the very end
 (`weighted_sum`, `weighted_mean`).
 
-Floats that a model writes are means over rows, so the parts' values can be averaged. Integers can't: a counter of steps grows by
-1 in each part and by 1 for the whole batch, a counter of rows by the rows of each part. So they are not taken from the parts,
-but from a forward pass over the whole batch. The compiler removes all of that pass but what the integers depend on: for a counter
-of steps or rows, nothing remains but an addition. Integers that depend on activations cost a second forward pass.
+Floats that a model writes to its variables are means over rows, so the values of minibatches can be averaged. Integers can't be
+averaged: a counter of steps grows by 1 for the whole batch and by 1 in each minibatch, a counter of rows by the rows of each.
+So integers are taken from another forward pass over the whole batch. The compiler removes everything from this pass on which the
+integers do not depend: for a counter of steps or rows, only an addition remains. Integers that depend on activations cost a
+second forward pass.
 """
 
 from __future__ import annotations
@@ -47,19 +48,20 @@ def accumulate_gradients(
     num_minibatches: int = 1,
     dtype: DTypeLike | None = None,
 ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-    """Adds up gradients over the minibatches of a device's rows, one after the other. It does no communication.
+    """Adds up gradients over the minibatches of a device's rows, one after the other, without communication.
 
-    Reduce the result once (`sync_gradients`). If `loss_fn` gathers parameters itself, there is one reduction for each
-    minibatch instead; gather them before the call to have one reduction in all.
+    Reduce the result once over devices (`sync_gradients`). If `loss_fn` gathers parameters itself, its backward pass reduces
+    their gradients once per minibatch; gather parameters before the call for a single reduction.
 
     Args:
-      loss_fn: differentiated with respect to `params`. It must return sums, not means, because its results are added up.
+      loss_fn: (params, carry, rows, key, minibatch number) -> (loss, (carry, sums, outputs by row)). It is differentiated with
+        respect to `params`. It must return sums, not means, because its results are added up.
       params: the parameters.
       carry: passed from minibatch to minibatch.
       batch: arrays [rows of this device, ...].
-      key: folded with the minibatch's number.
-      num_minibatches: divides the rows.
-      dtype: in which gradients of several minibatches are added up and returned; None: in those of `params`.
+      key: PRNG key; the minibatch's number is folded in.
+      num_minibatches: number of minibatches; must divide the rows.
+      dtype: dtype in which gradients of several minibatches are added up and returned; None for the dtypes of `params`.
 
     Returns:
       (gradients, carry after the last minibatch, total sums, outputs of all rows in the order of the batch).
@@ -88,11 +90,11 @@ def over_minibatches(
     """Calls a function on one minibatch after the other and adds up its results.
 
     Args:
-      fn: (carry, minibatch, number of the minibatch) -> (carry, sums, rows). `sums` are arrays to add up, `rows` arrays with
-        the minibatch's rows in dimension 0.
+      fn: (carry, minibatch, number of the minibatch) -> (carry, sums, rows). `sums` are arrays to add up, `rows` are arrays
+        with the minibatch's rows in dimension 0.
       carry: the carry of the first call.
       batch: arrays [rows, ...].
-      num_minibatches: divides the rows.
+      num_minibatches: number of minibatches; must divide the rows.
 
     Returns:
       The carry of the last call, the total sums, and the rows of all minibatches in the order of the batch.
@@ -138,14 +140,14 @@ def accumulated_gradients(
 ) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
     """Runs the forward and backward pass over minibatches of the global batch.
 
-    Gradients are those of the mean over the whole batch: each minibatch counts by the weight of its loss. If a model computes
-    something from its rows in another way than as a weighted mean (batch normalisation, balancing losses of experts), it uses the
-    rows of one minibatch. A metric of constant weight (a count) is the mean over the minibatches. Each minibatch has its own
-    dropout masks. Integers that the model writes are those of the whole batch (`advance_integers`).
+    Returns gradients of the mean loss over the whole batch: each minibatch counts by the weight of its loss. Functions of the
+    rows other than weighted means (batch normalisation, load-balancing losses of experts) see the rows of one minibatch. A metric
+    of constant weight (a count) is the mean over the minibatches. Dropout masks differ between minibatches. Integers that the
+    model writes are those of the whole batch (`advance_integers`).
 
     Args:
       layout: the layout of the state; splits each minibatch over the mesh.
-      num_minibatches: number of minibatches; divides the rows of the batch.
+      num_minibatches: number of minibatches; must divide the rows of the batch.
       mdl_vars, prng_key, inputs: as in `step_fns.gradients`.
 
     Returns:
@@ -184,7 +186,7 @@ def accumulated_gradients(
 
 
 def is_integer(x: jax.Array) -> bool:
-    """Returns True for integers and booleans."""
+    """Returns True for an array of integers or booleans."""
     return not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -200,10 +202,10 @@ def advance_integers(
     prng_key: jax.Array,
     inputs: NestedJTensor,
 ) -> NestedJTensor:
-    """Sets the integers among the written variables to what a forward pass over the whole batch writes.
+    """Replaces the integers among the written variables with those that a forward pass over the whole batch writes.
 
     Args:
-      written: the collections that the parts of the batch wrote, by name.
+      written: the variable collections that the forward passes of the minibatches wrote, by name.
       layout, mdl_vars, prng_key, inputs: as in `step_fns.gradients`.
 
     Returns:
@@ -219,16 +221,16 @@ def advance_integers(
 
 
 def _transposed(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Returns `x` with its rows, laid out as a matrix of `shape`, in the order of the matrix's columns."""
+    """Returns `x` with reordered rows: arranges them in a matrix of `shape` row by row, and reads it column by column."""
     return x.reshape(*shape, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
 class Outputs:
     """Splits a step's output into sums to reduce and arrays to concatenate by row, and joins it again.
 
-    clu metrics have a merge of their own. Those of each minibatch are concatenated like rows, and merged at the end.
+    clu metrics of the minibatches are concatenated like rows, and merged at the end by the metrics' own merge.
 
-    `take` records the output's structure while it is traced, so make one instance for each trace. It holds no arrays.
+    `take` records the output's structure during tracing, so make a new instance for each trace. An instance holds no arrays.
     """
 
     def __init__(self, loss_name: str):
@@ -240,7 +242,7 @@ class Outputs:
         self._scalars: Callable[[dict[str, Pair]], step_fns.WeightedScalars]
 
     def take(self, output: StepFnOutput, real: jax.Array, num_rows: int) -> tuple[dict[str, Any], list[jax.Array]]:
-        """Splits an output.
+        """Splits an output into sums and arrays by row.
 
         Args:
           output: the output of one minibatch.
@@ -271,10 +273,10 @@ class Outputs:
         """Joins what `take` returned into the output over the global batch.
 
         Args:
-          sums: added up over minibatches, averaged over devices.
-          by_row: arrays [rows of the padded batch, ...], and arrays [minibatches of all devices, ...] of clu metrics.
+          sums: sums of `take`, added up over minibatches, averaged over devices.
+          by_row: arrays of `take`, concatenated: [padded rows, ...], for clu metrics [minibatches of all devices, ...].
           num_devices: the number of devices that `sums` were averaged over.
-          num_rows: rows of the batch without padding.
+          num_rows: rows of the global batch without padding.
         """
         mean = weighted_mean
         rows, others = iter(by_row), iter(sums["others"])
@@ -297,7 +299,7 @@ def check_count(num_minibatches: int, num_rows: int) -> None:
     """Checks that a batch divides into minibatches.
 
     Raises:
-      ValueError: it doesn't; the message lists the numbers that do.
+      ValueError: `num_minibatches` doesn't divide `num_rows`; the message lists the divisors.
     """
     if num_rows % num_minibatches:
         divisors = [str(n) for n in range(1, num_rows + 1) if num_rows % n == 0]
@@ -311,11 +313,11 @@ def check_no_overwritten(layout: LogicalLayout, what: str) -> None:
     """Checks that no variable is overwritten with its gradient: such a gradient is not a mean over parts of a batch.
 
     Args:
-      layout: the variables' layout.
+      layout: the layout of the variables.
       what: the setting or partitioner that computes gradients in parts, for the message.
 
     Raises:
-      ValueError: a variable is; names it.
+      ValueError: a variable is overwritten with its gradient; the message names it.
     """
     overwritten = jax.tree.map(base_layer.var_overwrite_with_gradient, layout.var_weight_hparams)
     for path, overwrites in named_leaves(overwritten):

@@ -1,4 +1,4 @@
-"""Moves a live training state to another mesh or layout, with other padding, without disk and without a full copy.
+"""Moves a live train state to another mesh or layout, whose padding may differ, without disk and without a full copy.
 
 new_state = move_state(state, old.layout, new.layout)      # elastic training: other devices
 decode_vars = move_state(variables, train.layout.without_opt_states(), decode.layout.without_opt_states())   # another layout
@@ -20,22 +20,22 @@ from spmd_trainer.train_states import TrainState
 
 
 def move_state(state: TrainState, old: Layout, new: Layout, *, donate: bool = True) -> TrainState:
-    """Moves a state from one layout to another, bit for bit in the logical region, zeros in the new padding.
+    """Moves a state from one layout to another. Logical values stay bit-identical; new padding holds zeros.
 
-    A variable with the same padding in both layouts moves as it is. A variable with different padding is padded on the old
-    mesh to a size that both meshes divide, moves, and is cut to its new size on the new mesh. It is split all the time.
+    A variable with the same padded shape in both layouts moves unchanged. A variable with different padding is padded on the old
+    mesh to a shape that both meshes divide, moved, and sliced to its new shape on the new mesh. It stays split all the time.
 
     Args:
       state: padded state on the old mesh.
-      old: its layout.
+      old: the layout of `state`.
       new: the layout of the same variables on the new mesh.
-      donate: delete each of the old state's buffers as soon as it has moved.
+      donate: delete each buffer of the old state as soon as it has moved.
 
     Returns:
       The padded state on the new mesh.
 
     Raises:
-      ValueError: `old` and `new` describe different variables; names the first that differs.
+      ValueError: `old` and `new` describe different variables; the message names the first that differs.
     """
     check_same_variables(old, new)
     treedef = jax.tree.structure(state)
@@ -57,7 +57,7 @@ def check_same_variables(old: Layout, new: Layout) -> None:
     """Checks that two layouts describe the same variables.
 
     Raises:
-      ValueError: a path, logical shape or dtype differs; names the first variable.
+      ValueError: a path, logical shape or dtype differs; the message names the first variable.
     """
     before, after = ({v.path: (v.logical_shape, v.dtype) for v in m.records()} for m in (old, new))
     for path in [*before, *after]:
@@ -69,7 +69,7 @@ def check_same_variables(old: Layout, new: Layout) -> None:
 
 
 def _common_shape(a: VariableSpec, b: VariableSpec, old: Layout, new: Layout) -> tuple[int, ...]:
-    """Returns the shape that a variable moves in: its padded shape if equal in both, else the least that both meshes divide."""
+    """Returns a variable's shape while it moves: its padded shape if both layouts agree, else the least that both divide."""
     if a.padded_shape == b.padded_shape:
         return a.padded_shape
     rank = len(a.logical_shape)
@@ -88,7 +88,7 @@ def _resized(
     *,
     donate: bool,
 ) -> list[jax.Array]:
-    """Changes the padding of the arrays that don't have the wanted shape, in one program, each on its own devices."""
+    """Returns `leaves` in the given padded shapes and shardings; resizes those of another shape in one jitted program."""
     which = [i for i, x in enumerate(leaves) if x.shape != shapes[i]]
     if not which:
         return leaves

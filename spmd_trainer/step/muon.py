@@ -2,10 +2,10 @@
 
     learner.optimizer = Config(st.Muon, learning_rate=3e-4, lr_schedule=..., weight_decay=0.1)
 
-Published by Jordan et al. (https://kellerjordan.github.io/posts/muon/); the rule that gives updates the size of Adam's by Liu et
-al. 2025 (arXiv:2502.16982). The mean of gradients, its bias correction and Nesterov's form are those of `optax.contrib.muon`.
+Muon was published by Jordan et al. (https://kellerjordan.github.io/posts/muon/). The scaling of updates to the size of Adam's is
+from Liu et al. 2025 (arXiv:2502.16982). The momentum, its bias correction and Nesterov's form are those of `optax.contrib.muon`.
 
-Which variables are matrices, and on which devices the iterations run: see `matrix_optimizer`.
+See `matrix_optimizer` for the choice of the matrices and the devices on which the iterations run.
 """
 
 from __future__ import annotations
@@ -52,19 +52,20 @@ _ADAM_RMS = 0.2
 class Muon(MatrixOptimizer):
     """Muon for matrices, Adam for all other variables.
 
-    `MatrixOptimizer` has the fields that say which variables are matrices, and Adam's.
+    For the choice of the matrices and for Adam's fields see `MatrixOptimizer`.
 
     Attributes:
-      momentum: decay of the mean of gradients.
-      nesterov: look ahead by one gradient.
-      num_iterations: Newton-Schulz iterations.
-      coefficients: 'polar_express', 'keller' (the same quintic in each iteration), or (a, b, c) for each iteration, of which
-        the last serves all further ones.
-      scale: size of an update. 'match_rms': that of Adam's, 0.2 * sqrt(max(rows, columns)) times the orthogonal matrix, so a rate
-        and a decay of Adam serve both. 'original': sqrt(max(1, columns / rows)), where columns are outputs.
+      momentum: decay of the moving average of gradients.
+      nesterov: use Nesterov momentum.
+      num_iterations: number of Newton-Schulz iterations.
+      coefficients: 'polar_express', 'keller' (the same quintic in each iteration), or a list with (a, b, c) for each iteration;
+        the last entry is used for all further iterations.
+      scale: factor of the orthogonal matrix in an update. 'match_rms': 0.2 * sqrt(max(rows, columns)), so that updates have the
+        root mean square of Adam's, and Adam's rate and decay suit both. 'original': sqrt(max(1, columns / rows)), where columns
+        are outputs.
       epsilon: added to the norm that a matrix is divided by.
-      iteration_dtype: of the iterations and of what is moved for them: 'float32' or 'bfloat16'; None: float32 on host devices,
-        bfloat16 on others.
+      iteration_dtype: dtype of the iterations and of the arrays that are communicated for them: 'float32' or 'bfloat16'. None:
+        float32 on CPUs, bfloat16 on other devices.
     """
 
     momentum: float = 0.95
@@ -79,7 +80,7 @@ class Muon(MatrixOptimizer):
         """Checks the fields.
 
         Raises:
-          UserError: a field has a value that doesn't exist, or two contradict each other.
+          UserError: a field has an unknown value, or two fields contradict each other.
         """
         super().__post_init__()
         require_one_of("Muon.scale", self.scale, SCALES)
@@ -95,19 +96,19 @@ class Muon(MatrixOptimizer):
             raise UserError(f"Muon.num_iterations is {self.num_iterations}; it is at least 1, usually 5")
 
     def size(self, rows: float, cols: float) -> float:
-        """Returns the size of the update of a matrix: its singular values are nearly this."""
+        """Returns the size of the update of a [rows, cols] matrix: all its singular values are close to this."""
         if self.scale == "match_rms":
             return _ADAM_RMS * math.sqrt(max(rows, cols))
         return math.sqrt(max(1.0, cols / rows))
 
     def matrix_state(self, x: jax.Array, matrix: Matrix) -> dict[str, jax.Array]:
-        """The state of matrices: the mean of gradients. See `MatrixOptimizer`."""
+        """Returns {'m': zeros for the moving average of gradients}. See `MatrixOptimizer.matrix_state`."""
         return {"m": jnp.zeros_like(x)}
 
     def matrix_steps(
         self, given: Mapping[str, MatrixVariable], count: jax.Array
     ) -> dict[str, tuple[jax.Array, dict[str, jax.Array]]]:
-        """The steps of all matrices, in the dtype of what is given. See `MatrixOptimizer`."""
+        """Returns Muon's steps, in the dtypes of the gradients' averages. See `MatrixOptimizer.matrix_steps`."""
         on_host = chips.current_target().platform == "cpu"
         dtype = jnp.dtype(self.iteration_dtype or ("float32" if on_host else "bfloat16"))
         means, arrays = [], []
@@ -125,7 +126,7 @@ class Muon(MatrixOptimizer):
         return steps
 
     def _looking_ahead(self, m: jax.Array, g: jax.Array, count: jax.Array) -> jax.Array:
-        """Returns what is made orthogonal; its size does not matter."""
+        """Returns the bias-corrected momentum, with Nesterov's look-ahead if set; it is orthogonalised next."""
         beta, steps = self.momentum, (count + 1).astype(jnp.float32)
         if not self.nesterov:
             return m / (1 - beta**steps)
@@ -135,7 +136,7 @@ class Muon(MatrixOptimizer):
 def orthogonalized(
     x: jax.Array, coefficients: str | Sequence[Sequence[float]], num_iterations: int, epsilon: float = 1e-8
 ) -> jax.Array:
-    """Returns nearly the nearest matrix with orthonormal rows, by Newton-Schulz iterations.
+    """Returns an approximation of the nearest matrix with orthonormal rows, by Newton-Schulz iterations.
 
     Args:
       x: [..., m, n] with m <= n, in the dtype of the iterations. Rows and columns of zeros stay zero.

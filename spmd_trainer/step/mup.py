@@ -1,10 +1,10 @@
-"""muP: a wide model learns with the rate, initialisation and decay that were found at a small width, its base.
+"""muP: transfers learning rate, initialisation and weight decay that were tuned at a small width, the base, to a wide model.
 
     task_p.mup = Config(st.Mup, base={"MODEL_DIMS": 64, "HIDDEN_DIMS": 256, "NUM_HEADS": 4, "NUM_KV_HEADS": 4})
 
-The maximal update parametrisation of Yang et al. 2022 (arXiv:2203.03466), in the form of their table 3, which needs nothing of
-the model. The base is the same experiment with other settings; a variable's shape is compared with its shape there. Let r be
-the growth of the dimensions that the variable's product sums over (fan-in), and c that of those it returns (fan-out):
+The maximal update parametrisation of Yang et al. 2022 (arXiv:2203.03466), in the form of their table 3, which needs no change of
+the model. The base is the same experiment with smaller widths; each variable's shape is compared with its shape at the base. Let
+r be the growth factor of the dimensions that the variable's product contracts (fan-in), and c that of the others (fan-out):
 
 | variable | standard deviation | Adam's update | SGD's update |
 |---|---|---|---|
@@ -14,12 +14,12 @@ the growth of the dimensions that the variable's product sums over (fan-in), and
 
 All three rows are one formula: standard deviation r ** -0.5 * min(1, (c / r) ** 0.5) (the spectral condition, arXiv:2310.17813);
 gradients are multiplied by c before the optimizer, updates by 1 / r after it (the abcd parametrisation, arXiv:2308.01814). So
-the formula holds for every optimizer that treats elements alike and alone, and Adam's epsilon keeps its meaning. The optimizer
-sees variables times r: what decoupled weight decay takes off in a step is the rate times the decay at every width, as
-arXiv:2405.13698 asks. Muon's matrices get the update whose spectral norm grows by (c / r) ** 0.5.
+the formula holds for every elementwise optimizer, and Adam's epsilon keeps its meaning. The optimizer sees variables times r, so
+decoupled weight decay shrinks a variable by the share rate * decay in each step at every width, as arXiv:2405.13698 recommends.
+Muon's matrices get an update whose spectral norm grows by (c / r) ** 0.5.
 
-A factor that belongs into the model, such as 1 / d instead of 1 / sqrt(d) in attention, is folded into a variable before it:
-if the variable's start and update are multiplied by a, and its gradient too, the model computes as with the factor a.
+muP also changes factors inside the model, such as 1 / d instead of 1 / sqrt(d) in attention. Such a factor a is folded into a
+variable before it: the variable's initial value, its updates and its gradient are multiplied by a.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _BY_SIZE = ("Lamb", "Lars", "DistributedShampoo", "ShardedDistributedShampoo")
 
 @dataclasses.dataclass(frozen=True)
 class BaseModel:
-    """The config of the model at its base. Its own class, so that the resolved experiment doesn't list the model twice."""
+    """A box of the base model's config. It hides the config, so that the resolved experiment doesn't list the model twice."""
 
     config: Any = dataclasses.field(repr=False)
 
@@ -68,13 +68,13 @@ class Mup(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]  # 
     """Settings of muP.
 
     Attributes:
-      base: what is different at the base: values by class attribute of the experiment, or by path ('task.model...').
-      rules: (regex, form) pairs. The first whose regex is found in a variable's path says what each of its dimensions is,
-        without those of repeated layers: 'rows' (summed over), 'cols' (returned) or 'stack', such as 'rows,rows,rows,cols' for
-        a convolution. All others are found in the model's program.
-      multipliers: (regex, power) pairs. The first whose regex is found in a variable's path folds a factor into the variable:
-        c to this power. There are factors for the norm before a tied output matrix (power -1), for praxis' `scale_sqrt_depth`,
-        and for queries whose heads grow in width (the width's growth to the power -0.5).
+      base: settings that differ at the base: {class attribute of the experiment, or path such as 'task.model...': value}.
+      rules: (regex, form) pairs. The first pair whose regex is found in a variable's path gives the role of each dimension,
+        without those of repeated layers: 'rows' (contracted), 'cols' (kept) or 'stack', such as 'rows,rows,rows,cols' for a
+        convolution. The roles of all other variables are found by tracing the model.
+      multipliers: (regex, power) pairs. The first pair whose regex is found in a variable's path folds the factor c ** power into
+        the variable, where c is the growth of its fan-out. Factors are built in for the norm before a tied output matrix (power
+        -1), for praxis' `scale_sqrt_depth`, and for queries whose heads grow in width (growth of the width to the power -0.5).
       base_model: the model at the base; set from `base` when the experiment is resolved.
     """
 
@@ -91,12 +91,12 @@ class Mup(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]  # 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How one variable differs from the base.
+    """The muP factors of one variable, relative to the base.
 
     Attributes:
-      rows: growth of the fan-in, r.
-      cols: growth of the fan-out, c.
-      folded: the factor of the model that is folded into the variable.
+      rows: growth factor of the fan-in, r.
+      cols: growth factor of the fan-out, c.
+      folded: the factor inside the model that is folded into the variable.
       update: factor of the optimizer's updates.
     """
 
@@ -107,17 +107,17 @@ class Scale:
 
     @property
     def gradient(self) -> float:
-        """Factor of the gradient that the optimizer gets."""
+        """Factor of the gradient before the optimizer."""
         return self.cols * self.folded
 
     @property
     def std(self) -> float:
-        """Growth of the standard deviation at the start."""
+        """Factor of the initial standard deviation."""
         return self.folded / math.sqrt(self.rows) * min(1.0, math.sqrt(self.cols / self.rows))
 
     @property
     def kind(self) -> str:
-        """What the variable is called."""
+        """Name of the variable's kind, for logs, such as 'hidden' or 'output'."""
         if self.rows == 1:
             return "does not grow" if self.cols == 1 else "input or vector"
         return "output" if self.cols == 1 else "hidden"
@@ -128,10 +128,10 @@ class Scale:
 
 
 def base_task(task: SingleTask) -> SingleTask:
-    """Returns the task with the model at its base.
+    """Returns a copy of the task with the base model.
 
     Raises:
-      UserError: the base is unknown, the task has adapters, or its optimizer is one that muP doesn't hold for.
+      UserError: the base is unknown, the task has adapters, or muP doesn't hold for its optimizer.
     """
     if task.mup.base_model is None:
         raise UserError(
@@ -156,15 +156,15 @@ def base_task(task: SingleTask) -> SingleTask:
 def with_scales(
     task: SingleTask, hparams: NestedWeightHParams, base: NestedWeightHParams, uses: Mapping[str, Uses]
 ) -> NestedWeightHParams:
-    """Returns the WeightHParams with the `Scale` of each variable that learns. Logs them.
+    """Returns the WeightHParams with each trainable variable's `Scale` noted in `collections`. Logs the scales.
 
     Args:
       task: the task.
-      hparams, base: WeightHParams of the variables, and those at the base.
+      hparams, base: WeightHParams of the variables, and of the base model's variables.
       uses: how the model uses the variables, by path; see `matrix_dims.find_uses`.
 
     Raises:
-      UserError: the base is another model; nothing says what a dimension is; or a factor has no variable to be folded into.
+      UserError: the base differs in more than widths, the role of a dimension is unknown, or a factor can't be folded.
     """
     growth = _growth(dict(masks.with_paths(hparams)), dict(masks.with_paths(base)))
     powers = [*task.mup.multipliers, *_of_embeddings(task, uses, growth)]
@@ -191,7 +191,7 @@ def with_scales(
 
 
 def scales_of(hparams: NestedWeightHParams) -> dict[str, Scale]:
-    """Returns the scales by path, from WeightHParams of `with_scales`; empty without muP."""
+    """Returns {path: `Scale`}, read from WeightHParams of `with_scales`; empty without muP."""
     return {
         path: Scale(*map(float, name.removeprefix(_SCALE).split(",")))
         for path, p in masks.with_paths(hparams)
@@ -201,7 +201,7 @@ def scales_of(hparams: NestedWeightHParams) -> dict[str, Scale]:
 
 
 def table(scales: Mapping[str, Scale]) -> str:
-    """Returns a line for each kind of variable and its multipliers, with the first paths of the kind."""
+    """Returns text with one line for each distinct `Scale`: the number of variables, the factors, and the first path."""
     counts = Counter(map(str, scales.values()))
     first = {str(scale): path for path, scale in reversed(list(scales.items()))}
     return "\n".join(f"  {count:4} x  {text}; e.g. {first[text]}" for text, count in counts.items())
@@ -228,7 +228,7 @@ def _growth(
 def _roles(
     path: str, hparams: base_layer.WeightHParams, growth: Sequence[float], use: Uses, rules: matrix_dims.Rules
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns the dimensions that the variable's product sums over, and those that it returns."""
+    """Returns the dimensions of a variable that its matrix product contracts (fan-in), and those that it keeps (fan-out)."""
     stacked, dims = len(hparams.repeat_prefix or ()), range(len(growth))
     form = next((form for regex, form in rules if re.search(regex, path)), None)
     if form is not None:
@@ -255,7 +255,11 @@ def _roles(
 def _of_embeddings(
     task: SingleTask, uses: Mapping[str, Uses], growth: Mapping[str, Sequence[float]]
 ) -> list[tuple[str, float]]:
-    """Returns the factors that praxis' embeddings and tied output matrices need."""
+    """Returns `Mup.multipliers` for praxis' embeddings and tied output matrices.
+
+    Raises:
+      UserError: a tied output matrix needs a factor, and no norm before it is found.
+    """
     lm_p, found = getattr(task.model, "lm_tpl", None), []
     for field, name in (("softmax_tpl", "softmax"), ("separate_embedding_tpl", "embedding_lookup")):
         # Such a layer multiplies what it looks up by the root of the width.
@@ -292,7 +296,7 @@ def _folded(path: str, growth: Sequence[float], cols: float, use: Uses, powers: 
 
 
 def _of_matrix(optimizer: Any, matrix: matrix_dims.Matrix, growth: Sequence[float]) -> float:
-    """Returns the factor of a Muon's update: its spectral norm grows by the root of fan-out / fan-in."""
+    """Returns the factor of a matrix optimizer's update, so that its spectral norm grows by the root of (fan-out / fan-in)."""
     rows, cols = (math.prod(growth[dim] for dim in side) for side in (matrix.dims.inputs, matrix.dims.outputs))
     of_base = optimizer.size(matrix.sides[0] / rows, matrix.sides[1] / cols)
     return float(math.sqrt(cols / rows) * of_base / optimizer.size(*matrix.sides))
@@ -301,9 +305,9 @@ def _of_matrix(optimizer: Any, matrix: matrix_dims.Matrix, growth: Sequence[floa
 def grad_transformation(
     optimizer: Any, hparams: NestedWeightHParams, *, include_ema: bool = True
 ) -> optimizers.ShardedGradientTransformation:
-    """Returns `optax_bridge.grad_transformation`, with the variables' scales if there are some.
+    """Returns `optax_bridge.grad_transformation`, with muP's factors if the WeightHParams have scales.
 
-    The optimizer works on variables / update factor; moving averages see the variables as they are.
+    The optimizer sees each variable divided by its update factor; moving averages see the variables themselves.
     """
     scales = scales_of(hparams)
     if not scales:
@@ -340,14 +344,14 @@ def rescaled(
     of_base: Callable[[jax.Array], NestedJTensor],
     hparams: NestedWeightHParams,
 ) -> Callable[[jax.Array], NestedJTensor]:
-    """Returns an initialiser whose standard deviations are those of the base, times what `Scale` says.
+    """Returns an initialiser with the standard deviations of the base times `Scale.std`.
 
-    How the model's own standard deviations grow is read from its initialisers: they are called with random numbers that are
-    all the same, at both widths.
+    The growth of the model's own standard deviations is measured: its initialisers are called at both widths, with a PRNG that
+    returns the same bits for each element.
 
     Args:
       init_variables: `variables_initialiser` of the task.
-      of_base: that of `base_task`.
+      of_base: `variables_initialiser` of `base_task`.
       hparams: from `with_scales`.
     """
     scales = scales_of(hparams)
@@ -372,7 +376,7 @@ def rescaled(
 
 
 def _typical(init_variables: Callable[[jax.Array], NestedJTensor]) -> dict[str, float]:
-    """Returns an element of each variable, initialised with the same random bits for each element."""
+    """Returns {path: first element} of the variables, initialised with the same random bits for each element."""
     key = jax.random.key(0, impl=_SAME_BITS)
 
     def first() -> PyTree:

@@ -1,15 +1,16 @@
-"""Optimizer states in 16 or 8 bits: how a state is stored between steps. A step computes with float32 (`stored`, `loaded`).
+"""Storage of optimizer states in 16 or 8 bits between steps. The optimizer computes with float32 (`stored`, `loaded`).
 
-'bfloat16' keeps the upper half of a float32. '8bit' keeps one byte for each element, and one float32 for each row, i.e. for the
-last dimension: the row's largest magnitude. A row is a block of Dettmers et al. 2022 (arXiv:2110.02861) that is the same on every
-mesh. The byte is logarithmic, in eighths of a power of two.
+'bfloat16' keeps the upper half of a float32. '8bit' keeps one byte for each element, and for each row (the last dimension) one
+float32 scale, the row's largest magnitude. Rows take the place of the blocks of Dettmers et al. 2022 (arXiv:2110.02861), because
+they are the same on every mesh. The byte is a logarithmic code with eight levels per power of two.
 
-Parts that begin with values of the variables, as moving averages and schedule-free's `z` do, stay float32: they are variables,
-not moments, and change too slowly for few bits. So do the preconditioners of `soap.Soap`.
+Arrays that are initialised with values of the variables, such as moving averages and schedule-free's `z`, stay float32: they are
+variables, not moments, and change too slowly for few bits. The preconditioners of `soap.Soap` stay float32 too.
 
-Both are rounded stochastically: up or down at random, so that the mean is right. Otherwise a moment would stand still if each
-training step changes it by less than half a rounding step, as most do. What is drawn depends on the training step, the path and
-the element alone, not on the mesh or on restarts. (A moment that differs in its last bit may be rounded to another level.)
+Both formats are rounded stochastically, up or down at random, so that the expected value is exact. With rounding to nearest, a
+moment would not change if a training step changes it by less than half a rounding step, as most steps do. The random bits depend
+only on the training step, the path and the element, not on the mesh or on restarts. (But two meshes may round a moment to
+different levels if its float32 values differ in the last bit.)
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ _PRECONDITIONERS = frozenset({GRAM_ROWS, GRAM_COLS, BASIS_ROWS, BASIS_COLS})
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes_8bit", "scale_8bit"), meta_fields=("signed",))
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """A stored float32 array [..., n] of an optimizer state.
+    """A float32 array [..., n] of an optimizer state, stored in 8 bits.
 
     Attributes:
-      codes_8bit: uint8 [..., n]; 0 is zero, in the padding too.
-      scale_8bit: float32 [..., 1], the largest magnitude of each row.
-      signed: False if no element is negative.
+      codes_8bit: uint8 [..., n], the codes; code 0 is the value 0, also in padding.
+      scale_8bit: float32 [..., 1], the largest magnitude of each row (last dimension).
+      signed: False for second moments, which are never negative.
     """
 
     codes_8bit: Any
@@ -75,7 +76,7 @@ def check(learner: Any) -> None:
     """Checks a learner's `opt_state_dtype` and `opt_state_dtype_rules`.
 
     Raises:
-      ValueError: an unknown dtype, or a rule that is not (regex, dtype).
+      ValueError: a dtype is unknown, a rule is not (regex, dtype), or a regex doesn't compile.
     """
     asked = {"opt_state_dtype": learner.opt_state_dtype}
     for number, rule in enumerate(learner.opt_state_dtype_rules, start=1):
@@ -91,18 +92,18 @@ def check(learner: Any) -> None:
 
 
 def changes(learner: Any) -> bool:
-    """Returns True if a part of the learner's state may be stored in another dtype than it is computed with."""
+    """Returns True if the learner's settings store an array of the optimizer state in fewer bits than it is computed with."""
     return learner.opt_state_dtype != FLOAT32 or bool(learner.opt_state_dtype_rules)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One index of dimension 0 of all arrays of a state.
+    """One layer of the optimizer state of repeated layers: an index of dimension 0 of all its arrays.
 
     Attributes:
-      state: the path of the state in the whole optimizer state.
-      index: int32 scalar.
-      count: the size of dimension 0.
+      state: the path of the repeated layers' state in the whole optimizer state.
+      index: int32 scalar, the index of the layer.
+      count: the size of dimension 0, the number of layers.
     """
 
     state: str
@@ -110,17 +111,17 @@ class Row:
     count: int
 
     def path(self, path: str) -> str:
-        """Returns the path, in the whole optimizer state, of the array at `path` of this one."""
+        """Returns the path in the whole optimizer state, for a path in the state of the repeated layers."""
         return f"{self.state}/{path}"
 
 
 def initial(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> PyTree:
-    """Returns the first state of an optimizer as it is kept until the first step. Under jit.
+    """Returns the initial state of an optimizer in its stored form. Use under jit.
 
     Args:
       learner: the learner, with `opt_state_dtype` and `opt_state_dtype_rules`.
-      init: the optimizer's, variables -> state.
-      variables: what the optimizer sees of the variables.
+      init: the optimizer's `init`: variables -> state.
+      variables: the variables, with those that have no optimizer state masked out.
     """
     state, dtypes = init(variables), kept_dtypes(learner, init, variables)
 
@@ -132,9 +133,9 @@ def initial(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -
 
 
 def kept_dtypes(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> dict[str, str]:
-    """Returns {path: dtype} of the parts of a state that the learner keeps in fewer bits. Arguments as for `initial`.
+    """Returns {path: dtype} of the state's arrays that the learner stores in fewer bits. Arguments as for `initial`.
 
-    Only parts that the optimizer itself begins in float32 are among them.
+    Only arrays that the optimizer itself initialises in float32 are included.
     """
     if not changes(learner):
         return {}
@@ -143,13 +144,14 @@ def kept_dtypes(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTre
 
 
 def stored(dtypes: Mapping[str, str], state: PyTree, step: jax.Array | int, row: Row | None = None) -> PyTree:
-    """Returns an optimizer state as it is kept until the next step. Under jit.
+    """Returns an optimizer state in the form that is stored until the next step. Use under jit.
 
     Args:
       dtypes: `kept_dtypes` of the whole state.
       state: the state that the optimizer returned.
-      step: uint32, the number of the training step, for the rounding.
-      row: if the arrays are one row of the stored ones, which one. The result is that row of the whole result.
+      step: uint32 scalar, the number of the training step, for stochastic rounding.
+      row: the layer to which `state` belongs, if it is the state of one layer of repeated layers. The result is bit-identical to
+        this layer of the whole stored state.
     """
     index = None if row is None else row.index
 
@@ -161,7 +163,9 @@ def stored(dtypes: Mapping[str, str], state: PyTree, step: jax.Array | int, row:
 
 
 def loaded(dtypes: Mapping[str, str], state: PyTree, row: Row | None = None) -> PyTree:
-    """Returns a stored optimizer state as its optimizer reads it. Under jit. What it keeps in bfloat16 by itself stays so.
+    """Returns the float32 form of a stored optimizer state, for the optimizer. Use under jit.
+
+    Arrays that the optimizer itself keeps in bfloat16 stay bfloat16.
 
     Args:
       dtypes, state, row: as in `stored`.
@@ -174,7 +178,7 @@ def loaded(dtypes: Mapping[str, str], state: PyTree, row: Row | None = None) -> 
 
 
 def warn_of_unused_rules(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> None:
-    """Warns of each rule that matches no part of the state that may be kept in fewer bits. Arguments as for `initial`."""
+    """Warns of each rule that matches no array of the state that can be stored in fewer bits. Arguments as for `initial`."""
     if not learner.opt_state_dtype_rules:
         return
     shapes, may_change = _parts(init, variables)
@@ -190,7 +194,7 @@ def warn_of_unused_rules(learner: Any, init: Callable[[PyTree], PyTree], variabl
 
 
 def scale_spec(codes: VariableSpec) -> VariableSpec:
-    """Returns the layout of the scales [..., 1] of a part whose codes [..., n] are laid out so: each row has one."""
+    """Returns the VariableSpec of the scales [..., 1] for the VariableSpec of the codes [..., n]."""
     return dataclasses.replace(
         codes,
         path=codes.path.removesuffix(CODES) + SCALE,
@@ -204,14 +208,14 @@ def scale_spec(codes: VariableSpec) -> VariableSpec:
 def encode(
     path: str, x: jax.Array, dtype: str, step: jax.Array | int, row: jax.Array | None = None
 ) -> jax.Array | Bytes:
-    """Returns one array of a state as it is stored. Storing again what was loaded changes nothing.
+    """Returns the stored form of one array of an optimizer state. `encode` of a decoded array returns the same stored array.
 
     Args:
-      path: its path in the state, without the names of `Bytes`.
-      x: float32.
+      path: the array's path in the whole optimizer state, without the field names of `Bytes`.
+      x: the array, float32 for the dtypes 'bfloat16' and '8bit'.
       dtype: one of `DTYPES`.
       step: see `stored`.
-      row: int32 scalar, the index of `x` in dimension 0 of a stacked array; None: it is whole.
+      row: int32 scalar, the index of `x` in dimension 0 of a stacked array; None if `x` is the whole array.
     """
     if dtype == BFLOAT16:
         bits, drawn = lax.bitcast_convert_type(x, jnp.uint32), _random_bits(path, x.shape, step, row) >> 16
@@ -228,7 +232,7 @@ def encode(
 
 
 def decode(x: jax.Array | Bytes) -> jax.Array:
-    """Returns what `encode` stored, in float32. Other dtypes stay."""
+    """Returns an array of `encode` in float32. Arrays of dtypes other than bfloat16 are returned unchanged."""
     if not isinstance(x, Bytes):
         return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
     codes = x.codes_8bit.astype(jnp.int32)
@@ -237,10 +241,16 @@ def decode(x: jax.Array | Bytes) -> jax.Array:
 
 
 def _rounded_level(size: jax.Array, scale: jax.Array, drawn: jax.Array, signed: bool) -> jax.Array:
-    """Returns the level of magnitudes, rounded up or down at random.
+    """Returns the levels (int32 magnitude codes, without sign) of an array, rounded stochastically.
 
-    There are no logarithms here: a compiler's are not the same for the last elements of an array, so results would depend on
+    It does not compute logarithms: the compiler's logarithm differs for the last elements of an array, so results would depend on
     the mesh.
+
+    Args:
+      size: float32 magnitudes.
+      scale: float32, the largest magnitude of each row.
+      drawn: uint32 random bits.
+      signed: see `Bytes`.
     """
     share = size / jnp.where(scale > 0, scale, 1.0)
     bits = lax.bitcast_convert_type(share, jnp.int32)
@@ -257,7 +267,7 @@ def _rounded_level(size: jax.Array, scale: jax.Array, drawn: jax.Array, signed: 
 
 
 def _value(level: jax.Array, *, signed: bool) -> jax.Array:
-    """Returns a level's share of the row's largest magnitude: 0 for level 0, 1 for the highest."""
+    """Returns the magnitude of a level as a share of the row's largest magnitude: 0 for level 0, 1 for the highest level."""
     below = level - _most(signed)
     root = jnp.full(level.shape, _ROOTS[0], jnp.float32)
     for eighth in range(1, _PER_OCTAVE):
@@ -296,18 +306,18 @@ def is_average(path: str) -> bool:
 
 
 def _part_name(path: str) -> str:
-    """Returns the state's own name of a part, which stands before its variable's path; '' if there is none."""
+    """Returns the part of a path before the variable's path, such as 'v' of 'no_prefix/v/params/lm/w'; '' if there is none."""
     before, collection, _ = path.partition(f"/{base_layer.PARAMS}/")
     return before.rpartition("/")[2] if collection else ""
 
 
 def _whole_path(keys: tuple[Any, ...], row: Row | None) -> str:
-    """Returns the path of the array that a part of a state is, or is a row of."""
+    """Returns the array's path in the whole optimizer state. `row`: see `stored`."""
     return path_str(keys) if row is None else row.path(path_str(keys))
 
 
 def _parts(init: Callable[[PyTree], PyTree], variables: PyTree) -> tuple[PyTree, dict[str, tuple[int, ...]]]:
-    """Returns ShapeDtypeStructs of an optimizer's state, and {path: shape} of the parts that may be kept in fewer bits."""
+    """Returns ShapeDtypeStructs of an optimizer's state, and {path: shape} of the arrays that can be stored in fewer bits."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), variables)
     program, state = jax.make_jaxpr(init, return_shape=True)(shapes)
     parts = zip(masks.with_paths(state), _from_inputs(program.jaxpr, [True] * len(program.in_avals)), strict=True)
@@ -319,7 +329,7 @@ def _parts(init: Callable[[PyTree], PyTree], variables: PyTree) -> tuple[PyTree,
 
 
 def _from_inputs(program: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Returns, for each result of a program, whether it depends on values of the given inputs. Their shapes alone don't count."""
+    """Returns for each output of a jaxpr True if it depends on values, not only shapes, of the inputs marked in `given`."""
     inside = {var for var, is_given in zip(program.invars, given, strict=True) if is_given}
 
     def of(values: Sequence[Any]) -> list[bool]:

@@ -1,8 +1,8 @@
 """Gives praxis, praxis-on-optax and plain optax optimizers one interface: `init`, `update`, `init_partition_spec`.
 
-`init_partition_spec(hparams)` returns the split of each part of the state, in the structure of `init(vars)` inside one
-`optax.MaskedState`, as in praxis' chains. `optax.masked` wraps the state in the same way, so specs and state of masked chains
-have the same structure.
+`init_partition_spec(hparams)` returns WeightHParams with the split of each array of the state, in the structure of `init(vars)`
+wrapped in an `optax.MaskedState`, as in praxis' chains. `optax.masked` wraps the state in the same way, so specs and state of
+masked chains have the same structure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spmd_trainer.sharding.variables import path_str
 
 @dataclasses.dataclass(frozen=True)
 class OptaxTransformation:
-    """A plain optax transformation as a praxis optimizer. It handles learning rate, clipping and decay itself.
+    """A plain optax transformation as a praxis optimizer. The transformation includes learning rate, clipping and decay.
 
     For praxis' clipping, weight decay or EMA around an optax transformation, use `praxis.optimizers.OptaxOptimizer`.
     """
@@ -36,7 +36,7 @@ class OptaxTransformation:
     ema_decay: float = 0.0
 
     def get_grad_transformation(self, var_weight_hparams: Any = None, include_ema: bool = True) -> Any:
-        """Returns the transformation. praxis' interface sets the arguments; they are unused."""
+        """Returns the transformation. The arguments belong to praxis' interface and are unused."""
         return self.grad_tx
 
     def get_learning_rate(self, step_count: jax.Array) -> None:
@@ -44,10 +44,10 @@ class OptaxTransformation:
 
 
 def require_schedule(optimizer_p: Any) -> None:
-    """Checks the config of a learner's optimizer for a mistake that praxis' own error does not explain.
+    """Checks that the config of a praxis optimizer has a learning-rate schedule; praxis' own error does not explain this mistake.
 
     Raises:
-      ValueError: a praxis optimizer without a learning-rate schedule.
+      ValueError: `lr_schedule` is None.
     """
     if not isinstance(optimizer_p, fdl.Buildable) or "lr_schedule" not in optimizer_p.__signature_info__.parameters:
         return
@@ -63,7 +63,7 @@ def as_optimizer(optimizer: Any) -> Any:
     """Returns a praxis optimizer for a praxis optimizer, an optax transformation, or a config of either.
 
     Raises:
-      ValueError: it is none of these, or its fields contradict each other.
+      ValueError: `optimizer` is none of these, or its fields contradict each other.
     """
     if isinstance(optimizer, fdl.Buildable):
         optimizer = pax_fiddle.build(optimizer)
@@ -87,9 +87,9 @@ def as_optimizer(optimizer: Any) -> Any:
 
 
 def sees_stacks(optimizer: Any) -> bool:
-    """Returns True for an optimizer that gets the variables of repeated layers as they are, stacked.
+    """Returns True for an optimizer that gets the stacked variables of repeated layers.
 
-    All others see one layer at a time: praxis maps them over the layers.
+    Other optimizers see one layer at a time, because praxis maps them over the layers.
     """
     return bool(getattr(optimizer, "sees_stacks", False))
 
@@ -97,12 +97,12 @@ def sees_stacks(optimizer: Any) -> bool:
 def grad_transformation(
     optimizer: Any, var_weight_hparams: Any, *, include_ema: bool = True
 ) -> optimizers.ShardedGradientTransformation:
-    """Returns the gradient transformation of an optimizer.
+    """Returns the gradient transformation of an optimizer, with `init_partition_spec`.
 
     Args:
       optimizer: an optimizer from `as_optimizer`.
       var_weight_hparams: WeightHParams of the variables; praxis reads per-variable settings from them, such as no weight decay.
-      include_ema: True if a praxis optimizer with `ema_decay` keeps its moving averages in this transformation.
+      include_ema: True to include the moving averages of a praxis optimizer with `ema_decay`.
     """
     grad_tx = optimizer.get_grad_transformation(var_weight_hparams, include_ema=include_ema)
     # praxis' own specs, e.g. of moving averages, are of one layer.
@@ -122,9 +122,9 @@ def grad_transformation(
 
 
 def masked(grad_tx: optimizers.ShardedGradientTransformation, mask: Any) -> optimizers.ShardedGradientTransformation:
-    """Restricts `grad_tx` to the variables where `mask` is True; updates of the others pass through.
+    """Restricts `grad_tx` to the variables where `mask` is True; updates of other variables pass through.
 
-    Its specs omit the other variables, like the state. (praxis' `sharded_masked` keeps them.)
+    The specs and the state omit the other variables. (praxis' `sharded_masked` keeps them in the specs.)
 
     Args:
       grad_tx: from `grad_transformation`.
@@ -141,17 +141,17 @@ def masked(grad_tx: optimizers.ShardedGradientTransformation, mask: Any) -> opti
 def derived_specs(
     grad_tx: Any, var_weight_hparams: Any, declared: Mapping[str, base_layer.WeightHParams] | None = None
 ) -> Any:
-    """Works out the layout of the state of a transformation that doesn't declare it.
+    """Derives the sharding of the state of a transformation without `init_partition_spec`.
 
     Args:
-      grad_tx: anything with optax' `init`.
+      grad_tx: a transformation with optax' `init`.
       var_weight_hparams: WeightHParams of the variables.
-      declared: WeightHParams of parts that don't follow their variable, by 'name of the part/path of the variable'.
+      declared: WeightHParams of arrays that are not split like their variable, by 'name of the array/path of the variable'.
 
     Returns:
-      WeightHParams in the structure of `grad_tx.init(vars)`. A part of the state whose path holds a variable's path, and
-      which has that variable's shape, is split like the variable. Everything else is replicated: counters, and parts with
-      another shape, such as factored moments and the factors of a preconditioner.
+      WeightHParams in the structure of `grad_tx.init(vars)`. An array of the state is split like a variable if its path contains
+      the variable's path and it has the variable's shape. Arrays in `declared` have the WeightHParams given there. All others
+      are replicated: counters, and arrays of another shape, such as factored moments.
     """
     shapes = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype or jnp.float32), var_weight_hparams
@@ -171,15 +171,15 @@ def derived_specs(
 
 
 def variable_of(path: tuple[Any, ...], variables: Container[tuple[Any, ...]]) -> tuple[Any, ...] | None:
-    """Returns the path of the variable that a part of an optimizer state belongs to.
+    """Returns the path of the variable to which an array of an optimizer state belongs.
 
     Args:
-      path: the path of the part, as keys of `jax.tree_util`. An optax state in the variables' structure has the
-        variable's path at the end (`mu/params/w`); one with several arrays per variable has it earlier (`stats/params/w/0`).
+      path: the path of the array, as keys of `jax.tree_util`. In an optax state with one array per variable, the variable's
+        path is at the end (`mu/params/w`); with several arrays per variable, it is earlier (`stats/params/w/0`).
       variables: the paths of the variables.
 
     Returns:
-      Of the variables' paths found inside `path`, the one that ends nearest its end; of several, the longest. None without one.
+      The variable's path found inside `path` that ends nearest the end of `path`; the longest if several end there; or None.
     """
     parts = ((start, end) for end in range(len(path), -1, -1) for start in range(end + 1))
     return next((path[start:end] for start, end in parts if path[start:end] in variables), None)
@@ -190,7 +190,7 @@ def extract_ema(opt_states: Any, mdl_vars: Any) -> Any:
 
     Args:
       opt_states: a train state's `opt_states`, logical or padded, with or without repeated layers.
-      mdl_vars: the current variables. Variables without an average (excluded from training) keep their value.
+      mdl_vars: the current variables. Those without an average (excluded from training) are returned unchanged.
 
     Returns:
       A tree in the structure of `mdl_vars`.
@@ -211,16 +211,16 @@ def extract_ema(opt_states: Any, mdl_vars: Any) -> Any:
 
 
 def keeps_schedule_free(opt_states: Any) -> bool:
-    """Returns True if an optimizer state, or what has its structure, is of optax' `schedule_free`."""
+    """Returns True if an optimizer state, or a tree of its structure, contains a state of optax' `schedule_free`."""
     return any(map(_is_schedule_free, jax.tree.leaves(opt_states, is_leaf=_is_schedule_free)))
 
 
 def extract_schedule_free(opt_states: Any, mdl_vars: Any) -> Any:
-    """Returns x of optax' `schedule_free`, the average to evaluate at: training computes gradients at the variables, y.
+    """Returns the variables for evaluation with optax' `schedule_free`: the averages x. (Training uses the variables y.)
 
     Args:
       opt_states: a train state's `opt_states`, logical or padded, with or without repeated layers.
-      mdl_vars: the current variables. Variables that the optimizer doesn't move keep their value.
+      mdl_vars: the current variables, y. Variables without a schedule-free state are returned unchanged.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(mdl_vars)
     found = dict(leaves)
@@ -249,7 +249,7 @@ def reset_ema(opt_states: Any, mdl_vars: Any) -> Any:
 
 
 def _x_of_schedule_free(y: jax.Array, z: jax.Array, b1: jax.Array) -> jax.Array:
-    """Returns x of one variable. `b1` has the dimensions over which its layers are repeated."""
+    """Returns the average x of one variable. `b1` has a dimension for each dimension over which its layers are repeated."""
 
     def evaluated(b1: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
         state = optax.contrib.ScheduleFreeState(b1, None, None, None, None, z)
@@ -273,7 +273,7 @@ def _is_ema_state(node: Any) -> bool:
 
 
 def _with_raw_specs(optimizer: optimizers.BaseOptimizer) -> optimizers.BaseOptimizer:
-    """Returns a copy whose inner transformation has `init_partition_spec`.
+    """Returns a copy of an optimizer whose inner transformation has `init_partition_spec`.
 
     praxis' Sgd, Lamb, Lars, Adafactor, Adagrad and Adam(sharded_adam=False) return plain optax transformations, for which
     praxis' own chain can't make specs.

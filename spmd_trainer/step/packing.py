@@ -1,7 +1,7 @@
-"""The scalars of a step: packed into one array on the devices, unpacked and averaged on the host.
+"""Packs the scalars of a step into one array on the devices, and unpacks and averages them on the host.
 
-Fetching sixty separate scalars from the devices can take the host longer than a small step. clu metrics stay separate,
-because their arrays may be integers of any size; few models have them.
+Fetching sixty separate scalars from the devices can take longer than a small step. clu metrics are not packed, because their
+arrays may be integers and of any size; few models have them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def summary_name(key: str) -> str:
 class ScalarPacking:
     """Packs loss, weighted scalars and scalar summaries of a step into one float32 vector, and unpacks them by name.
 
-    The tokens of experts are arrays at the vector's end. clu metrics travel beside it. Tracing `pack` stores the names, so each
-    step function needs its own instance.
+    The numbers of tokens per expert (`masks.LOAD`) are arrays at the end of the vector. clu metrics stay separate arrays. Tracing
+    `pack` stores the names, so each step function needs its own instance.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class ScalarPacking:
         self._loads: dict[str, tuple[int, ...]] = {}
 
     def pack(self, output: StepFnOutput) -> Packed:
-        """Returns float32 [loss, value and weight of each weighted scalar, summaries], and clu metrics. Called while
-        tracing.
+        """Returns a float32 vector and the clu metrics. Called during tracing.
 
-        A repeated layer's summaries are one array; they become 'layer/norm/0', 'layer/norm/1', ... Summaries of other
-        types (images, histograms, tensors) are left out, except the tokens of experts.
+        The vector is [loss, value and weight of each weighted scalar, scalar summaries, tokens per expert]. A repeated layer's
+        summary is an array; its elements are named 'layer/norm/0', 'layer/norm/1', ... Summaries of other types (images,
+        histograms, tensors) are omitted, except tokens per expert.
 
         Raises:
           ValueError: the loss or a weighted scalar is not a scalar.
@@ -78,7 +78,7 @@ class ScalarPacking:
         return jnp.concatenate(parts), dict(output.clu_metrics or {})
 
     def unpack(self, packed: Packed) -> Scalars:
-        """Returns the scalars of a step; waits for the device."""
+        """Returns the scalars of a step; blocks until the devices have computed them."""
         vector, clu = jax.tree.map(_on_host, packed)
         loads = {}
         for name, shape in reversed(self._loads.items()):
@@ -104,14 +104,14 @@ def _scalar(what: str, value: Any) -> jax.Array:
 
 
 class SummaryNames:
-    """Names of a step's summaries, in the order of their values. Shared by all steps; caches look-ups."""
+    """Names of a step's summaries, in the order of their values. All steps share one instance, which caches look-ups."""
 
     def __init__(self, names: Sequence[str] = ()):
         self.names = tuple(names)
         self._indices: dict[str, tuple[int, ...]] = {}
 
     def indices_of(self, last_part: str) -> tuple[int, ...]:
-        """Indices of the names whose last part, after the last '/', is `last_part`."""
+        """Returns the indices of the names whose part after the last '/' is `last_part`."""
         if last_part not in self._indices:
             found = (index for index, name in enumerate(self.names) if name.rpartition("/")[2] == last_part)
             self._indices[last_part] = tuple(found)
@@ -119,15 +119,14 @@ class SummaryNames:
 
 
 class Scalars(Mapping[str, float]):
-    """One step's scalars on the host: a mapping from name to float of loss, weighted scalars, clu metrics and
-    summaries.
+    """One step's scalars on the host: {name: float} of loss, weighted scalars, clu metrics and summaries.
 
     Attributes:
-      loss: mean loss, or None.
+      loss: mean loss; None in decoding.
       means: mean of each weighted scalar over the batch.
       weights: weight of each weighted scalar.
       clu: the model's clu metrics over the batch, to merge with those of other batches.
-      loads: not in the mapping: the tokens of each expert by layer; see `masks.LOAD`.
+      loads: {layer: tokens of each expert}, not in the mapping; see `masks.LOAD`.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class Scalars(Mapping[str, float]):
 
     @functools.cached_property
     def summaries(self) -> dict[str, float]:
-        """Scalar summaries by name. Computed on demand: a deep model has thousands, which most steps ignore."""
+        """Scalar summaries by name. Computed on first use, because a deep model has thousands and most steps don't read them."""
         return dict(zip(self._names.names, self._values, strict=True))
 
     @functools.cached_property
@@ -171,7 +170,7 @@ class Scalars(Mapping[str, float]):
         return repr(self._by_name)
 
     def summaries_called(self, last_part: str) -> list[float]:
-        """Summaries whose name ends in `last_part`, of all layers and optimizers."""
+        """Returns the summaries whose name has `last_part` after the last '/', of all layers and optimizers."""
         return [self._values[index] for index in self._names.indices_of(last_part)]
 
 
@@ -191,12 +190,12 @@ class WeightedMean:
         self._clu: CluMetrics = {}
 
     def add(self, values: Mapping[str, float], weights: Mapping[str, float], clu: CluMetrics | None = None) -> None:
-        """Adds one batch. The value of a batch with weight 0 is ignored, even if it is NaN.
+        """Adds one batch. A value with weight 0 is ignored, even if it is NaN.
 
         Args:
           values: {name: mean over the batch}.
-          weights: {name: its weight}.
-          clu: {name: clu metric over the batch}, merged by the metric itself.
+          weights: {name: weight of the mean}.
+          clu: {name: clu metric over the batch}, merged by the metric's own `merge`.
         """
         self._clu = merged_clu(self._clu, clu or {})
         for name, value in values.items():
@@ -216,16 +215,16 @@ class WeightedMean:
 
 
 def merged_clu(old: CluMetrics, new: CluMetrics) -> dict[str, metrics.Metric]:
-    """Merges the clu metrics of two sets of batches; `old` may be empty."""
+    """Returns the merged clu metrics of two sets of batches; `old` may be empty."""
     with jax.transfer_guard_device_to_host("allow"):
         return {name: old[name].merge(metric) if name in old else metric for name, metric in new.items()}
 
 
 def computed_clu(clu: CluMetrics) -> dict[str, float]:
-    """Computes clu metrics; a metric that computes a dict gives 'metric/key'.
+    """Returns {name: value} of clu metrics; the entries of a metric that computes a dict are named 'metric/key'.
 
     Raises:
-      UserError: a metric (named) fails, or computes something other than a scalar or a dict of scalars.
+      UserError: a metric fails, or computes neither a scalar nor a dict of scalars; the message names it.
     """
     found: dict[str, float] = {}
     with jax.transfer_guard_device_to_host("allow"):

@@ -1,7 +1,7 @@
-"""`Partitioner`: settings, `setup`, which makes the `Layout` of a task, and `partition`, which makes a `CompiledStep`.
+"""`Partitioner`, the base class of partitioners. `setup` makes the `Layout` of a task, `partition` makes a `CompiledStep`.
 
-`pjit.PjitPartitioner` and `shard_map.ShardMapPartitioner` are derived from it side by side, and a partitioner of your own is
-too. An experiment's `partitioner()` returns it.
+`pjit.PjitPartitioner` and `shard_map.ShardMapPartitioner` are its subclasses; write your own partitioner as another subclass. An
+experiment's `partitioner()` returns a partitioner.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ ElasticBatch: TypeAlias = Literal["whole", "accumulate", "scale"]
 
 
 class Partitioner(abc.ABC):
-    """Puts a task's state and steps on a mesh.
+    """Shards a task's state and compiles its steps for a mesh.
 
     Attributes:
-      layout: where the task's variables and batches live; set by `setup`.
-      num_minibatches, elastic, elastic_batch: the settings; see the constructor.
+      layout: shapes and shardings of the task's variables and batches; set by `setup`.
+      num_minibatches, elastic, elastic_batch: see the constructor.
     """
 
     layout: Layout
@@ -57,13 +57,14 @@ class Partitioner(abc.ABC):
         Args:
           mesh: the mesh; None for the one that the task's model declares.
           devices: the devices for the mesh that the model declares; None for all.
-          num_minibatches: training divides the global batch, or each device's rows, into this many parts, one after the other.
+          num_minibatches: number of minibatches into which a train step divides the global batch, or each device's rows. They are
+            computed one after the other.
           elastic: the run asks its experiment after each step which devices are available, and continues on them.
           elastic_batch: on n times fewer devices, each device holds n times the rows ('whole'), or processes its rows in n
             times the minibatches ('accumulate'), or the global batch is n times smaller with the same learning rate ('scale').
 
         Raises:
-          ValueError: a setting has a value that doesn't exist.
+          ValueError: a setting has an unknown value.
         """
         name = type(self).__name__
         if num_minibatches < 1:
@@ -77,14 +78,14 @@ class Partitioner(abc.ABC):
 
     @abc.abstractmethod
     def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
-        """Sets `layout`: works out where every variable lives. Allocates nothing on devices.
+        """Sets `layout`, with the sharding of every variable. Allocates nothing on devices.
 
         Args:
           task: the built task.
           inputs_shape_dtype: ShapeDtypeStructs of the global training batch.
 
         Raises:
-          ValueError: the mesh, a mapping, the batch or a setting don't fit each other; names the variable, input or field.
+          ValueError: mesh, split mappings, batch and settings don't fit each other; the message names the variable or field.
         """
 
     @abc.abstractmethod
@@ -93,7 +94,7 @@ class Partitioner(abc.ABC):
 
         Args:
           step_fn: the pure step.
-          inputs_shape_dtype: ShapeDtypeStructs of the global batch, before any padding.
+          inputs_shape_dtype: ShapeDtypeStructs of the global batch, without padding.
           is_eval: True for steps that take a state without optimizer states and return no state.
         """
 
@@ -108,14 +109,14 @@ class Partitioner(abc.ABC):
 
     @property
     def has_own_mesh(self) -> bool:
-        """Whether the partitioner was given a mesh, or the devices for one, instead of using the mesh that the model declares."""
+        """True if the partitioner was given a mesh, or devices for the mesh that the model declares."""
         return self._mesh is not None or self._devices is not None
 
     def use_mesh(self, mesh: AnyMesh) -> None:
         """Replaces the mesh that the model declares. Call it before `setup`.
 
         Args:
-          mesh: the mesh. An AbstractMesh is enough to read `layout`; nothing can be compiled or placed on it.
+          mesh: the mesh. An AbstractMesh is enough to compute `layout`, but not to compile steps or to hold arrays.
         """
         self._mesh, self._devices = mesh, None
 
@@ -126,16 +127,16 @@ class Partitioner(abc.ABC):
         row_padding: RowPadding,
         plan: state_layout.Plan | None = None,
     ) -> Layout:
-        """Checks the task's input mappings and works out its layout, for `setup`.
+        """Checks the task's `inputs_split_mapping`, and returns its layout, for `setup`.
 
         Args:
           task: the built task.
           inputs_shape_dtype: ShapeDtypeStructs of the global training batch.
-          row_padding: how the rows that a batch lacks to a multiple of the devices are filled.
-          plan: decides the layout of every variable, instead of the layers; see `state_layout.build`.
+          row_padding: fills the rows that are added to a batch up to a multiple of the device count; see `Layout`.
+          plan: decides the sharding of every variable, instead of the layers; see `state_layout.build`.
 
         Raises:
-          ValueError: a mapping that the mesh or a variable doesn't allow, with the path.
+          ValueError: a split mapping doesn't fit the mesh or a variable; the message has its path.
         """
         # An AbstractMesh has what a layout needs; nothing can be compiled for it.
         mesh = cast(Mesh, self._mesh) if self._mesh is not None else mesh_from_model(task.model, self._devices)
@@ -154,7 +155,7 @@ class Partitioner(abc.ABC):
 
     @property
     def metadata(self) -> Layout:
-        """Pax's name of `layout`."""
+        """The layout, under Pax's name for it."""
         return self.layout
 
     @property
@@ -172,9 +173,9 @@ class Partitioner(abc.ABC):
         return dict(self.mesh.shape)
 
     def init_fn(self, *, with_opt_states: bool = True) -> jax.stages.Wrapped:
-        """Returns the jitted initialiser: key -> state, padded and sharded; no device holds a whole split variable.
+        """Returns the jitted initialiser: PRNG key -> padded, sharded state. No device holds a whole split variable.
 
-        Values depend on the key alone, not on the mesh.
+        Values depend only on the key, not on the mesh.
         """
         layout = self.layout if with_opt_states else self.layout.without_opt_states()
 
@@ -188,17 +189,17 @@ class Partitioner(abc.ABC):
         return jax.jit(init, out_shardings=layout.shardings, compiler_options=options)
 
     def initialize_train_state(self, prng_key: jax.Array, *, with_opt_states: bool = True) -> TrainState:
-        """Runs `init_fn`; the state has the layout of `layout`."""
+        """Returns the initial state, padded and sharded as in `layout`; runs `init_fn`."""
         state: TrainState = self.init_fn(with_opt_states=with_opt_states)(prng_key)
         return state
 
 
 def batch_notes(inputs: NestedShapeDtypeStruct, specs: NestedPartitionSpec, sizes: Mapping[str, int]) -> list[str]:
-    """Returns a sentence for each dimension of a batch that its axes don't divide: what it costs, and which sizes cost nothing.
+    """Returns a sentence for each batch dimension that its mesh axes don't divide: the cost of padding, and sizes without cost.
 
     Args:
       inputs: ShapeDtypeStructs of the global batch.
-      specs: PartitionSpecs in which the step computes on it, same structure.
+      specs: PartitionSpecs of the batch in the step, same structure.
       sizes: {axis: size} of the mesh.
     """
     found: dict[tuple[int, int, tuple[str, ...]], str] = {}

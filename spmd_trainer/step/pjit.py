@@ -1,4 +1,4 @@
-"""The partitioner whose collectives the compiler chooses: a pure step on a mesh by `jax.jit` and shardings."""
+"""`PjitPartitioner`: runs a pure step on a mesh with `jax.jit` and shardings; the compiler chooses the collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PjitPartitioner(Partitioner):
     """Partitions a task's steps over its mesh with `jax.jit`. Settings, attributes and methods: see `Partitioner`."""
 
     def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
-        """See `Partitioner.setup`. Variables are laid out as their layers or `task.train.sharding_strategy` say."""
+        """See `Partitioner.setup`. The layers or `task.train.sharding_strategy` decide the sharding of variables."""
         # Added rows hold zeros; the step slices them off.
         self.layout = self.make_layout(task, inputs_shape_dtype, "constant")
         if self.num_minibatches > 1:
@@ -29,7 +29,7 @@ class PjitPartitioner(Partitioner):
             minibatches.check_no_overwritten(self.layout, f"num_minibatches={self.num_minibatches}")
 
     def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> CompiledStep:
-        """See `Partitioner.partition`. A train step gets a `grad_fn` if there are several minibatches."""
+        """See `Partitioner.partition`. With several minibatches, a train step gets a `grad_fn` that accumulates gradients."""
         layout = self.layout.without_opt_states() if is_eval else self.layout
         if is_eval or self.num_minibatches == 1:
             return compile_step(layout, step_fn, inputs_shape_dtype, is_eval=is_eval)
@@ -49,12 +49,10 @@ def create_partitioner(
     auto_sharding_mode: Any = None,
     auto_sharding_input_params: Any = None,
 ) -> PjitPartitioner:
-    """Returns a partitioner for the mesh that a task's model declares, or for one axis over all devices without a mesh.
-
-    It is Pax's way to make a partitioner, for files that call it.
+    """Returns a partitioner with default settings. Kept for files that call Pax's function of this name.
 
     Args:
-      jax_task: the built task.
+      jax_task: not used; `setup` takes the task.
       init_is_eval: not used; `task.train.always_use_train_for_model_init` decides how variables are initialised.
       reshard_inputs: not used: inputs are always resharded by rank.
       auto_sharding_mode: must be None.

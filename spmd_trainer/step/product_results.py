@@ -1,13 +1,14 @@
-"""What a program does with the results of matrix products: which matrices route, and which dimensions count experts.
+"""Analyses a jaxpr's use of the results of matrix products, to find routers and the dimensions that count experts.
 
-`matrix_uses` follows weights to their products; this module follows a product's result until the next product reads it. Each
-dimension of an array keeps the dimensions of variables that it counts, its columns:
+`matrix_uses` follows weights to their products. This module follows a product's result until the next product reads it. For each
+dimension of an array it tracks the variable dimensions with the same index, called the columns of the dimension:
 
-- A matrix routes if a softmax, a top_k, a sort or an argmax over its columns reads its results.
-- Two dimensions are aligned where an operation or a product pairs them element by element. A dimension of a weight that is
-  aligned with the columns of a router counts experts.
-- Of columns that are read one by one, such as queries, keys and values that one product makes, each is a result for itself.
-- A sigmoid is also the gate of a feed-forward layer. A matrix may route if a sigmoid of its results weighs whole vectors.
+- A matrix routes (belongs to a router) if a softmax, a top_k, a sort or an argmax over its columns reads its results.
+- Two dimensions are aligned if an operation or a product pairs them element by element. A dimension of a weight that is aligned
+  with the columns of a router counts experts.
+- A column dimension is read one by one if the program reads single indices of it, such as the queries, keys and values of one
+  product.
+- A matrix may route if a sigmoid of its results weighs whole vectors. (A sigmoid alone is also the gate of a feed-forward layer.)
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class MatrixDims:
     """The dimensions of a variable by their role in a matrix product.
 
     Attributes:
-      stack: dimensions over matrices: stacked layers, or batch dimensions of the product.
-      inputs: contracted dimensions.
-      outputs: dimensions of the result.
+      stack: dimensions that index matrices: stacked layers, or batch dimensions of the product.
+      inputs: dimensions that the product contracts (rows).
+      outputs: dimensions that the product's result keeps (columns).
     """
 
     stack: tuple[int, ...]
@@ -50,20 +51,20 @@ class MatrixDims:
 
 @dataclasses.dataclass
 class Uses:
-    """How one variable is used.
+    """The uses of one variable in a program. "The products" are the matrix products that read the variable.
 
     Attributes:
       rank: number of dimensions of the variable.
-      products: dimension roles in each kind of matrix product that reads it.
-      others: names of the other operations that read it.
-      is_lookup: True if a product is with one-hot vectors: a lookup of rows.
-      is_read_on: True if another product, or one of a later layer, reads the products' results.
-      routes: True if a softmax, a top_k or the like reads the products' results.
+      products: the roles of the variable's dimensions in the products; one entry for each distinct assignment of roles.
+      others: names of other operations that read the variable.
+      is_lookup: True if a product is with one-hot vectors, which is a lookup of rows.
+      is_read_on: True if a later product, possibly of another layer, depends on the products' results.
+      routes: True if a softmax, top_k, sort or argmax reads the products' results.
       may_route: True if a sigmoid of the products' results weighs whole vectors.
-      aligned: for each dimension, the dimensions of variables that the program pairs it with.
-      heads: dimensions of which products of activations compute each index, or a part of them, for itself.
-      one_by_one: dimensions of which the program reads single indices of the products' results.
-      elsewhere: dimensions of the products' results that kernels, loops or unknown operations read.
+      aligned: {dimension: variable dimensions that the program pairs with it element by element}.
+      heads: attention heads: dimensions for each of whose indices products of activations compute separately.
+      one_by_one: dimensions for which the program reads single indices of the products' results.
+      elsewhere: dimensions whose analysis ends at a kernel, a loop or an unknown operation.
     """
 
     rank: int
@@ -80,19 +81,20 @@ class Uses:
 
     @property
     def fits(self) -> bool:
-        """True if every use is a matrix product, all with the same roles of dimensions."""
+        """True if only matrix products read the variable, all with the same roles of its dimensions."""
         return len(self.products) == 1 and not self.others
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What is known of an array.
+    """Facts about an array that is computed from results of matrix products.
 
     Attributes:
-      columns: for each dimension, the columns of variables that it counts; () if none are known.
-      of: paths; the array is made of their products' results, element by element.
-      function: 'exp' or 'logistic' if the array is one of these functions of such results.
-      chosen: columns that a top_k or an argmax has chosen from, with their number. One-hot vectors of the choice have them.
+      columns: for each dimension of the array, the (path, dimension) of variables that it indexes; () if none are known.
+      of: paths of variables from whose products' results the array is computed element by element.
+      function: 'exp' or 'logistic' if the array is this function of products' results, else ''.
+      chosen: (column, its size) for columns from which a top_k or an argmax chose. One-hot vectors of the choice get them as
+        columns.
     """
 
     columns: Columns = ()
@@ -105,12 +107,18 @@ NOTHING = Result()
 
 
 def of_weight(path: str, dims: dims_lib.Dims) -> Result:
-    """Returns the `Result` of a weight: the columns of each dimension are the variable's dimensions that it consists of."""
+    """Returns the `Result` of a weight: the columns of each dimension are its `Dim.origins` in the variable `path`."""
     return Result(tuple(frozenset((path, i) for i in dim.origins) for dim in dims))
 
 
 def of_product(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) -> Result:
-    """Returns what is known of the result of a `dot_general`, and notes which columns it aligns."""
+    """Returns the `Result` of a `dot_general`, and records in `notes` the columns that it aligns.
+
+    Args:
+      eqn: the equation of the jaxpr.
+      values: the `Result`s of its operands.
+      notes: {path: uses}, to be updated.
+    """
     contract, batch = eqn.params["dimension_numbers"]
     left, right = (_columns(value, var) for value, var in zip(values, eqn.invars, strict=True))
     pairs = [(left[i], right[j]) for i, j in zip(*contract, strict=True)]
@@ -127,7 +135,10 @@ def of_product(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) ->
 
 
 def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) -> list[Result]:
-    """Returns what is known of the results of an operation that no weight is an operand of; notes what it shows."""
+    """Returns the `Result`s of an operation without weights as operands, and records in `notes` the uses that it shows.
+
+    Arguments as for `of_product`.
+    """
     if all(value == NOTHING for value in values):
         return [NOTHING] * len(eqn.outvars)
     name, of = eqn.primitive.name, frozenset().union(*(value.of for value in values))
@@ -165,7 +176,7 @@ def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]
 
 
 def _read_together(eqn: Any, value: Result, of: frozenset[str]) -> Iterator[str]:
-    """Yields the paths whose columns lie along the dimensions over which an operation sums or chooses, or lie anywhere."""
+    """Yields the paths in `of` whose columns an operation sums or chooses over, and those whose columns are unknown."""
     params, groups = eqn.params, _columns(value, eqn.invars[0])
     last = params.get("dimension", params.get("reduction_dimension", params.get("axis", len(groups) - 1)))
     over = {path for i in params.get("axes", (last,)) for path, _ in groups[i]}
@@ -195,7 +206,7 @@ def _columns(value: Result, var: Any) -> Columns:
 
 
 def _moved(eqn: Any, number: int, values: Sequence[Result]) -> Columns | None:
-    """Returns the columns of result `number`; None if the operation is not one of those that are known."""
+    """Returns the columns of output `number` of an operation; None for unknown operations."""
     name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[number].aval.shape
     first = _columns(values[0], eqn.invars[0])
     if name in _BY_ELEMENT:
@@ -225,7 +236,7 @@ def _moved(eqn: Any, number: int, values: Sequence[Result]) -> Columns | None:
 
 
 def _weighing(eqn: Any, values: Sequence[Result], columns: Columns) -> Iterator[Result]:
-    """Yields the operands that give each of their columns a whole vector: a dimension behind them grows from 1."""
+    """Yields the operands whose elements weigh whole vectors: a dimension after their columns is broadcast from size 1."""
     made = eqn.outvars[0].aval.shape
     last = max((i for i, group in enumerate(columns) if group), default=len(columns))
     for value, var in zip(values, eqn.invars, strict=True):
@@ -240,7 +251,7 @@ def _weighing(eqn: Any, values: Sequence[Result], columns: Columns) -> Iterator[
 
 
 def _completed(columns: Columns, shape: Sequence[int], chosen: Iterable[tuple[Column, int]]) -> Columns:
-    """Gives each dimension without columns those that were chosen from, if there are as many of them."""
+    """Returns `columns`, where each dimension without columns gets the columns in `chosen` that have its size."""
     return tuple(
         group or frozenset(column for column, count in chosen if count == size)
         for group, size in zip(columns, shape, strict=True)
@@ -260,7 +271,7 @@ def _cut(columns: Columns, given: Sequence[int], made: Sequence[int], notes: Map
 
 
 def leave(value: Result, notes: Mapping[str, Uses]) -> None:
-    """Notes that nothing is known of what becomes of the columns from here on."""
+    """Records in `notes` that the analysis of the value's columns ends here (`Uses.elsewhere`)."""
     for path, dim in frozenset().union(*value.columns):
         notes[path].elsewhere.add(dim)
 

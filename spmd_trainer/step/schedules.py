@@ -1,7 +1,7 @@
-"""Learning-rate schedules beside praxis', for a praxis optimizer's `lr_schedule`; they multiply its `learning_rate`.
+"""Learning-rate schedules in addition to praxis', for a praxis optimizer's `lr_schedule`; they multiply its `learning_rate`.
 
-Inverse square root is praxis' `LinearRampupSqrtDecay`, a cosine after a warm-up its `LinearRampupCosineDecay`. A field of any
-of them can be overridden, e.g. `--fdl.set=task.train.learner.optimizer.lr_schedule.decay_steps=5000`.
+For inverse square root use praxis' `LinearRampupSqrtDecay`, for a cosine after a warm-up `LinearRampupCosineDecay`. The fields
+of all schedules can be overridden, e.g. `--fdl.set=task.train.learner.optimizer.lr_schedule.decay_steps=5000`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _DECAYS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class WarmupStableDecay(schedules.BaseSchedule):  # type: ignore[misc]  # untyped
-    """From 0 to 1 over the warm-up, 1 until the decay, then down to `min_ratio`, where it stays.
+    """Linear warm-up from 0 to 1, then constant 1, then decay to `min_ratio`, which stays constant afterwards.
 
     A run may be continued from a checkpoint before the decay, with a longer plateau. Published in MiniCPM (Hu et al. 2024,
-    arXiv:2404.06395); the form 'sqrt', 1 - sqrt(share of the decay), in Hägele et al. 2024 (arXiv:2405.18392).
+    arXiv:2404.06395). The decay 'sqrt', 1 - sqrt(fraction of the decay steps), is from Hägele et al. 2024 (arXiv:2405.18392).
 
     Attributes:
-      total_steps: steps of training; the decay ends here.
-      warmup_steps: steps of the linear warm-up; 0 for none.
-      decay_steps: steps of the decay.
-      min_ratio: value at the end.
-      decay: 'linear', 'cosine' or 'sqrt'.
+      total_steps: number of training steps; the decay ends here.
+      warmup_steps: number of warm-up steps; 0 for no warm-up.
+      decay_steps: number of decay steps; 0 for no decay.
+      min_ratio: value after the decay.
+      decay: form of the decay: 'linear', 'cosine' or 'sqrt'.
     """
 
     total_steps: int = 0
@@ -64,15 +64,14 @@ class WarmupStableDecay(schedules.BaseSchedule):  # type: ignore[misc]  # untype
 
 
 class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untyped
-    """Values at counts of tokens, and between them a line.
+    """Piecewise linear interpolation of values over the number of trained tokens.
 
-    Before the first count the first value, after the last count the last one. A value that ends and another that begins at the
-    same count make a step.
+    The value is constant before the first and after the last count. Two values at the same count make a jump.
 
     Attributes:
-      tokens: counts of tokens that were trained on, ascending.
-      values: value at each count.
-      tokens_per_step: tokens of a global batch, with padding: rows times length. {step: tokens} with a `batch_ramp`.
+      tokens: numbers of tokens trained on so far, ascending.
+      values: value at each number of tokens.
+      tokens_per_step: tokens of a global batch, with padding: rows times length. With a `batch_ramp`, {first step: tokens}.
     """
 
     tokens: Sequence[float] = ()
@@ -81,7 +80,7 @@ class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untype
 
     @property
     def step_sizes(self) -> dict[int, int]:
-        """{step: tokens of each step from there}."""
+        """{first step: tokens per step from this step on}."""
         sizes = self.tokens_per_step
         return dict(sorted(sizes.items())) if isinstance(sizes, Mapping) else {0: sizes}
 
@@ -109,10 +108,10 @@ class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untype
         return jnp.where(after == 0, values[0], values[left] + share * (values[right] - values[left]))
 
     def _by_steps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps at which the schedule bends, ascending, and its values there, both float64.
+        """Returns the steps at which the schedule's slope changes, ascending, and its values there, both float64.
 
-        In steps, because counts of tokens exceed int32, and float32 counts them less exactly. Where the tokens of a step change,
-        a line over tokens has a bend over steps.
+        The interpolation uses steps, because numbers of tokens exceed int32 and float32 is less exact for them. The slope over
+        steps also changes where the tokens per step change.
         """
         begins, sizes = (np.array(one, np.float64) for one in zip(*self.step_sizes.items(), strict=True))
         before = np.append(0.0, np.cumsum(sizes[:-1] * np.diff(begins)))
@@ -129,7 +128,7 @@ class OptaxSchedule(schedules.BaseSchedule):  # type: ignore[misc]  # untyped
     """A schedule of optax, e.g. `Config(OptaxSchedule, schedule=Config(optax.warmup_cosine_decay_schedule, ...))`.
 
     Attributes:
-      schedule: a function from the step to the value, or a config that builds one; a config's fields can be overridden.
+      schedule: a function step -> value, or a config of such a function. Fields of a config can be overridden by flags.
     """
 
     schedule: optax.Schedule | None = None

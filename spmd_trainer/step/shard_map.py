@@ -1,35 +1,34 @@
-"""The step with its collectives written out: data parallel and fully sharded (FSDP), under `jax.shard_map`.
+"""`ShardMapPartitioner`: data parallelism and FSDP under `jax.shard_map`, with all collectives written out.
 
-`ShardMapPartitioner` runs the forward and backward pass of the same pure step on each device's own rows. Every exchange
-between devices is written in `shard_map_passes.py` and `collectives.py`. The learner then runs on the reduced gradients under
-ordinary jit: its elementwise maths exchanges only the scalars of its norms. Besides these scalars, the compiled train step
-holds:
+`ShardMapPartitioner` runs the forward and backward pass of the same pure step on each device's own rows. All communication
+between devices is in `shard_map_passes.py` and `collectives.py`. The learner then runs on the reduced gradients under
+ordinary jit. It is elementwise, and communicates only the scalars of its norms. Besides these scalars, the compiled train step
+contains:
 
-- 'dp', parameters whole on each device: one all-reduce per step, of all gradients and metrics together, for any number of
-  minibatches. (A compiler may split it if it exceeds the compiler's own limit for combined collectives.)
-- 'fsdp', parameters of `min_weight_size` elements or more split over `axis_name`: for each use of a split parameter one
-  all-gather in the forward pass, one more in the backward pass if it is gathered again instead of kept, and one
-  reduce-scatter of its gradient; one all-reduce of all other gradients and the metrics. The collectives of a repeated layer
+- with 'dp' (parameters replicated): one all-reduce per step, of all gradients and metrics together, for any number of
+  minibatches. (The compiler may split it if it exceeds the compiler's limit for combined collectives.)
+- with 'fsdp' (parameters of at least `min_weight_size` elements split over `axis_name`): for each use of a split parameter, one
+  all-gather in the forward pass, another in the backward pass if the parameter is gathered again instead of kept, and one
+  reduce-scatter of its gradient; and one all-reduce of all other gradients and the metrics. The collectives of a repeated layer
   are in the body of its loop, executed once per layer.
 
 With `gather='layer'` a parameter is gathered where its layer reads it (`GatheredOnUse`). In a model that rematerialises
-blocks itself (praxis' repeated layers do, others with `remat=True`) the gathered copy lives as long as the block runs;
-parameters outside of these blocks (embedding, softmax) stay gathered from their first use to their last use in the backward
-pass. A model without any rematerialisation is run under a `jax.checkpoint` policy that does not keep gathered parameters for
-the backward pass, and recomputes only them and plain data movement. (Outside of loops, the CPU's compiler undoes this: it
-merges equal values across `jax.checkpoint`'s barriers.) With `gather='step'` everything is gathered once per step and
-gradients are accumulated whole: one all-gather and one reduce-scatter per parameter and step, for any number of minibatches,
-and the peak holds the whole model and its gradients.
+blocks itself (praxis' repeated layers, or other models with `remat=True`) the gathered copy is freed when the block ends;
+parameters outside these blocks (embedding, softmax) stay gathered from their first use to their last use in the backward
+pass. A model without rematerialisation runs under a `jax.checkpoint` policy that does not keep gathered parameters for
+the backward pass, and recomputes only them and plain data movement. (Outside loops, the CPU compiler undoes this: it
+merges equal values across `jax.checkpoint`'s barriers.) With `gather='step'` all parameters are gathered once per step and
+unsplit gradients are accumulated: one all-gather and one reduce-scatter per parameter and step, for any number of minibatches.
+The peak memory then includes the whole model and its gradients.
 
-praxis and Flax Linen ask for a parameter where a layer reads it. An NNX module holds its parameters, and functions get them as
-arguments, so `NnxModel` and `FunctionModel` gather each one before the module runs, and the sharding report says so. The compiler
-may move such a gather to the parameter's first use. But layers that are stacked for `nnx.scan` are gathered as one array, and
-what an `nnx.remat` block reads stays gathered until its backward pass. For large models of these kinds, use `PjitPartitioner`.
+praxis and Flax Linen fetch a parameter where a layer reads it. An NNX module holds its parameters, and functions get them as
+arguments, so `NnxModel` and `FunctionModel` gather all parameters before the module runs, and the sharding report says so. The
+compiler may move a gather to the parameter's first use. But layers that are stacked for `nnx.scan` are gathered as one array, and
+parameters of an `nnx.remat` block stay gathered until its backward pass. For large models of these kinds, use `PjitPartitioner`.
 
-The loss is the mean over the global batch: sums and weights are reduced first and divided afterwards. If a model computes
-something from its rows in another way than as a weighted mean (batch normalisation, balancing losses of experts), it uses
-the rows of one minibatch on one device, as is usual in data parallel training. A metric of constant weight is the mean over
-all minibatches and devices.
+The loss is the mean over the global batch: sums and weights are reduced first and divided afterwards. Functions of the rows other
+than weighted means (batch normalisation, load-balancing losses of experts) see the rows of one minibatch on one device, as is
+usual in data-parallel training. A metric of constant weight is the mean over all minibatches and devices.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ if TYPE_CHECKING:
 class ShardMapPartitioner(Partitioner):
     """Partitions a task's train and eval steps with `jax.shard_map`; decoding is left to the compiler.
 
-    The batch is split over all axes of the mesh. Layers' own split mappings and the task's `sharding_strategy` and
-    `inputs_split_mapping` have no effect on training and evaluation: the sharding report gives the reason for each variable.
-    Dropout masks differ on every device, and so depend on the mesh. Attributes and methods: see `Partitioner`.
+    The batch is split over all axes of the mesh. Split mappings of layers and the task's `sharding_strategy` and
+    `inputs_split_mapping` have no effect on training and evaluation. The sharding report gives the reason for each variable's
+    sharding. Dropout masks differ between devices, and therefore depend on the mesh. Attributes and methods: see `Partitioner`.
     """
 
     def __init__(
@@ -79,20 +78,21 @@ class ShardMapPartitioner(Partitioner):
         elastic: bool = False,
         elastic_batch: ElasticBatch = "whole",
     ):
-        """Stores the settings; the top of the file explains them.
+        """Stores the settings; the module's docstring explains them.
 
         Args:
-          sharding: 'dp' or 'fsdp'.
-          axis_name: the axes that fsdp splits parameters over; None for all axes of the mesh.
-          min_weight_size: fsdp leaves parameters with fewer elements whole.
-          num_minibatches: each device divides its rows into this many parts, one after the other.
-          gather: when fsdp gathers parameters; None for 'layer' with one minibatch, 'step' with several.
+          sharding: 'dp' (replicated parameters) or 'fsdp' (split parameters).
+          axis_name: the mesh axes over which 'fsdp' splits parameters; None for all axes of the mesh.
+          min_weight_size: 'fsdp' replicates parameters with fewer elements.
+          num_minibatches: number of minibatches into which each device divides its rows; they are computed one after the other.
+          gather: 'fsdp' gathers parameters where a layer reads them ('layer'), or all of them once per step ('step'). None:
+            'layer' with one minibatch, 'step' with several.
           mesh: the mesh; None for the one that the task's model declares.
           devices: the devices for the mesh that the model declares; None for all.
           elastic, elastic_batch: see `Partitioner`.
 
         Raises:
-          ValueError: a setting has a value that doesn't exist, or two settings contradict each other.
+          ValueError: a setting has an unknown value, or two settings contradict each other.
         """
         super().__init__(
             mesh, devices=devices, num_minibatches=num_minibatches, elastic=elastic, elastic_batch=elastic_batch
@@ -109,12 +109,12 @@ class ShardMapPartitioner(Partitioner):
 
     @property
     def gather(self) -> Literal["layer", "step"]:
-        """When parameters are gathered."""
+        """'layer' if parameters are gathered where a layer reads them, 'step' if once per step (always with 'dp')."""
         once_per_step = self.sharding == "dp" or self.num_minibatches > 1
         return self._requested_gather or ("step" if once_per_step else "layer")
 
     def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
-        """See `Partitioner.setup`. The setting `sharding`, 'dp' or 'fsdp', decides the layout of every variable."""
+        """See `Partitioner.setup`. The setting `sharding`, 'dp' or 'fsdp', decides the sharding of every variable."""
         # Added rows repeat rows of the batch and weigh nothing: on rows of zeros, a model's own means could be 0 / 0.
         self.layout = self.make_layout(task, inputs_shape_dtype, "wrap", self._plan)
         minibatches.check_no_overwritten(self.layout, "ShardMapPartitioner")
@@ -163,10 +163,10 @@ class ShardMapPartitioner(Partitioner):
         return plan
 
     def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> CompiledStep:
-        """See `Partitioner.partition`. The step gets a `grad_fn` or `eval_fn` that takes the padded variables and inputs instead.
+        """See `Partitioner.partition`. The step gets a `grad_fn` or `eval_fn` of `shard_map_passes`, bound to padded arrays.
 
         Raises:
-          ValueError: there are several processes, and the devices don't divide the rows.
+          ValueError: the job has several processes, and the device count doesn't divide the rows.
         """
         num_rows = jax.tree.leaves(inputs_shape_dtype)[0].shape[0]
         if jax.process_count() > 1 and num_rows % self.mesh.size:

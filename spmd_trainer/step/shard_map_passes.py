@@ -1,7 +1,7 @@
-"""Forward and backward pass of a step on each device's own rows, with every exchange between devices written out.
+"""Forward and backward pass of a step on each device's own rows, with all communication between devices written out.
 
-`gradients` and `evaluate` are the `grad_fn` and `eval_fn` of `step_fns.py`, for padded variables and inputs; read `gradients`
-first. `shard_map.py` lists the collectives that they make, and says when to use them.
+`gradients` and `evaluate` are versions of `grad_fn` and `eval_fn` of `step_fns.py` for padded variables and inputs; read
+`gradients` first. `shard_map.py` lists their collectives, and tells when to use them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VarsFn: TypeAlias = Callable[[NestedJTensor], NestedJTensor]
 
 @dataclasses.dataclass(frozen=True)
 class PassSettings:
-    """How forward and backward passes run on the devices; fixed when a step is partitioned.
+    """Settings of the forward and backward pass, fixed when a step is partitioned.
 
     Attributes:
       layout: the layout of the state; the batch is split over the whole mesh.
@@ -61,16 +61,16 @@ class PassSettings:
 def gradients(
     settings: PassSettings, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
-    """Runs the forward and backward pass.
+    """Runs the forward and backward pass under `jax.shard_map`.
 
     Args:
-      settings: how.
+      settings: layout, minibatches and gathering of parameters.
       mdl_vars: padded variables.
-      prng_key: the step's key.
+      prng_key: the step's PRNG key.
       inputs: the padded global batch.
 
     Returns:
-      As `step_fns.gradients`; gradients have logical shapes and are split like their variables.
+      As `step_fns.gradients`; gradients have logical (unpadded) shapes and are split like their variables.
     """
     layout = settings.layout
     excluded = masks.get_excluded_var_mask_for_grad(layout.var_weight_hparams, layout.task.learner)
@@ -125,9 +125,9 @@ def gradients(
 def evaluate(
     settings: PassSettings, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> StepFnOutput:
-    """Runs the model in evaluation. Arguments as in `gradients`.
+    """Returns the model's output in evaluation. Arguments as in `gradients`.
 
-    Parameters are gathered where layers read them. There is one all-reduce, of the metrics.
+    Parameters are gathered where layers read them. The only all-reduce is that of the metrics.
     """
     count, size = _divided(settings, inputs, 1)
     outputs = Outputs(str(settings.layout.task.learner.loss_name))
@@ -152,7 +152,10 @@ def evaluate(
 
 
 def _on_each_device(settings: PassSettings, run: Callable[..., Any], out_specs: tuple[Any, ...]) -> Callable[..., Any]:
-    """Maps `run(mdl_vars, inputs, key)` over the devices, each with its own key; the last result is split by rows."""
+    """Returns `run(mdl_vars, inputs, key)` under `jax.shard_map`, with a different key on each device.
+
+    `out_specs` are the PartitionSpecs of all results but the last, which is split by rows.
+    """
 
     def on_each_device(mdl_vars: NestedJTensor, inputs: NestedJTensor, key: jax.Array) -> Any:
         with _no_ambient_mesh():
@@ -170,7 +173,7 @@ def _on_each_device(settings: PassSettings, run: Callable[..., Any], out_specs: 
 
 
 def _no_ambient_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Switches layers' sharding constraints off: they mean nothing where `settings.variables` decides the layout."""
+    """Unsets the ambient mesh, so that sharding constraints of layers have no effect under `jax.shard_map`."""
     # The device stays known: attention kernels are chosen for it.
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
@@ -183,7 +186,10 @@ def _without_padding(tree: NestedJTensor, variables: NestedVariableSpec) -> Nest
 def _gathered(
     settings: PassSettings, mdl_vars: NestedJTensor, excluded: PyTree, trainable: NestedVariableSpec
 ) -> tuple[NestedJTensor, VarsFn, VarsFn]:
-    """Returns the parameters to differentiate by, and functions to apply to their gradients and before the forward pass."""
+    """Returns the parameters to differentiate with respect to, and two functions.
+
+    The first function reduces and splits their gradients, the second prepares the variables before the forward pass.
+    """
     shards = masks.mask_out(mdl_vars, excluded)
     if settings.gather_on_use:
         return shards, lambda grads: grads, _gather_on_use(settings)
@@ -198,12 +204,12 @@ def _gathered(
 
 
 def _gather_on_use(settings: PassSettings) -> VarsFn:
-    """Boxes each piece of a split variable, so that a model that reads it gets the gathered variable."""
+    """Returns a function that boxes each shard of a split variable, so that a layer that reads it gets the gathered variable."""
     return lambda mdl_vars: jax.tree.map(GatheredOnUse.box, mdl_vars, settings.variables)
 
 
 def _agree(new: NestedJTensor, real: jax.Array, axes: tuple[str, ...]) -> NestedJTensor:
-    """Averages the floats that the forward pass wrote over the devices where `real` is 1.0. Integers are set later."""
+    """Averages the floats that the forward pass wrote, over the devices where `real` is 1.0. Integers pass unchanged."""
     leaves, treedef = jax.tree.flatten(new)
     floats = [i for i, leaf in enumerate(leaves) if not is_integer(leaf)]
     if floats:
@@ -215,7 +221,7 @@ def _agree(new: NestedJTensor, real: jax.Array, axes: tuple[str, ...]) -> Nested
 
 
 def _divided(settings: PassSettings, inputs: NestedJTensor, requested: int) -> tuple[int, int]:
-    """Divides each device's rows into the requested number of minibatches, or more if one would also hold padding.
+    """Returns the division of each device's rows into minibatches: the requested number, or more if rows and padding would mix.
 
     Returns:
       The number of minibatches on each device, and the rows of each.
@@ -245,7 +251,10 @@ def _divided(settings: PassSettings, inputs: NestedJTensor, requested: int) -> t
 
 
 def _is_real(settings: PassSettings, count: int, size: int, index: jax.Array | int) -> jax.Array:
-    """Returns 1.0 if minibatch `index` of this device holds rows of the batch, which come first, and 0.0 if it holds padding."""
+    """Returns 1.0 if minibatch `index` of this device holds rows of the batch, 0.0 if it holds padding.
+
+    Padding is at the end of the global batch. `count` and `size`: from `_divided`.
+    """
     first = (lax.axis_index(settings.axes) * count + index) * size
     return (first < settings.num_rows).astype(jnp.float32)
 

@@ -4,13 +4,13 @@
 
 Published by Vyas et al. 2024 (arXiv:2409.11321, algorithm 3), with code (https://github.com/nikhilvyas/SOAP).
 
-Which variables are matrices, and on which devices they are computed: see `matrix_optimizer`.
+See `matrix_optimizer` for the choice of the matrices and the devices on which they are computed.
 
-Each matrix is computed whole, on one device, in float32. So the same gradients give the same updates on all meshes, up to the
-rounding of products. Gradients themselves differ between meshes by rounding, and a basis makes a small difference large where
-eigenvalues are nearly equal: eigenvectors of one eigenvalue are arbitrary. The first gradient [m, n], m < n, has at most m
-eigenvalues that are not zero, so n - m vectors of the first basis of the longer side are arbitrary. Until averages have full
-rank, losses on two meshes are equally good, but may differ by more than rounding.
+Each matrix is computed whole, on one device, in float32. So equal gradients give equal updates on all meshes, up to the rounding
+of products. But gradients differ between meshes by rounding, and bases amplify these differences where eigenvalues are nearly
+equal, because eigenvectors of equal eigenvalues are arbitrary. With the first gradient G [m, n], m < n, G' G has at most m
+nonzero eigenvalues, so n - m vectors of the first basis of the longer side are arbitrary. Until the averages have full rank,
+losses on two meshes are equally good, but may differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ _Side: TypeAlias = tuple[jax.Array, ...]
 class Soap(MatrixOptimizer):
     """SOAP for matrices, Adam for all other variables.
 
-    `MatrixOptimizer` has the fields that say which variables are matrices, and Adam's. A step of a matrix with gradient G is
-    -rate * QL N QR', where QL and QR are eigenvectors of the averages of G G' and G' G, and N is Adam's step for the gradient
-    QL' G QR. Adam's first moment is kept unrotated, and its second one rotated. Bases are replaced every
+    For the choice of the matrices and for Adam's fields see `MatrixOptimizer`. The update of a matrix with gradient G is
+    -rate * QL N QR'. QL and QR are the eigenvectors (bases) of the moving averages of G G' and G' G, and N is Adam's step for the
+    rotated gradient QL' G QR. Adam's first moment is stored unrotated, its second moment rotated. Bases are replaced every
     `precondition_frequency` steps, by one power iteration and a QR decomposition.
 
-    As in the published code, the first step begins averages and bases and leaves matrices as they are, so that no gradient is
-    rotated into its own basis; and bases are replaced at the end of a step. Other than there, epsilon is added to the root of
-    the second moment after its bias correction, as optax' Adam does.
+    As in the published code, the first step only initialises averages and bases and does not change matrices, so that no gradient
+    is rotated into its own basis. Bases are replaced at the end of a step. Unlike the published code, epsilon is added to the
+    root of the second moment after bias correction, as in optax' Adam.
 
     The state has `m` and `v` of the variable's shape, `gram_rows` and `basis_rows` [*stacks, rows, rows], and `gram_cols` and
     `basis_cols` [*stacks, columns, columns]. Eigenvectors are the columns of `basis_rows`, and the rows of `basis_cols`.
 
     Attributes:
-      beta1, beta2: decays of Adam's moments of matrices.
+      beta1, beta2: decays of the first and second moment of matrices.
       shampoo_beta: decay of the averages of G G' and G' G; None for `beta2`.
       epsilon: added to the root of the second moment.
-      precondition_frequency: steps between two replacements of the bases.
-      max_precond_dim: a longer side isn't rotated, and has neither average nor basis.
+      precondition_frequency: number of steps between two replacements of the bases.
+      max_precond_dim: sides (rows or columns) longer than this are not rotated, and have neither average nor basis.
     """
 
     more_parts = (GRAM_ROWS, GRAM_COLS, BASIS_ROWS, BASIS_COLS)
@@ -75,7 +75,7 @@ class Soap(MatrixOptimizer):
         """Checks the fields.
 
         Raises:
-          UserError: a field has a value that doesn't exist, or two contradict each other.
+          UserError: a field has an unknown value, or two fields contradict each other.
         """
         super().__post_init__()
         for name in ("beta1", "beta2", "shampoo_beta"):
@@ -90,12 +90,12 @@ class Soap(MatrixOptimizer):
             raise UserError(f"Soap.epsilon is {self.epsilon!r}; it is at least 0, usually 1e-8")
 
     def matrix_state(self, x: jax.Array, matrix: Matrix) -> dict[str, jax.Array]:
-        """Moments and preconditioners. See `MatrixOptimizer`."""
+        """Returns zeros for moments and preconditioners. See `MatrixOptimizer.matrix_state`."""
         squares = {name: jnp.zeros(shape, jnp.float32) for name, shape in self._squares(matrix).items()}
         return {"m": jnp.zeros_like(x), "v": jnp.zeros_like(x), **squares}
 
     def part_hparams(self, var_weight_hparams: NestedWeightHParams) -> dict[str, base_layer.WeightHParams]:
-        """How preconditioners are split: over the axes of their variable. See `MatrixOptimizer`."""
+        """Returns WeightHParams of preconditioners, split over the axes of their variable. See `MatrixOptimizer.part_hparams`."""
         found, choices = {}, self.choices(var_weight_hparams)
         for path, p in masks.with_paths(var_weight_hparams):
             if (matrix := choices[path].matrix) is None:
@@ -109,7 +109,7 @@ class Soap(MatrixOptimizer):
         return found
 
     def notes(self, choices: Mapping[str, Choice]) -> str:
-        """The memory of the preconditioners, and the sides that have none. See `MatrixOptimizer`."""
+        """Returns text with the bytes of the preconditioners, and the variables with unrotated sides. See `MatrixOptimizer`."""
         matrices = {path: choice.matrix for path, choice in choices.items() if choice.matrix}
         elements = sum(math.prod(shape) for matrix in matrices.values() for shape in self._squares(matrix).values())
         text = f"\n{4 * elements:,} bytes of float32 preconditioners, over all devices together, besides two moments"
@@ -121,7 +121,7 @@ class Soap(MatrixOptimizer):
     def matrix_steps(
         self, given: Mapping[str, MatrixVariable], count: jax.Array
     ) -> dict[str, tuple[jax.Array, dict[str, jax.Array]]]:
-        """The steps of all matrices. See `MatrixOptimizer`."""
+        """Returns SOAP's steps. See `MatrixOptimizer.matrix_steps`."""
         firsts, arrays = [], []
         for x in given.values():
             old, (rows, cols) = x.parts, (size <= self.max_precond_dim for size in x.matrix.sides)
@@ -147,7 +147,15 @@ class Soap(MatrixOptimizer):
         return steps
 
     def _step(self, count: jax.Array, batch: Family) -> Family:
-        """The step of whole matrices: (G, M, V), averages and bases -> (step, new V), new averages and bases."""
+        """Computes SOAP's step for a batch of whole matrices of equal shape.
+
+        Args:
+          count: int32 scalar, the number of steps taken before.
+          batch: gradient, first moment and second moment [N, m, n]; for each rotated side, average and basis.
+
+        Returns:
+          Step and new second moment; for each rotated side, new average and basis.
+        """
         steps = jnp.maximum(count, 1).astype(jnp.float32)
         (g, m, v), rows, cols = batch.arrays, batch.of_rows, _transposed(batch.of_cols)
         rotated = _rotated(g, rows, cols)
@@ -174,20 +182,20 @@ class Soap(MatrixOptimizer):
 
 
 def _first(v: jax.Array, rows: _Side, cols: _Side) -> tuple[jax.Array, _Side, _Side]:
-    """Returns everything with the eigenvectors as bases, those of the largest eigenvalues first."""
+    """Returns the arguments with the averages' eigenvectors as new bases, in descending order of eigenvalues."""
     rows, cols = (side and (side[0], jnp.flip(jnp.linalg.eigh(side[0])[1], axis=-1)) for side in (rows, cols))
     return v, rows, cols
 
 
 def _replaced(v: jax.Array, rows: _Side, cols: _Side) -> tuple[jax.Array, _Side, _Side]:
-    """Returns everything with new bases, by a power iteration, and the second moment in the order of their vectors."""
+    """Returns the arguments with new bases, by a power iteration, and `v` reordered like the vectors of the bases."""
     rows, v = _iterated(rows, v)
     cols, turned = _iterated(cols, v.mT)
     return turned.mT, rows, cols
 
 
 def _iterated(side: _Side, v: jax.Array) -> tuple[_Side, jax.Array]:
-    """Returns a side with a new basis, and a second moment [N, m, n], whose rows are the vectors of the basis, in its order."""
+    """Returns a side with a new basis, and the second moment `v` [N, m, n] with its rows reordered like the basis vectors."""
     if not side:
         return side, v
     gram, basis = side
@@ -198,7 +206,7 @@ def _iterated(side: _Side, v: jax.Array) -> tuple[_Side, jax.Array]:
 
 
 def _rotated(x: jax.Array, rows: _Side, cols: _Side) -> jax.Array:
-    """Returns QL' x QR."""
+    """Returns QL' x QR, with the bases QL of `rows` and QR of `cols`; a side without a basis is not rotated."""
     x = _product(rows[1].mT, x) if rows else x
     return _product(x, cols[1]) if cols else x
 

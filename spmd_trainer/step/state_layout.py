@@ -1,6 +1,7 @@
-"""The state before the first step, and where each part of it lives, by its abstract initialisation: one `VariableSpec` each.
+"""Makes the initial train state, and the `VariableSpec` (shape, dtype, sharding, padding) of each of its arrays.
 
-Initialisation knows logical shapes alone: no mesh, no padding, no devices.
+`build` evaluates the initialisation abstractly. Initialisation uses only logical shapes; it does not depend on mesh, padding or
+devices.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ def build(
     mesh: Mesh,
     plan: Plan | None = None,
 ) -> tuple[NestedWeightHParams, TrainState]:
-    """Works out spec, padding and reason for every variable and optimizer state.
+    """Returns the WeightHParams of all variables, and PartitionSpec, padding and reason for each array of the train state.
 
     A variable has the spec that its layer declares. If the layer declares none, `task.train.sharding_strategy` decides;
-    without a strategy the variable is replicated. Optimizer states follow their variable, and adapters (`task.lora`) the
-    weight that they are added to.
+    without a strategy the variable is replicated. Optimizer states are split like their variable, and adapters (`task.lora`) like
+    the weight to which they are added.
 
     Args:
       task: the built task.
       init_variables: `variables_initialiser` of the task.
       inputs_shape_dtype: ShapeDtypeStructs of the global batch.
       mesh: the device mesh.
-      plan: decides every variable, instead of its layer and the strategy.
+      plan: decides the sharding of every variable, instead of layers and strategy.
 
     Returns:
       The variables' WeightHParams, and a TrainState of VariableSpecs.
@@ -122,13 +123,19 @@ def _matrix_notes(
     opt_states: PyTree,
     with_uses: Callable[[], NestedWeightHParams],
 ) -> dict[str, str]:
-    """Returns what variables are to an optimizer of matrices, for the report; checks optax' Muon.
+    """Returns notes for the sharding report on the variables of a matrix optimizer; checks optax' Muon.
 
     Args:
       task: the task.
-      hparams: WeightHParams of the variables that learn.
+      hparams: WeightHParams of the variables that are trained.
       opt_states: the optimizer states.
-      with_uses: makes the WeightHParams with what the model's program does with each variable, if they lack it.
+      with_uses: returns the WeightHParams with the uses of each variable (`matrix_dims.with_uses`).
+
+    Returns:
+      {end of a first moment's path: note}, see `matrix_dims.log_choices`; empty without a `MatrixOptimizer`.
+
+    Raises:
+      ValueError: the task uses muP and optax' Muon.
     """
     if task.learner.sees_stacks:
         return matrix_dims.log_choices(task.learner.optimizer, hparams)
@@ -154,16 +161,16 @@ def _record(
 def variables_initialiser(
     task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct
 ) -> Callable[[jax.Array], NestedJTensor]:
-    """Returns the function that initialises the model's variables at their logical shapes.
+    """Returns a function that initialises the model's variables at logical (unpadded) shapes.
 
-    The function is jitted, so that asking for shapes first and for values later traces the model only once.
+    The function is jitted, so that computing shapes first and values later traces the model only once.
 
     Args:
       task: the built task.
       inputs_shape_dtype: ShapeDtypeStructs of the global batch.
 
     Returns:
-      key -> the variables. Those whose layer declares WeightHParams are in a praxis BoxedParam with them.
+      PRNG key -> variables. If a layer declares WeightHParams, its variable is a praxis BoxedParam that holds them.
     """
     do_eval = not task.train.always_use_train_for_model_init
     context = step_fns.model_context(task, do_eval=do_eval)
@@ -194,7 +201,7 @@ def abstract_hparams(init_variables: Callable[[jax.Array], NestedJTensor]) -> Ne
 
 
 def create_train_state(layout: LogicalLayout, mdl_vars: NestedJTensor, *, with_opt_states: bool = True) -> TrainState:
-    """Returns the state before the first step, for variables of logical shapes; usable under `jax.eval_shape`."""
+    """Returns the initial train state for variables of logical shapes; usable under `jax.eval_shape`."""
     if not with_opt_states:
         return TrainState.create(mdl_vars, [])
     grad_tx, excluded = grad_transformation(layout)
@@ -212,7 +219,7 @@ def grad_transformation(
 
 
 def _planned(layout: LogicalLayout, mesh: Mesh, plan: Plan | None) -> tuple[NestedWeightHParams, PyTree]:
-    """Returns the WeightHParams with the split mappings that each variable gets, and the reason for each."""
+    """Returns the WeightHParams with each variable's final split mapping, and a tree with the reason for each mapping."""
     hparams, strategy = layout.var_weight_hparams, layout.task.train.sharding_strategy
     reasons = jax.tree.map(_reason, hparams)
     if plan is not None:
@@ -230,10 +237,10 @@ def _planned(layout: LogicalLayout, mesh: Mesh, plan: Plan | None) -> tuple[Nest
 def _with_adapters(
     task: SingleTask, init_variables: Callable[[jax.Array], NestedJTensor], mesh: Mesh, plan: Plan | None
 ) -> tuple[NestedWeightHParams, PyTree]:
-    """Plans the base as without adapters, and splits each adapter like its weight.
+    """As `_planned` for a model with adapters: plans the base model as without them, and splits each adapter like its weight.
 
     Raises:
-      ValueError: task.lora.rank_axis names no axis of the mesh.
+      ValueError: `task.lora.rank_axis` is not an axis of the mesh.
     """
     from spmd_trainer.decoder import lora  # here, so that models without adapters train without that room
 
@@ -256,7 +263,7 @@ def _of_program(
     mesh: Mesh,
     read: Callable[[NestedWeightHParams, Callable[[NestedJTensor], Any]], Result],
 ) -> Result:
-    """Returns what `read` makes of the WeightHParams and the model's forward pass in training, which it traces."""
+    """Returns `read(hparams, forward)`, where `forward` is the model's forward pass in training: variables -> outputs."""
 
     def forward(mdl_vars: NestedJTensor) -> Any:
         inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs_shape_dtype)
@@ -273,7 +280,7 @@ def _check_rules(strategy: Strategy, variables: PyTree) -> None:
     """Warns about each rule of a sharding strategy that matches no variable.
 
     Raises:
-      ValueError: such a rule has the prefix that the report gives to variables, which rules don't see.
+      ValueError: an unmatched rule contains the report's prefix 'mdl_vars/', which the paths for rules don't have.
     """
     paths = [path for path, _ in masks.with_paths(variables)]
     for number, (regex, _) in enumerate(strategy, start=1):
@@ -294,7 +301,10 @@ def _reason(hparams: base_layer.WeightHParams) -> str:
 
 
 def _opt_reasons(opt_hparams: NestedWeightHParams, hparams: NestedWeightHParams, notes: Mapping[str, str]) -> PyTree:
-    """Returns the reason for the layout of each part of an optimizer state. `notes`: more to say, by a moment's end of path."""
+    """Returns the reason for the sharding of each array of an optimizer state.
+
+    `notes`: {end of an array's path: text to add}.
+    """
     variables = dict(jax.tree_util.tree_leaves_with_path(hparams))
 
     def reason(path: tuple[Any, ...], part: base_layer.WeightHParams) -> str:
@@ -338,9 +348,10 @@ def _unmask(opt_hparams: NestedWeightHParams) -> NestedWeightHParams:
 def _apply_plan(
     planned: NestedVariableSpec, hparams: NestedWeightHParams, reasons: PyTree, mesh: Mesh, *, also_declared: bool
 ) -> tuple[NestedWeightHParams, PyTree]:
-    """Gives the planned mapping to each variable whose layer declares none, or to all variables (`also_declared`).
+    """Returns WeightHParams and reasons with the planned split mappings, for variables without a declared mapping.
 
-    A plan for a repeated layer's variable may omit the dimensions of the repetition, which then stay as declared.
+    With `also_declared`, all variables get the planned mapping. If a plan omits the repeated dimensions of a repeated layer's
+    variable, their mapping stays as declared.
     """
 
     def merge(p: base_layer.WeightHParams, reason: str, plan: VariableSpec) -> tuple[base_layer.WeightHParams, str]:

@@ -1,8 +1,7 @@
-"""The maths of one step, on logical shapes: no mesh, no padding, no devices.
+"""The computation of one step, on logical (unpadded) shapes, independent of mesh, padding and devices.
 
 `train_step`, `eval_step` and `decode_step` are pure functions of their arguments. `step/compiled_step.py` wraps them: it
-splits the inputs, slices the padding off the state before the step and pads it after, and jits. Read this file to know what a
-step computes.
+splits the inputs, slices the padding off the state before the step, pads the new state, and jits.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ FORWARD_COLLECTIONS = (base_layer.NON_TRAINABLE, *base_layer.NON_PAX_VAR_COLLECT
 
 @struct.dataclass
 class StepFnOutput:
-    """What a step returns besides the new state.
+    """The outputs of a step besides the new state.
 
     Attributes:
       loss: float32 scalar, the mean loss over the global batch; None in decode.
       weighted_scalars: {name: (mean value, weight)}, scalars over the global batch.
       per_example_out: arrays with the batch as dimension 0.
       summary_tensors: {name: array}, forward and backward summaries.
-      clu_metrics: {name: clu metric} over the global batch, if the model returns some. Averages are weighted scalars instead.
+      clu_metrics: {name: clu metric} over the global batch, or None. clu Averages are in `weighted_scalars` instead.
     """
 
     loss: jax.Array | None
@@ -69,13 +68,13 @@ def gradients(
 
     Args:
       layout: the task and the WeightHParams of `mdl_vars`, same structure.
-      mdl_vars: the variables, logical shapes.
-      prng_key: the step's key.
+      mdl_vars: the variables, of logical shapes.
+      prng_key: the step's PRNG key.
       inputs: the global batch.
 
     Returns:
-      The output of `forward`, the collections that the forward pass wrote, and the gradients. Variables that don't learn are
-      masked out of the gradients (`masks.mask_out`).
+      The output of `forward`, the variable collections that the forward pass wrote, and the gradients. Variables that are not
+      trained are masked out of the gradients (`masks.mask_out`).
     """
     excluded = masks.get_excluded_var_mask_for_grad(layout.var_weight_hparams, layout.task.learner)
 
@@ -94,14 +93,14 @@ def gradients(
 def train_step(
     layout: LogicalLayout, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, grad_fn: GradFn | None = None
 ) -> tuple[TrainState, StepFnOutput]:
-    """Takes one training step: forward, backward, learner.
+    """Runs one training step: forward pass, backward pass, learner.
 
     Args:
       layout: the task and the WeightHParams of `state.mdl_vars`, same structure.
-      state: the state after n steps, logical shapes.
-      prng_key: the run's key; the step number is folded in here, so the same key serves every step.
+      state: the state after n steps, of logical shapes.
+      prng_key: the run's PRNG key, the same for every step; the step number is folded in here.
       inputs: the global batch.
-      grad_fn: the forward and backward pass; None for `gradients` of the layout. A partitioner may bring its own.
+      grad_fn: the forward and backward pass, if a partitioner has its own; None for `gradients`.
 
     Returns:
       The state after n + 1 steps, and the step's outputs.
@@ -120,11 +119,11 @@ def train_step(
 def eval_step(
     layout: LogicalLayout, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, eval_fn: EvalFn | None = None
 ) -> tuple[None, StepFnOutput]:
-    """Evaluates the model on one global batch; returns no state.
+    """Evaluates the model on one global batch. Returns None for the state, and the outputs.
 
     Args:
       layout, state, prng_key, inputs: as in `train_step`.
-      eval_fn: the forward pass; None for `forward` of the layout. A partitioner may bring its own.
+      eval_fn: the forward pass, if a partitioner has its own; None for `forward`.
     """
     key = jax.random.fold_in(prng_key, state.step)
     if eval_fn is None:
@@ -137,9 +136,9 @@ def eval_step(
 def decode_step(
     layout: LogicalLayout, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, eval_fn: EvalFn | None = None
 ) -> tuple[None, StepFnOutput]:
-    """Decodes one global batch with `model.decode`; returns no state.
+    """Decodes one global batch with `model.decode`. Returns None for the state, and the outputs.
 
-    Randomness depends on the key and the step only, so the same seed gives the same text on any mesh.
+    Randomness depends only on the key and the step, so the same seed gives the same text on any mesh.
 
     Args:
       layout, state, prng_key, inputs: as in `train_step`.
@@ -186,13 +185,13 @@ def forward(
     Args:
       layout: the task and the WeightHParams of `mdl_vars`, same structure.
       mdl_vars: the variables.
-      prng_key: the step's key.
-      inputs: the rows to run on.
+      prng_key: the step's PRNG key.
+      inputs: the batch, or the rows of a minibatch.
       do_eval: True in evaluation, False in training.
-      prepare: called with the variables after they are cast to the dtype that the model computes in.
+      prepare: variables -> variables for the model; applied after the cast to the model's computation dtype.
 
     Returns:
-      The output, with the weighted scalars as the model returns them, and the collections that the forward pass wrote.
+      The output, with the weighted scalars as the model returns them, and the variable collections that the forward pass wrote.
 
     Raises:
       UserError: the model returns no metric named `task.train.learner.loss_name`.
@@ -232,7 +231,7 @@ def _with_task_metrics(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
 def _learn(
     layout: LogicalLayout, state: TrainState, grads: NestedJTensor, forward_vars: NestedJTensor
 ) -> tuple[NestedJTensor, PyTree]:
-    """Turns gradients into new variables and a new optimizer state."""
+    """Returns the new variables and the new optimizer state for gradients."""
     learner, train = layout.task.learner, layout.task.train
     excluded_for_grad = masks.get_excluded_var_mask_for_grad(layout.var_weight_hparams, learner)
     excluded_for_opt = masks.get_excluded_var_mask_for_opt(layout.var_weight_hparams, learner)
@@ -274,21 +273,21 @@ def _update_ratios(
     new_vars: NestedJTensor,
     grads: NestedJTensor,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yields the norms of every variable that has a gradient.
+    """Yields (summary name, float32 norms) of every variable with a gradient.
 
-    A variable of repeated layers has one number for each of them: an array of the shape of its `repeat_prefix`. All others have
-    a scalar. Everything is float32. Where padding is kept (a vocabulary's), it is zero and adds nothing.
+    Norms of a repeated layer's variable are an array [*repeat_prefix], one number for each layer. Norms of all other variables
+    are scalars. Padding that models keep themselves (of a vocabulary) is zero and adds nothing.
 
     Args:
-      no_grad: True for the variables without a gradient.
+      no_grad: tree of bools; True for the variables without a gradient.
       var_weight_hparams: WeightHParams, same structure.
       old_vars: the variables before the step.
-      new_vars: the variables after it.
-      grads: the gradients before clipping; whatever is at the places of variables without one is left out.
+      new_vars: the variables after the step.
+      grads: the gradients before clipping; leaves where `no_grad` is True are ignored.
 
     Yields:
       ('layers/grad_norm/PATH', L2 norm of the gradient), ('layers/var_norm/PATH', L2 norm of the variable before the step), and
-      ('layers/update_ratio/PATH', L2 norm of the change / that of the variable; 0 for a variable of zeros).
+      ('layers/update_ratio/PATH', L2 norm of the change / L2 norm of the variable; 0 for a variable of zeros).
     """
     treedef: Any = jax.tree.structure(no_grad)
     trees = (treedef.flatten_up_to(tree) for tree in (var_weight_hparams, old_vars, new_vars, grads))
@@ -307,14 +306,20 @@ def _update_ratios(
 
 
 def _norm(x: jax.Array, stacked: int) -> jax.Array:
-    """Returns the L2 norm over all dimensions but the first `stacked`."""
+    """Returns the L2 norm over all dimensions except the first `stacked` ones, float32."""
     return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=tuple(range(stacked, x.ndim))))
 
 
 def to_fprop_dtype(
     layout: LogicalLayout, mdl_vars: NestedJTensor, inputs: NestedJTensor
 ) -> tuple[NestedJTensor, NestedJTensor]:
-    """Casts float32 variables and inputs to bfloat16 if the model computes in bfloat16."""
+    """Casts float32 variables and inputs to bfloat16 if the model's `fprop_dtype` is bfloat16.
+
+    Variables that disallow it keep float32. Inputs of a `ModuleModel` are not cast, because it casts them itself.
+
+    Raises:
+      ValueError: `fprop_dtype` is neither float32 nor bfloat16.
+    """
     dtype = jnp.dtype(layout.task.fprop_dtype)
     if dtype == jnp.float32:
         return mdl_vars, inputs

@@ -1,7 +1,7 @@
-"""Tracks how operations move, cut and merge a weight's dimensions before a matrix product reads it.
+"""Tracks a weight's dimensions through transpositions, slices and reshapes, until a matrix product reads the weight.
 
-Each dimension has a name, which it keeps through transpositions, slices and reshapes. So the matrix product knows the
-variable's dimension behind each of its dimensions, and the adapters are cut in the same way.
+Each dimension has a name and the variable's dimensions from which it comes. So the variable dimensions in each role of the matrix
+product are known. The recorded edits cut the factors of adapters (`task.lora`) in the same way as the weight.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Dim:
 
     Attributes:
       name: unique among the weight's dimensions.
-      origins: the variable's dimensions that it consists of; () for an added dimension of size 1.
+      origins: the variable's dimensions from which it comes; empty for an added dimension of size 1.
     """
 
     name: Name
@@ -37,8 +37,14 @@ Dims: TypeAlias = tuple[Dim, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """An edit: takes a part of the dimension `name`. If `start` is None, the operation's operand number `operand` is the
-    start.
+    """An edit: slices the dimension `name`.
+
+    Attributes:
+      name: the dimension.
+      start: first index; None for a dynamic slice.
+      size: number of indices between start and end, before the stride.
+      stride: distance between two indices.
+      operand: for a dynamic slice, the dimension's place among the operation's start indices.
     """
 
     name: Name
@@ -57,7 +63,7 @@ class Squeeze:
 
 @dataclasses.dataclass(frozen=True)
 class Reshape:
-    """An edit: replaces the dimensions `old`, in this order, by the dimensions `new` with these sizes."""
+    """An edit: reshapes the adjacent dimensions `old` to the dimensions `new` of `sizes`."""
 
     old: tuple[Name, ...]
     new: tuple[Name, ...]
@@ -73,7 +79,7 @@ class Move:
 
     Attributes:
       dims: the dimensions of the result.
-      edits: steps, in order, that do the same to an array with only some of these dimensions, such as an adapter's factor.
+      edits: edits, in order, that have the same effect on an array with only some of the dimensions, such as an adapter's factor.
     """
 
     dims: Dims
@@ -81,17 +87,22 @@ class Move:
 
 
 def of_variable(rank: int) -> Dims:
-    """Returns the dimensions of a variable of this rank."""
+    """Returns the `Dim`s of a variable with `rank` dimensions."""
     return tuple(Dim(i, frozenset({i})) for i in range(rank))
 
 
 def origins(dims: Sequence[Dim]) -> frozenset[int]:
-    """Returns the variable's dimensions behind these."""
+    """Returns the union of the `origins` of dimensions."""
     return frozenset().union(*(dim.origins for dim in dims))
 
 
 def moves(eqn: Any, dims: Dims) -> list[Move] | None:
-    """Returns an operation's effect on its first operand's dimensions, one per result; None if they can't be tracked."""
+    """Returns a `Move` for each result of an operation on a weight; None if the operation can't be tracked.
+
+    Args:
+      eqn: the equation of the jaxpr; its first operand is the weight.
+      dims: the weight's dimensions.
+    """
     if eqn.primitive.name == "split":
         name, ends = dims[eqn.params["axis"]].name, list(itertools.accumulate(eqn.params["sizes"]))
         return [Move(dims, (Slice(name, end - n, n),)) for n, end in zip(eqn.params["sizes"], ends, strict=True)]
@@ -135,7 +146,7 @@ def _real_cuts(cuts: Sequence[Slice], shape: Sequence[int]) -> tuple[Slice, ...]
 
 
 def _broadcast(dims: Dims, shape: Sequence[int], new: Sequence[int], places: Sequence[int]) -> Move | None:
-    """Added dimensions must have size 1: a repeated weight can't be tracked."""
+    """Returns the `Move` of a `broadcast_in_dim`; None if an added dimension is larger than 1, because the weight is repeated."""
     found = dict(zip(places, range(len(dims)), strict=True))
     if any(new[place] != (shape[found[place]] if place in found else 1) for place in range(len(new))):
         return None
@@ -144,7 +155,10 @@ def _broadcast(dims: Dims, shape: Sequence[int], new: Sequence[int], places: Seq
 
 
 def _reshape(dims: Dims, shape: Sequence[int], new: Sequence[int]) -> Move | None:
-    """Splits both shapes into the smallest groups of dimensions with as many elements."""
+    """Returns the `Move` of a reshape; None if it can't be tracked.
+
+    Splits both shapes into the smallest groups of dimensions with equal numbers of elements.
+    """
     names: set[Name] = {dim.name for dim in dims}
     result: list[Dim] = []
     edits: list[Edit] = []
@@ -173,7 +187,7 @@ def _reshape(dims: Dims, shape: Sequence[int], new: Sequence[int]) -> Move | Non
 
 
 def _group(old: Sequence[int], new: Sequence[int], i: int, j: int) -> tuple[int | None, int]:
-    """Returns the ends of the smallest groups, from i and j on, with as many elements."""
+    """Returns the ends of the smallest groups old[i:end] and new[j:end] of equal size; the first is None if there are none."""
     last, end = i + 1, j + 1
     while (have := math.prod(old[i:last])) != (want := math.prod(new[j:end])):
         if have < want:

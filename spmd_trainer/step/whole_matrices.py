@@ -1,17 +1,17 @@
-"""Computes on whole matrices of split variables: each device gets its share of the matrices, computes, and gives them back.
+"""Applies functions to whole matrices of split variables: the matrices are distributed over the devices by all-to-alls.
 
-Matrices of equal shape, of all variables and stacks, (m, n) and (n, m) together, form one batch. It is divided over all devices
-of the mesh. For each such group:
+Matrices of equal shape, of all variables and stacks, (m, n) and (n, m) together, form one batch. The batch is divided over all
+devices of the mesh. For each batch:
 
 - each replica takes its part of the batch;
-- one all-to-all, over the axes that split the matrices, makes each device's matrices whole;
-- the function computes on them, without exchanges between devices;
-- one all-to-all puts each device's parts back, and one all-gather gives all replicas the whole batch.
+- one all-to-all, over the axes that split the matrices, gives each device whole matrices;
+- the function computes on them, without communication between devices;
+- one all-to-all returns the shards of the results, and one all-gather gives all replicas the whole batch.
 
-Companions of an array, such as its moments and the preconditioners of its rows and columns, travel in the same all-to-alls.
+Companions of an array, such as its moments and the preconditioners of its rows and columns, are moved by the same all-to-alls.
 
-Variables of equal shape that are split in different ways form several groups. A batch that the devices don't divide is filled up
-with matrices of zeros.
+Variables of equal shape that are split in different ways form separate batches (`_Group`). If the device count doesn't divide a
+batch, matrices of zeros are added.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from spmd_trainer.step.product_results import MatrixDims
 
 
 class Family(NamedTuple):
-    """Arrays that belong to the same matrices [m, n].
+    """Arrays that belong to the same stack of matrices [m, n].
 
     Attributes:
-      arrays: arrays of the matrices themselves.
-      of_rows: arrays with a square [m, m] for each matrix.
-      of_cols: arrays with a square [n, n] for each matrix.
+      arrays: arrays with an [m, n] matrix for each matrix: the matrices, and e.g. their moments.
+      of_rows: arrays with a square [m, m] matrix for each matrix.
+      of_cols: arrays with a square [n, n] matrix for each matrix.
     """
 
     arrays: tuple[jax.Array, ...] = ()
@@ -48,11 +48,11 @@ class Family(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """The number of arrays of each kind."""
+        """The numbers of `arrays`, `of_rows` and `of_cols`."""
         return len(self.arrays), len(self.of_rows), len(self.of_cols)
 
     def turned(self) -> Family:
-        """The same with rows and columns in each other's place; its arrays stay."""
+        """Returns the family with `of_rows` and `of_cols` swapped; the arrays themselves are not transposed."""
         return Family(self.arrays, self.of_cols, self.of_rows)
 
 
@@ -61,8 +61,8 @@ class Matrices(NamedTuple):
 
     Attributes:
       array: the array, of its logical shape.
-      dims: its dimensions that are stacks, rows (inputs) and columns (outputs).
-      spec: how it is split over the ambient mesh.
+      dims: its stack, row (input) and column (output) dimensions.
+      spec: its PartitionSpec on the ambient mesh.
       companions: `arrays` have the array's shape and spec; `of_rows` and `of_cols` have the shapes [*stack, m, m] and
         [*stack, n, n] and the spec of `square_axes`.
     """
@@ -74,19 +74,19 @@ class Matrices(NamedTuple):
 
     @property
     def family(self) -> Family:
-        """The array, first, and its companions."""
+        """The companions, with the array as first element of `arrays`."""
         return self.companions._replace(arrays=(self.array, *self.companions.arrays))
 
 
 def square_axes(dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Returns the axes of each dimension of a companion [*stack, m, m] or [*stack, n, n].
+    """Returns the mesh axes of each dimension of a companion [*stack, m, m] or [*stack, n, n].
 
-    Both of its last dimensions are split, one over the axes of the variable's rows and one over those of its columns, so each
-    device has the same share of it as of the variable.
+    The second last dimension is split over the axes of the variable's rows, the last dimension over the axes of its columns. So
+    each device has the same share of the companion as of the variable.
 
     Args:
       dims: the roles of the variable's dimensions.
-      axes: the axes of each dimension of the variable.
+      axes: the mesh axes of each dimension of the variable.
     """
     sides = (tuple(axis for dim in side for axis in axes[dim]) for side in (dims.inputs, dims.outputs))
     return [*(axes[dim] for dim in dims.stack), *sides]
@@ -98,12 +98,12 @@ def apply(
     """Applies a function to every matrix of arrays without companions.
 
     Args:
-      fn: [N, m, n] with m <= n -> the same shape and dtype; each matrix for itself, a matrix of zeros gives zeros, and rows and
-        columns may change places: fn(x) transposed is fn of x transposed.
+      fn: batch of N matrices [N, m, n] with m <= n -> the same shape and dtype. It must treat each matrix separately, map zeros
+        to zeros, and commute with transposition, because matrices may be transposed.
       given, dtype: as in `apply_to_families`.
 
     Returns:
-      For each array the results, in its shape, split as it is, in `dtype`.
+      The results for each array, with its shape and sharding, in `dtype`.
     """
     found = apply_to_families(lambda batch: Family((fn(batch.arrays[0]),)), given, dtype)
     return [family.arrays[0] for family in found]
@@ -116,18 +116,18 @@ def apply_to_families(
 
     Args:
       fn: a Family of batches [N, m, n], [N, m, m] and [N, n, n], with m <= n -> a Family of `num_arrays` batches [N, m, n] and
-        as many squares as it gets. Each matrix is computed for itself, without NaN where all of its family is zeros. Rows and
-        columns may change places: given everything transposed, squares too, with `of_rows` and `of_cols` exchanged, it returns
-        everything transposed and exchanged.
-      given: the arrays, split over the ambient mesh. Without a mesh everything is computed here.
-      dtype: of the batches; they are moved in it.
-      num_arrays: arrays of the matrices' shape that `fn` returns.
+        the same numbers of square batches as in its argument. It must treat each matrix separately, and return no NaN for a
+        family of zeros. It must commute with transposition, because matrices may be transposed: for transposed arrays and squares
+        and swapped `of_rows` and `of_cols`, it must return the transposed and swapped results.
+      given: the arrays, split over the ambient mesh. Without a mesh, `fn` runs on the local device.
+      dtype: dtype of the batches, also for communication.
+      num_arrays: number of [N, m, n] batches that `fn` returns.
 
     Returns:
-      For each array the family of results, in the shapes of the given ones, split as they are, in `dtype`.
+      A family of results for each array, with the shapes and shardings of the given arrays, in `dtype`.
 
     Raises:
-      UserError: under a `jax.shard_map`, where no device knows whole matrices.
+      UserError: called under `jax.shard_map`, where devices have only shards of matrices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes:
@@ -167,8 +167,14 @@ def apply_to_families(
 
 
 class _Dim(NamedTuple):
-    """A dimension of a matrix, or several whose order in memory is that of one: its axes and number of parts, a part's size, and
-    the size of all without padding."""
+    """A dimension of a matrix, or several adjacent dimensions that can be merged without a transposition.
+
+    Attributes:
+      axes: the mesh axes that split it.
+      parts: number of shards.
+      local: size of a shard, with padding.
+      size: size of the whole dimension, without padding.
+    """
 
     axes: tuple[str, ...]
     parts: int
@@ -178,10 +184,10 @@ class _Dim(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """How matrices are cut into the parts of the devices.
+    """The division of a matrix into the shards of the devices.
 
     Attributes:
-      short, long: dimensions of the first and of the second side.
+      short, long: dimensions of the shorter and of the longer side of the matrix; the shorter side is first.
     """
 
     short: tuple[_Dim, ...]
@@ -194,18 +200,18 @@ class _Block:
 
     @property
     def width(self) -> int:
-        """The elements of a part."""
+        """Number of elements of a shard."""
         return math.prod(dim.local for dim in self.dims)
 
     @property
     def squares(self) -> tuple[_Block, _Block]:
-        """The blocks of squares of the short and of the long side, which are split over the axes of both."""
+        """The blocks of the square companions of the short and of the long side; both are split over the axes of both sides."""
         sizes = (math.prod(dim.size for dim in side) for side in (self.short, self.long))
         short, long = (_Block(*((_over_all(dims, size),) for dims in (self.short, self.long))) for size in sizes)
         return short, long
 
     def whole(self, x: jax.Array, share: int) -> jax.Array:
-        """All parts of some matrices [parts * share, width] -> the matrices [share, short, long]."""
+        """Returns the matrices [share, short, long] for all their shards [shards * share, width]; `share`: number of matrices."""
         count = len(self.dims)
         x = x.reshape([*(dim.parts for dim in self.dims), share, *(dim.local for dim in self.dims)])
         x = x.transpose([count, *(axis for i in range(count) for axis in (i, count + 1 + i))])
@@ -228,10 +234,10 @@ class _Group:
     """Matrices of equal shape that are split in the same way, with companions of the same kinds.
 
     Attributes:
-      block: the parts of the matrices, whose first side is the shorter one.
+      block: the division of a matrix into shards.
       counts: `Family.counts`, with the shorter side as rows.
-      replicas: axes that split neither matrices nor stacks.
-      num_replicas: their number of devices.
+      replicas: mesh axes that split neither matrices nor stacks.
+      num_replicas: product of the sizes of `replicas`.
     """
 
     block: _Block
@@ -241,11 +247,18 @@ class _Group:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that split the matrices."""
+        """The mesh axes that split the matrices."""
         return tuple(axis for dim in self.block.dims for axis in dim.axes)
 
     def there(self, pieces: jax.Array) -> Family:
-        """Parts of all families [N, elements] -> a share of whole ones [n, short, long], [n, short, short], [n, long, long]."""
+        """Exchanges shards of all N families for this device's share of whole families. Runs under `jax.shard_map`.
+
+        Args:
+          pieces: [N, elements of a shard of a family].
+
+        Returns:
+          A family of n whole matrices: [n, short, long], [n, short, short] and [n, long, long].
+        """
         num_parts = math.prod(dim.parts for dim in self.block.dims)
         share = -(-len(pieces) // (num_parts * self.num_replicas))
         per_replica = share * num_parts
@@ -259,7 +272,7 @@ class _Group:
         return _family([block.whole(part, share) for block, part in zip(blocks, parts, strict=True)], self.counts)
 
     def back(self, found: Family) -> jax.Array:
-        """Inverts `there`; the families that fill up the batch are at the end."""
+        """Inverts `there`: returns the shards of all families; families that were added to fill up the batch are at the end."""
         blocks, arrays = self._blocks(found.counts), jax.tree.leaves(found)
         x = _side_by_side([block.parts(part) for block, part in zip(blocks, arrays, strict=True)])
         if self.axes:
@@ -276,11 +289,11 @@ class _Member:
     """An array of a group, and its companions.
 
     Attributes:
-      number: its place among the arrays.
+      number: its index among the arrays.
       order: the array's dimensions in the group's order: stacks, short side, long side.
       turned: True if its columns are the short side.
-      count: stacked matrices of a device.
-      shapes: shapes of a device's parts of each kind in the group's order: the array's, squares of the short and the long side.
+      count: number of stacked matrices on a device.
+      shapes: shard shapes in the group's order: of the array, and of squares of the short and of the long side.
     """
 
     number: int
@@ -290,13 +303,13 @@ class _Member:
     shapes: tuple[tuple[int, ...], ...]
 
     def pieces(self, parts: Family) -> jax.Array:
-        """Returns [matrices, elements] for a device's parts."""
+        """Returns a device's shards of a family as one array [matrices, elements]."""
         squares = jax.tree.leaves((parts.turned() if self.turned else parts)[1:])
         arrays = [*(x.transpose(self.order) for x in parts.arrays), *map(self._turn, squares)]
         return _side_by_side([x.reshape(self.count, -1) for x in arrays])
 
     def put_back(self, pieces: jax.Array, counts: tuple[int, int, int]) -> Family:
-        """Returns a device's parts of the results, whose `Family.counts` in the group are given."""
+        """Returns a device's shards of the results as a family. `counts`: the results' `Family.counts` in the group."""
         shapes = [shape for shape, count in zip(self.shapes, counts, strict=True) for _ in range(count)]
         columns = _columns(pieces, [math.prod(shape) // self.count for shape in shapes])
         parts = _family([x.reshape(shape) for x, shape in zip(columns, shapes, strict=True)], counts)
@@ -333,13 +346,13 @@ def _member(number: int, given: Matrices, spec: PartitionSpec, sizes: Mapping[st
 
 
 def _over_all(dims: Sequence[_Dim], size: int) -> _Dim:
-    """Returns a dimension of this size that is split over the axes of several."""
+    """Returns a dimension of this size that is split over the mesh axes of all `dims`."""
     parts = math.prod(dim.parts for dim in dims)
     return _Dim(tuple(axis for dim in dims for axis in dim.axes), parts, -(-size // parts), size)
 
 
 def _merged(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
-    """Merges each dimension that is whole into the one before."""
+    """Merges each unsplit dimension into the dimension before it."""
     found: list[_Dim] = []
     for dim in dims:
         if found and dim.parts == 1:
@@ -350,7 +363,7 @@ def _merged(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
 
 
 def _kept(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> PartitionSpec:
-    """Returns the spec with the axes that split something."""
+    """Returns the spec without axes that are missing in `sizes`, the axes of size > 1."""
     return PartitionSpec(*(tuple(a for a in over if a in sizes) or None for over in axes_by_dim(spec, rank)))
 
 

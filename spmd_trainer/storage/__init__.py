@@ -1,4 +1,4 @@
-"""Paths of all kinds: local ones, file://, gs:// and s3://; files of inputs may be on the Hub, hf://.
+"""Reads and writes files on local disks (also file://), gs:// and s3://, and reads input files from the Hugging Face Hub (hf://).
 
 `paths.py` parses user paths, `backends.py` chooses their file systems, `object_store.py` wraps object stores,
 `listing.py` lists their objects. `files.py` writes files atomically and lists sizes; `append.py` writes growing files,

@@ -75,7 +75,7 @@ def check_readable(name: str, path: epath.Path) -> None:
 
 
 def free_space(path: epath.Path) -> int | None:
-    """Free bytes of the file system of a path, which need not exist; None in an object store."""
+    """Returns the free bytes of a path's file system; None in an object store. The path need not exist."""
     if backends.scheme_of(path) is not None:
         return None
     existing = path
@@ -102,7 +102,7 @@ def explained(name: str, path: epath.Path) -> Iterator[None]:
 def outages_explained(path: epath.Path) -> Iterator[None]:
     """Converts permanent storage errors during a run to a `UserError`: revoked credentials, a deleted bucket, a full disk.
 
-    Storage has retried before it raises. Other errors of a file system pass, as errors of code do.
+    Object stores have already retried transient errors. Errors of other kinds pass unchanged.
     """
     try:
         yield
@@ -147,7 +147,10 @@ def explain(path: epath.PathLike, error: BaseException) -> str | None:
 
 
 def explain_missing(path: epath.PathLike, error: BaseException) -> str | None:
-    """Explains that the whole repository of a path of the Hub is missing; None for another path that does not exist."""
+    """Explains, as a clause, that the Hub has no repository or no revision of a missing path.
+
+    Returns None if only the file is missing, or if the path is not on the Hub.
+    """
     kinds = {type(link).__name__ for link in retry.chain(error)} if backends.scheme_of(path) == "hf" else set()
     if kinds & {"RepositoryNotFoundError", "GatedRepoError"}:
         return f"the Hub has no such repository, or only some accounts may read it; {_HOW_TO_SIGN_IN['hf']}"

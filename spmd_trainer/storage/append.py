@@ -1,8 +1,8 @@
-"""Growing files: metrics, event files, logs.
+"""Appends to files that grow during a run: metrics, event files, logs.
 
 Object stores can't append. There, a growing file is a series of objects, its parts: `NAME.part-000001-HOST-PID`, ... A
 process rewrites its newest part with the added bytes, and begins another when the part is large, so that the bytes
-written stay in proportion to the file. `read_joined` joins the parts. Each put part is complete: a kill tears nothing.
+written stay in proportion to the file. `read_joined` joins the parts. Each uploaded part is complete, also after a kill.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _SECONDS_BETWEEN_PUTS = 5.0
 
 
 class GrowingFile(Protocol):
-    """A file that is written at its end."""
+    """A file that is opened for appending."""
 
     def write(self, data: bytes) -> None:
         """Appends bytes. In an object store, others may see them only after `flush`.
 
         Raises:
-          OSError: they can't be written. None were added, so the call can be repeated.
+          OSError: the bytes can't be written. None of them were added, so the call can be repeated.
         """
 
     def flush(self) -> None:
@@ -88,7 +88,7 @@ def parts(path: epath.Path) -> list[epath.Path]:
 
 
 class _LocalFile:
-    """Opens and closes the file for every write: nothing is buffered here, so others see each write at once."""
+    """A local file. It is opened and closed for every write, without buffering, so others see each write at once."""
 
     def __init__(self, path: epath.Path, header: bytes):
         self._path, self._header = path, header
@@ -114,7 +114,7 @@ class _LocalFile:
 
 
 class _Parts:
-    """The parts written by this process."""
+    """A growing file in an object store: the parts that this process writes."""
 
     def __init__(
         self, store: ObjectStore, path: epath.Path, header: bytes, *, separate_files: bool, attempts: int | None
@@ -161,7 +161,7 @@ class _Parts:
         return self._path.parent / name
 
     def _first_number(self) -> int:
-        """One more than the number of existing parts; host and process id distinguish concurrent writers."""
+        """Returns one more than the highest number of an existing part. Host and process id distinguish concurrent writers."""
         if self._separate_files:
             return 1
         numbers = [int(match["number"]) for part in parts(self._path) if (match := _PART.fullmatch(part.name))]

@@ -148,7 +148,7 @@ def scheme_of(path: epath.PathLike) -> str | None:
 
 
 def _gcs_emulator() -> str:
-    """Address of an emulator, with its scheme; '' for the real service."""
+    """Returns the URL of the GCS emulator that the environment names; '' for the real service."""
     address = os.environ.get("STORAGE_EMULATOR_HOST", "")
     if address in ("", "default"):
         return ""

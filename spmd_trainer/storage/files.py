@@ -1,4 +1,4 @@
-"""Atomically written files, and the sizes of files."""
+"""Writes files atomically, and lists files with their sizes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ UNFINISHED_SUFFIX = ".writing"
 
 
 def check_target(name: str, path: epath.Path, example: str) -> None:
-    """Checks the path of a file that the user wants written. Object stores take any.
+    """Checks the path of a file that the user wants written. In object stores, every path passes.
 
-    A directory that a user names is made with those above it. A file's path that leads nowhere is rather a slip of the pen.
+    The file's directory must exist: a missing one is probably a typing error, so it is not created.
 
     Args:
       name: source of the path, for messages, e.g. '--page_file'.
       path: the file; a regular one may exist.
-      example: what such a file is called, e.g. 'run.html'.
+      example: a usual name of the file, for messages, e.g. 'run.html'.
 
     Raises:
-      UserError: its directory doesn't exist; or it is a directory itself, a named pipe, a socket or a device.
+      UserError: the file's directory doesn't exist; or the path is a directory, a named pipe, a socket or a device.
     """
     if paths.is_remote(path):
         return
@@ -44,12 +44,13 @@ def check_target(name: str, path: epath.Path, example: str) -> None:
 
 
 def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
-    """Writes lines, without their ends, into a text file atomically, also across a power loss; creates its directory.
+    """Writes lines, given without line ends, into a text file. Creates its directory.
 
-    On a file system: a temporary file, renamed. In an object store: one put.
+    The write is atomic, even if the machine loses power. On a file system, a temporary file is written and renamed. In an object
+    store, one object is put.
 
     Raises:
-      OSError: the file can't be written; the old content stays. It names the file. A device or a named pipe is not replaced.
+      OSError: the file can't be written, or is a device or a named pipe. The error names the file; its old content stays.
     """
     if paths.is_remote(path):
         with path.open("w", encoding="utf-8") as file:
@@ -72,7 +73,7 @@ def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: epath.Path) -> Iterator[epath.Path]:
-    """Yields a name beside a local file. What is written there replaces the file, unless the block raises."""
+    """Yields a temporary path beside a local file. The temporary file then replaces the file, unless the block raises."""
     # Several may write the same file: threads, and processes of containers that share a disk and have equal numbers.
     unfinished = path.parent / f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{UNFINISHED_SUFFIX}"
     try:
@@ -102,7 +103,7 @@ def write_if_changed(path: epath.Path, lines: Iterable[str]) -> bool:
 
 
 def files_below(directory: epath.Path) -> dict[str, Entry]:
-    """Returns {path below the directory, with slashes: its entry} of all files at any depth, sorted.
+    """Returns {path relative to the directory, with slashes: `Entry`} of all files at any depth, sorted.
 
     An object store takes one request per 1,000 files. A missing directory has no files.
 
@@ -122,7 +123,7 @@ def files_below(directory: epath.Path) -> dict[str, Entry]:
 
 
 def sizes_below(directory: epath.Path) -> dict[str, int]:
-    """Returns {path below the directory, with slashes: size in bytes}; otherwise as `files_below`."""
+    """Returns {path relative to the directory, with slashes: size in bytes}; otherwise as `files_below`."""
     return {name: info.size for name, info in files_below(directory).items()}
 
 

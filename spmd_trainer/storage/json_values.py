@@ -1,6 +1,6 @@
-"""Reads JSON that others wrote, or that may be damaged: within limits, so that no text ends in a traceback or takes all memory.
+"""Reads JSON that others wrote or that may be damaged, within limits, so that it can't cause a traceback or take all memory.
 
-Every JSON file that comes from outside, and each of the trainer's own that a disk may damage, is read here.
+This module reads all JSON files that come from outside, and all files of the trainer that may be damaged on a disk.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _SHOWN = 100
 
 
 class _Refused:
-    """Stands for a number that is refused, until its place is known."""
+    """Stands in a parsed value for a number that is refused, until its keys are known."""
 
     def __init__(self, text: str):
         self.text = text
 
 
 def content_of(path: str | os.PathLike[str]) -> bytes:
-    """Returns the bytes of a file for `parse`. It reads no more of a local file than `parse` accepts.
+    """Returns the bytes of a file for `parse`. Of a local file, it reads at most one byte more than `parse` accepts.
 
     Raises:
       OSError: the file can't be read.
@@ -99,7 +99,7 @@ def parse(content: bytes | str, *, finite: bool = True, unique: bool = False) ->
 
 
 def parse_object(content: bytes | str, *, finite: bool = True, unique: bool = False) -> dict[str, Any]:
-    """Returns the object of a JSON text; arguments and errors are those of `parse`, and a ValueError for another value."""
+    """Returns the object of a JSON text. Arguments and errors are those of `parse`; other values raise ValueError too."""
     value = parse(content, finite=finite, unique=unique)
     if not isinstance(value, dict):
         raise ValueError(f"it holds {type(value).__name__}, not an object")
@@ -107,7 +107,7 @@ def parse_object(content: bytes | str, *, finite: bool = True, unique: bool = Fa
 
 
 def integer(value: object, name: str, *, least: int = 0) -> int:
-    """Returns a value that must be a whole number.
+    """Returns `value`, which must be a whole number from `least` to `LARGEST_INTEGER`. `name`: its field, for messages.
 
     Raises:
       ValueError: it is another value, e.g. true or 2.0, or out of range.
@@ -120,10 +120,10 @@ def integer(value: object, name: str, *, least: int = 0) -> int:
 
 
 def shape(value: object, name: str) -> tuple[int, ...]:
-    """Returns the shape of an array; arguments as `integer`.
+    """Returns the shape of an array as a tuple; arguments as `integer`.
 
     Raises:
-      ValueError: it is no list of whole numbers, or no array has so many dimensions or values.
+      ValueError: it is not a list of whole numbers, or has more than `MOST_DIMENSIONS` dimensions or too many elements.
     """
     if not isinstance(value, list) or len(value) > MOST_DIMENSIONS:
         raise ValueError(
@@ -145,7 +145,7 @@ def _once(entries: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _most_values(text: str) -> int:
-    """Returns how many values a text has at most: those that commas and brackets outside of strings begin."""
+    """Returns an upper bound on the number of values in a text, by the commas and opening brackets outside of strings."""
     count = sum(map(text.count, ",[{"))
     return count if count <= MOST_VALUES else sum(map(_STRINGS.sub("", text).count, ",[{"))
 
@@ -165,7 +165,7 @@ def _depth_exceeds(value: Any) -> bool:
 
 
 def _too_deep(text: str) -> str:
-    """Says where a text is nested too deep: in which field of its object."""
+    """Returns the error message for a text that is nested too deep. It names the field of the outermost object."""
     depth, field = 0, ""
     for token in _TOKENS.finditer(text):
         if token[0] in "[{":
@@ -181,7 +181,7 @@ def _too_deep(text: str) -> str:
 
 
 def _keys_of(value: Any, wanted: _Refused) -> list[str | int] | None:
-    """Returns the keys that lead to a value; None if it was replaced by a later one of the same key."""
+    """Returns the keys and indices that lead to `wanted` in a value; None if a later entry with the same key has replaced it."""
     if value is wanted:
         return []
     entries = value.items() if type(value) is dict else enumerate(value) if type(value) is list else ()

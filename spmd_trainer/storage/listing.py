@@ -21,7 +21,7 @@ _NO_TIME = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An object or a common prefix.
+    """An object or a directory (a common prefix) in a listing.
 
     Attributes:
       name: 'bucket/key'. An object whose key ends with a slash marks an empty directory.

@@ -99,6 +99,6 @@ def _private(path: str, flags: int) -> int:
 
 
 def _key(path: str, version: str | None = None) -> str:
-    """Cache name of a file in a version; None: in its current state."""
+    """Returns the name of a file in the cache. `version`: as `reading.version` returns it; None asks for it."""
     name = path if is_remote(path) else os.path.abspath(path)
     return short_hash(f"{name}:{version or reading.version(path)}", 24)

@@ -46,8 +46,8 @@ class Owner:
       started: when it took the lock, as text.
       machine: identifies the machine and container in which the process id is valid.
       process_start: start of the process, in clock ticks since boot; process ids are reused.
-      token: identifies the lock.
-      heartbeat: a counter.
+      token: random text that identifies the lock.
+      heartbeat: number of heartbeats so far.
     """
 
     host: str
@@ -83,7 +83,7 @@ def locked(
 
     Yields:
       A function that raises `LockedError` if another process has taken the lock over, because this one was stopped for
-        longer than `stale_seconds`. It is cheap; call it before each save.
+      longer than `stale_seconds`. It is cheap; call it before each save.
 
     Raises:
       LockedError: another process holds the lock.
@@ -187,7 +187,7 @@ def _wait_until_stale(path: epath.Path, what: str, stale_seconds: float) -> bool
 
 
 def _is_alive(owner: Owner) -> bool | None:
-    """True if a lock's process runs; None if it ran elsewhere and is invisible to this process."""
+    """Returns True if a lock's process runs; None if it belongs to another machine or container, so that this is unknown."""
     if owner.machine != _machine() or not owner.machine:
         return None
     return _process_start(owner.pid) == owner.process_start
@@ -205,7 +205,7 @@ def _myself() -> Owner:
 
 
 def _machine() -> str:
-    """Identifies this boot of the machine and this container's process ids; '' if unknown."""
+    """Returns a text that identifies this boot of the machine and this container's process ids; '' if unknown."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -214,7 +214,7 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """Start of a process in clock ticks; '' if it does not exist or is a zombie."""
+    """Returns the start of a process in clock ticks since boot; '' if it does not exist or is a zombie."""
     try:
         # The name, in brackets, may have spaces.
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -236,7 +236,7 @@ def _numbers(folder: epath.Path) -> list[int]:
 
 
 def _read(path: epath.Path) -> Owner | None:
-    """Owner of a lock; None if the file is missing or unreadable, as after a kill or a full disk."""
+    """Returns the owner of a lock; None if the file is missing or unreadable, as after a kill or a full disk."""
     try:
         return Owner(**json_values.parse_object(json_values.content_of(path)))
     except (FileNotFoundError, ValueError, TypeError):
@@ -248,7 +248,7 @@ def _text(owner: Owner) -> str:
 
 
 def _create(path: epath.Path, owner: Owner) -> bool:
-    """Creates a lock of this number, atomically. Returns False if it exists."""
+    """Creates the lock file `path` atomically. Returns False if it exists."""
     scheme = backends.scheme_of(path)
     if scheme is not None:
         return backends.object_store(scheme).create(path, _text(owner).encode())

@@ -1,5 +1,4 @@
-"""Object stores as epath uses them: every request is retried after transient errors, and an object is written by one
-put.
+"""Object stores behind epath. Every request is retried after transient errors, and an object is written by one put.
 
 `epath` uses an fsspec file system. fsspec's answers differ from a file system's in important ways: `isdir` is False
 when the service refuses the request, names with '*' are patterns, making a directory may make a bucket, and a file
@@ -202,7 +201,7 @@ class ObjectStore:
         return int(found["size"])
 
     def read(self, path: PathLike, start: int | None = None, end: int | None = None) -> bytes:
-        """Returns the bytes of an object from `start` to `end`; None for its ends. One request."""
+        """Returns the bytes of an object from `start` to `end` (None: its beginning, its end). Takes one request."""
         given = {"start": start, "end": end, **_READ_OPTIONS.get(self.scheme, {})}
         self._greet(path)
         data: bytes = self._try("reading", path, lambda: self._fs.cat_file(_text(path), **given))
@@ -222,8 +221,8 @@ class ObjectStore:
     def create(self, path: PathLike, data: bytes) -> bool:
         """Creates an object atomically. Returns False if it exists.
 
-        A put repeated after a cut connection may have succeeded at first: if the object holds `data`, the result is
-        True.
+        After a cut connection the put is repeated, and fails if the first one had succeeded. So the result is True if the
+        existing object holds `data`.
         """
         try:
             self._try("writing", path, lambda: self._fs.pipe_file(_text(path), data, mode="create"))
@@ -263,14 +262,17 @@ class ObjectStore:
             self._fs.rm_file(path)
 
     def _key(self, path: PathLike) -> str:
-        """'bucket/name', without a slash at the end."""
+        """Returns 'bucket/name' for a path, without a slash at the end."""
         return _text(path).removeprefix(f"{self.scheme}://").rstrip("/")
 
     def _try(self, doing: str, path: PathLike, call: Callable[[], _Result]) -> _Result:
         return self._call(call, f"{doing} {_text(path)}", self._attempts)
 
     def _greet(self, path: PathLike) -> None:
-        """Asks a service that has not answered yet something brief: a large object may take its time."""
+        """Sends a brief request if the service has not answered this process yet.
+
+        The time for a first answer is limited (see `FirstAnswer`), and a large object may take longer.
+        """
         if not self._first_answer.has_come:
             self.exists(path)
 
@@ -395,6 +397,6 @@ class _Writer(io.IOBase):
 
 
 def _text(path: PathLike) -> str:
-    """The path without a trailing slash, which would name another object."""
+    """Returns the path without a trailing slash, which would name another object."""
     text = os.fspath(path)
     return text if text.endswith("://") else text.rstrip("/")

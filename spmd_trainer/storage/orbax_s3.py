@@ -1,4 +1,4 @@
-"""Teaches Orbax to keep checkpoints in S3.
+"""Patches Orbax so that it can keep checkpoints in S3.
 
 Orbax 0.12 knows gs:// and file systems; for an s3:// path it makes a spec of TensorStore's file driver. This module
 makes it treat s3:// as an object store without atomic renames: steps are committed by a file, as on gs://, and

@@ -1,4 +1,4 @@
-"""Parses user paths: local ones, file://, gs:// and s3://."""
+"""Parses paths that users give: local ones, file://, gs:// and s3://, and for input files hf://."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def file_or_pattern(name: str, text: str | os.PathLike[str]) -> str:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """True for a path in an object store."""
+    """Returns True for a path in an object store or on the Hub."""
     return backends.scheme_of(path) is not None
 
 
@@ -102,7 +102,10 @@ def _parse(name: str, text: str | os.PathLike[str]) -> epath.Path:
 
 
 def _is_url(match: re.Match[str]) -> bool:
-    """Tells a scheme from a local name with a colon ('run:1'): '://' follows a scheme, or fewer slashes a known one."""
+    """Returns True if a match is a URL, not a local name with a colon, e.g. 'run:1'.
+
+    In a URL, '://' follows the scheme, or fewer slashes follow a known scheme.
+    """
     known = match[1].lower() in (*_SCHEMES, *_OTHER_NAMES, _HUB)
     return match[2].startswith("//") or (known and len(match[1]) > 1)
 

@@ -30,7 +30,7 @@ class NotRegularError(OSError):
 
 
 def exists(path: str) -> bool:
-    """True for a file, a directory or a broken link."""
+    """Returns True for a file, a directory or a broken link."""
     scheme = backends.scheme_of(path)
     return os.path.lexists(path) if scheme is None else backends.object_store(scheme).exists(path)
 
@@ -65,7 +65,7 @@ def version(path: str) -> str:
 
 
 def require_regular(path: str | os.PathLike[str]) -> None:
-    """Refuses a local path at which something stands that is neither a file nor a directory. Object stores have files alone.
+    """Raises if a local path is a named pipe, a socket or a device. Missing paths and paths in object stores pass.
 
     Raises:
       NotRegularError: it is a named pipe, a socket or a device.
@@ -92,7 +92,7 @@ def require_regular_below(folder: str | os.PathLike[str]) -> None:
 
 
 def opened(path: str | os.PathLike[str], flags: int) -> int:
-    """Returns a descriptor of a local file. It is the `opener` of `open` for files that others may have replaced.
+    """Opens a local file and returns its descriptor. Use it as the `opener` of `open` for files that others may have replaced.
 
     Raises:
       OSError: as `require_regular`, or the file can't be opened.
@@ -126,7 +126,7 @@ def names(folder: str) -> list[str]:
 
 
 def glob(pattern: str) -> list[str]:
-    """Returns the sorted non-hidden matches of a pattern; '**' is folders of any depth."""
+    """Returns the sorted non-hidden matches of a pattern; '**' matches folders at any depth."""
     scheme = backends.scheme_of(pattern)
     if scheme is None:
         return sorted(set(glob_lib.glob(pattern, recursive=True)))

@@ -94,14 +94,14 @@ class StoreError(OSError):
 def retry(
     fn: Callable[[], _Result], *, what: str, attempts: int = 5, first_wait: float = 1.0, until: float = math.inf
 ) -> _Result:
-    """Calls `fn` until it succeeds; waits after a transient error, doubling each time, with jitter.
+    """Calls `fn` until it succeeds. After a transient error it waits, each time twice as long, with jitter.
 
     Args:
       fn: the call; must be safe to repeat after an interruption.
       what: description, e.g. 'reading gs://b/run/checkpoints/12/manifest.json'; begins the log lines.
-      attempts: most calls. `OUTAGE_ATTEMPTS` outlasts a minute's outage.
+      attempts: largest number of calls. `OUTAGE_ATTEMPTS` outlasts an outage of a minute.
       first_wait: mean seconds before the second call.
-      until: the time, as `time.monotonic` gives it, after which no call begins but the first.
+      until: time (as of `time.monotonic()`) after which no further call begins. The first call is always made.
 
     Raises:
       Exception: the error of the last attempt, with a note of the attempts; immediately any error that is not
@@ -128,10 +128,12 @@ def retry(
 
 
 class FirstAnswer:
-    """The first answer of a service to this process. Libraries try for minutes, and the user of a start is waiting.
+    """Limits the wait for a service's first answer to this process.
+
+    Libraries try for minutes, too long for a user who waits for a run to start.
 
     Attributes:
-      has_come: True once the service has answered, be it with an error. Later outages are outlasted: see `retry`.
+      has_come: True once the service has answered, even with an error. `retry` waits for the end of later outages.
     """
 
     def __init__(self, service: str):
@@ -142,10 +144,10 @@ class FirstAnswer:
         self._silent_until = -math.inf
 
     def wait_for(self, fn: Callable[[], _Result], *, what: str, attempts: int) -> _Result:
-        """Calls `fn` as `retry` does, in a thread that is left behind if there is no answer.
+        """Calls `fn` as `retry` does, in a thread that is abandoned if the service doesn't answer.
 
         Raises:
-          StoreError: there was none within `FIRST_ANSWER_SECONDS`.
+          StoreError: the service did not answer within `FIRST_ANSWER_SECONDS`.
           Exception: as `retry`.
         """
         began = time.monotonic()
@@ -172,7 +174,7 @@ class FirstAnswer:
 
 
 def is_transient(error: BaseException) -> bool:
-    """True if the same call may succeed later: an I/O error, HTTP 429 or 5xx, a cut connection, a timeout.
+    """Returns True if the same call may succeed later: an I/O error, HTTP 429 or 5xx, a cut connection, a timeout.
 
     A missing file, missing permission, bad credentials, a full disk and errors unrelated to I/O are not transient.
     """
@@ -197,7 +199,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def http_status(error: BaseException | None) -> int | None:
-    """HTTP status of an error of gcsfs, aiohttp, botocore or huggingface_hub, or None."""
+    """Returns the HTTP status of an error of gcsfs, aiohttp, botocore or huggingface_hub; None if it has none."""
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):
         metadata = response.get("ResponseMetadata")
@@ -211,7 +213,7 @@ def http_status(error: BaseException | None) -> int | None:
 
 
 def summary(error: BaseException) -> str:
-    """Type and first line of an error, e.g. 'HttpError: Service Unavailable, 503'."""
+    """Returns the type and first line of an error, e.g. 'HttpError: Service Unavailable, 503'."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Files in a run's directory that several rooms read: their names, and the record of how the run stands."""
+"""Names of the files in a run's directory that several packages read, and the record of the run's status."""
 
 from __future__ import annotations
 
@@ -32,15 +32,20 @@ _STEPS = {"step", "last_step"}
 
 
 def read_record(directory: epath.Path) -> dict[str, Any]:
-    """Returns the content of a run's `run.json`, with a failure of another process; {} if there is none.
+    """Returns a run's record, from `run.json` and the failure files of processes other than 0; {} if there is none.
 
-    Its keys: 'experiment'; 'status', which is 'running', 'stopped', 'finished' or 'failed'; 'last_step', only once training
-    has ended; 'failure', only after one: step, process and reason; 'parameters', 'devices' and 'versions' of its newest start;
-    'overrides', 'settings' (the flags that are not the defaults) and 'working_directory' of its newest start that has begun to
-    train, none before the first one.
+    Its keys:
 
-    A file beside `run.json` that can't be read is left out, with a warning; so is `run.json` itself if an older version's
-    files are there.
+    - 'experiment'.
+    - 'status': 'running', 'stopped', 'finished' or 'failed'.
+    - 'last_step': only once training has ended.
+    - 'failure': only after a failure; its step, process and reason.
+    - 'parameters', 'devices' and 'versions': those of the newest start.
+    - 'overrides', 'settings' (the flags that are not the defaults) and 'working_directory': those of the newest start that has
+      begun to train; missing before the first one.
+
+    A file beside `run.json` that can't be read is left out, with a warning; so is `run.json` itself if files of an older version
+    of the trainer are there.
 
     Raises:
       ValueError: `run.json` can't be read, and nothing stands in for it.
@@ -60,12 +65,12 @@ def read_record(directory: epath.Path) -> dict[str, Any]:
 
 
 def failure_file(process: int) -> str:
-    """Returns the name of the file in which a process other than 0 says why it failed: only process 0 writes `run.json`."""
+    """Returns the name of the file in which a process other than 0 writes why it failed. Only process 0 writes `run.json`."""
     return f"failure_{process}.json"
 
 
 def failures_among(names: Iterable[str]) -> dict[int, str]:
-    """Returns which of a directory's names are `failure_file`s, by process in ascending order."""
+    """Returns {process: name} of the `failure_file`s among a directory's names, in the order of the processes."""
     return dict(sorted((int(found[1]), name) for name in names if (found := _FAILURE_OF_PROCESS.fullmatch(name))))
 
 

@@ -1,4 +1,4 @@
-"""What a trial does besides training: it writes its result, stops when it is pruned, and does not outlive its sweep."""
+"""The callback of a trial: writes the trial's result, stops it when it is pruned, and ends it if its sweep is gone."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PARENT = "SPMD_TRAINER_SWEEP_PROCESS"
 
 
 class TrialCallback(Callback):
-    """Belongs to the run of a trial."""
+    """Connects a trial's run to its sweep: writes the result, and stops the run when the sweep prunes it."""
 
     turn: ClassVar[Turn] = Turn.LAST
 
     def __init__(self, sweep: Sweep, number: int):
-        """Writes nothing yet."""
+        """Stores the sweep and the trial's number. Writes no file."""
         self._sweep = sweep
         self._number = number
         self._pruned = ""
@@ -38,7 +38,10 @@ class TrialCallback(Callback):
         self._parent = int(os.environ.get(PARENT, "0"))
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Saves and leaves, as after SIGTERM, if the sweep's process is gone: a new one could not start the trial again."""
+        """Sends this process SIGTERM, so that it saves and exits, if the sweep's process is gone.
+
+        Otherwise a new process of the sweep could not start the trial again.
+        """
         del run, step, scalars
         if self._parent and os.getppid() != self._parent:
             self._parent = 0
@@ -49,10 +52,10 @@ class TrialCallback(Callback):
         self._prune(run, run.step)
 
     def after_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Stops a trial that falls behind.
+        """Stops the trial if the sweep prunes it.
 
         Raises:
-          UserError: the evaluation has no such metric.
+          UserError: the evaluation doesn't have the sweep's metric.
         """
         name = self._sweep.metric.name
         if "/" in name and name not in metrics:
@@ -74,7 +77,7 @@ class TrialCallback(Callback):
             run.stop(f"pruned: {self._pruned}")
 
     def on_end(self, run: Run) -> None:
-        """Writes the result of a run that is complete, and the time of one that goes on later."""
+        """Writes the trial's result if the run is complete; otherwise only the time that it took, because it continues later."""
         run.summaries.flush()
         result = self._sweep.metric.result(run.job_log_dir)
         if not run.is_complete:
@@ -94,7 +97,7 @@ class TrialCallback(Callback):
             self._write()
 
     def _write(self, **ended: object) -> None:
-        """Writes the trial with the seconds of this start, and what has changed."""
+        """Writes the trial's file on process 0, with the seconds of this start added and the fields `ended` changed."""
         if jax.process_index():
             return
         before = self._sweep.begin(self._number)
@@ -103,7 +106,7 @@ class TrialCallback(Callback):
 
 
 def training_flops(run: Run, steps: int) -> float:
-    """Returns the model's FLOPs of a run's steps; 0 if it has no tokens."""
+    """Returns the model's FLOPs of a run's first `steps` train steps; 0 if its batches have no tokens."""
     per_token = progress.flops_per_item(run).get("mfu_6n", 0.0)
     stages, like_the_last = ramps.stages_of(run.task.train), float(steps)
     if stages and (rows := ramps.stage_at(stages, max(steps - 1, 0)).rows):

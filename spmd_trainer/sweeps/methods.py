@@ -1,7 +1,7 @@
 """Which values each trial of a sweep gets.
 
-A trial's values depend on its number, the sweep's seed and the trials that have ended: a sweep that is killed and started again
-proposes what it would have proposed.
+A trial's values depend on its number, the sweep's seed and the trials that have ended. So a sweep that is killed and started
+again proposes the values that it would have proposed without the interruption.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ class OverSpace:
     """Chooses the values of trials from a space. `PaxSearch` has the same methods for an experiment's `search()`.
 
     Attributes:
-      name: 'grid' for all combinations in order; 'random'; or 'optuna' for what its sampler proposes: tree-structured Parzen
-        estimators (Bergstra et al. 2011). It needs the extra `optuna`.
+      space: what is varied.
+      num_trials: number of trials.
+      seed: seed of random values.
+      name: 'grid' for all combinations in order; 'random' for random values; or 'optuna' for the values that Optuna's sampler
+        proposes by tree-structured Parzen estimators (Bergstra et al. 2011), which needs the extra `optuna`.
       maximize: whether a higher metric is better.
     """
 
@@ -43,18 +46,19 @@ class OverSpace:
         return exp, space_lib.overrides(values)
 
     def own_overrides(self, values: Values) -> list[str]:
-        """Returns the overrides that train a trial as a run of its own."""
+        """Returns the overrides that train a trial as a separate run."""
         return space_lib.overrides(values)
 
     def description(self) -> dict[str, Any]:
-        """Returns what makes this sweep another one than others, as JSON: space, method, seed."""
+        """Returns the JSON values that tell this sweep from others: space, method and seed."""
         return {"space": space_lib.as_json(self.space), "method": self.name, "seed": self.seed}
 
     def values(self, number: int, ended: Sequence[Trial]) -> Values:
         """Returns the values of a trial.
 
         Args:
-          ended: the trials that have ended, by number; Optuna's sampler learns from them, without broken ones.
+          number: the trial's number.
+          ended: the trials that have ended, in the order of their numbers. Optuna's sampler learns from those with a value.
         """
         if self.name == "grid":
             return space_lib.by_name(space_lib.grid_point(self.space, number))
@@ -114,7 +118,7 @@ def _optuna() -> Any:
 
 
 def make(name: str, space: Space, num_trials: int | None, seed: int, *, maximize: bool) -> OverSpace:
-    """Returns the method of a name.
+    """Returns the method with this name.
 
     Args:
       name: 'grid', 'random' or 'optuna'.

@@ -69,7 +69,7 @@ def in_order(sweep: Sweep, found: Sequence[Trial]) -> list[Trial]:
 
 
 def own_command(config: SweepConfig, sweep: Sweep, trial: Trial) -> str:
-    """Returns the command that trains a trial as a run of its own, in another directory; '' if no command can."""
+    """Returns the command that trains a trial as a separate run, in another directory; '' if no command can."""
     values = sweep.method.own_overrides(trial.values)
     if values is None:
         return ""
@@ -84,7 +84,7 @@ def own_command(config: SweepConfig, sweep: Sweep, trial: Trial) -> str:
 
 
 def _row(sweep: Sweep, trial: Trial) -> dict[str, Any]:
-    """Returns a trial for the page's script; JSON has no NaN."""
+    """Returns a trial as JSON for the page's script. A value that is not finite becomes None, with 'diverged' set."""
     curve = [(step, value) for step, value in sweep.curve(trial.number).items() if math.isfinite(value)]
     every = -(-len(curve) // _MOST_POINTS) or 1
     points = curve[::every] + (curve[-1:] if (len(curve) - 1) % every else [])

@@ -1,7 +1,7 @@
 """Sweeps of experiments with Pax's `search()`: their values are PyGlove's `pg.oneof`, `pg.floatv` and the like.
 
-They stand in class attributes, or in `task()` and the datasets' methods, where each needs a `name`. In a trial each has one
-value; while the search space is looked at, and in the sweep's own process, the first one.
+These choices are in class attributes, or in `task()` and the methods of datasets, where each needs a `name`. In a trial each
+choice has one value. While the search space is collected, and in the sweep's own process, each has its first value.
 """
 
 from __future__ import annotations
@@ -44,16 +44,18 @@ def has_search(cls: type[BaseExperiment]) -> bool:
 
 
 class PaxSearch:
-    """The method of an experiment's `search()`."""
+    """Chooses the values of trials as an experiment's `search()` says. See `OverSpace` for its methods."""
 
     def __init__(self, cls: type[BaseExperiment], datasets: Sequence[str], num_trials: int | None):
-        """Looks at the search space.
+        """Collects the search space of an experiment.
 
         Args:
-          num_trials: None for as many as `search()` says.
+          cls: the experiment.
+          datasets: names of its evaluation datasets.
+          num_trials: number of trials; None for as many as `search()` says.
 
         Raises:
-          UserError: the experiment has nothing to choose, or something that no sweep can do.
+          UserError: the experiment has no choices, or a search that a sweep can't do.
         """
         pg = _pyglove()
         search: SearchHParams = cls().search()
@@ -95,7 +97,7 @@ class PaxSearch:
         self._datasets = datasets
 
     def metric(self, loss: str) -> Metric:
-        """Returns the metric by which trials are compared: the reward, or the loss without one."""
+        """Returns the metric by which trials are compared: the reward of `search()`, or the loss if it has no reward."""
         if self._reward is None:
             return Metric.find("", self._datasets, loss, maximize=False)
         aggregator = self._search.cross_step_metric_aggregator
@@ -103,9 +105,9 @@ class PaxSearch:
         return _Reward("reward", True, reward=self._reward, datasets=self._datasets, aggregator=aggregator)
 
     def values(self, number: int, ended: Sequence[Trial]) -> Values:
-        """Returns what the algorithm proposes after the trials that have ended.
+        """Returns the values that the search algorithm proposes for a trial, given the trials that have ended.
 
-        It proposes all trials before it again, because an algorithm keeps more of its proposals than their values.
+        The algorithm proposes all earlier trials again, because its state depends on more than their values.
         """
         learns_from_all = self._search.treats_early_stopped_trials_as_done
         learnt_from = {
@@ -150,7 +152,7 @@ class PaxSearch:
         return self._search.early_stopping is not None
 
     def reason_to_prune(self, sweep: Sweep, number: int, others: Sequence[Trial]) -> str:
-        """Returns why the policy of `search()` stops a trial; '' if it goes on."""
+        """Returns why the early-stopping policy of `search()` stops a trial; '' if it doesn't."""
         policy = pax_fiddle.build(self._search.early_stopping)()
         policy.setup(self._context.dna_spec)
         policy.recover([self._as_pyglove(sweep, trial.number, trial.values, trial.status) for trial in others])
@@ -177,7 +179,7 @@ class PaxSearch:
         )
 
     def own_overrides(self, values: Values) -> list[str] | None:
-        """Returns a trial's values as overrides of class attributes; None if one of them stands elsewhere."""
+        """Returns a trial's values as overrides of class attributes; None if one of the choices is not in a class attribute."""
         are_attributes = all(hasattr(self._cls, name) for name in values)
         return space.overrides(values) if are_attributes else None
 
@@ -195,7 +197,7 @@ class PaxSearch:
         return hyper.candidates[self._decision(hyper, value)] if known else value
 
     def _decision(self, hyper: Any, value: Any) -> Any:
-        """Returns PyGlove's decision for a value as it is shown: the place of a candidate, places of several, or a number."""
+        """Returns PyGlove's decision for a trial's value: the index of a candidate, the indices of several, or a number."""
         pg = _pyglove()
         if not isinstance(hyper, pg.hyper.Choices):
             return value
@@ -214,7 +216,7 @@ class PaxSearch:
         return values
 
     def _by_choice(self, values: Values) -> Values:
-        """Returns the values with those of a row of `parameter_sweep` as the one choice that they are."""
+        """Returns {choice: value}. With `automl.parameter_sweep`, the values of a row are merged into one choice, the row."""
         return {_ROW: tuple(values[name] for name in self._row)} if self._row else values
 
     def _dna_of(self, values: Values) -> Any:
@@ -225,7 +227,7 @@ class PaxSearch:
 
 @dataclasses.dataclass(frozen=True)
 class _Reward(Metric):
-    """The reward of a `search()`, of the metrics of each evaluation. Higher is better."""
+    """The reward of a `search()`, computed from the metrics of each evaluation. Higher is better."""
 
     reward: Any = None
     datasets: Sequence[str] = ()
@@ -237,7 +239,10 @@ class _Reward(Metric):
         return {step: float(self.reward(found, step)) for step, found in by_step.items()}
 
     def result(self, directory: epath.Path) -> tuple[int, float] | None:
-        """Returns the last step and the reward of what the aggregator makes of all steps' metrics."""
+        """Returns the last step, and the reward of the metrics that the aggregator computes from all steps.
+
+        Without an aggregator, returns the last step and its reward; None if there is none.
+        """
         found = _metrics_by_step(directory, self.datasets)
         if self.aggregator is None or not found:
             return super().result(directory)
@@ -246,7 +251,10 @@ class _Reward(Metric):
 
 
 def _metrics_by_step(directory: epath.Path, datasets: Sequence[str]) -> dict[int, dict[str, float]]:
-    """Returns {step: metrics under Pax's names} of the steps at which a run was evaluated, or has a summary without datasets."""
+    """Returns {step: metrics under Pax's names} of the steps at which a run was evaluated.
+
+    Without evaluation datasets, returns the steps with training summaries.
+    """
     folders = {f"eval_{name}": metrics_prefix(name) for name in (*datasets, "train")} | {"train": "train/"}
     found: dict[int, dict[str, float]] = {}
     for folder, prefix in folders.items():
@@ -265,7 +273,10 @@ def first_values() -> contextlib.AbstractContextManager[object]:
 
 
 def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
-    """Returns an experiment whose choices in class attributes have their names, and are made where they are read."""
+    """Returns a subclass of an experiment in which choices in class attributes have names.
+
+    A choice is named after its attribute if it has no name, and gets its value where the attribute is read.
+    """
     primitive = _pyglove().hyper.HyperPrimitive
     names = [name for name in dir(cls) if isinstance(inspect.getattr_static(cls, name), primitive)]
 
@@ -280,12 +291,12 @@ def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
 
 
 def _of_row(at: int, experiment: BaseExperiment) -> object:
-    """Returns a value of the row that a trial of `automl.parameter_sweep` has."""
+    """Returns the value at index `at` of an experiment's row of `automl.parameter_sweep`."""
     return getattr(experiment, _ROW)[at]
 
 
 def _shown(candidate: Any) -> Any:
-    """Returns a candidate if it is a literal, and its text if not."""
+    """Returns a candidate if it is a literal, else its repr."""
     return candidate if is_literal(candidate) else repr(candidate)
 
 

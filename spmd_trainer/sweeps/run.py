@@ -1,7 +1,7 @@
-"""`--mode=sweep`: runs the trials of a sweep one after the other, each in a process of its own.
+"""`--mode=sweep`: runs the trials of a sweep one after the other, each in a separate process.
 
-A trial that runs out of memory ends nothing else. After the sweep was killed, the same command goes on: trials that have ended
-are left alone, and the one that was running goes on from its newest checkpoint.
+So a trial that runs out of memory doesn't end the sweep. After a sweep was killed, the same command resumes it: trials that have
+ended don't run again, and the trial that was running resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ _SAME_FAILURES = 3
 
 
 def prepare(config: RunConfig) -> tuple[SweepConfig, Sweep]:
-    """Returns what `run` takes. Touches no device: those are the trials'.
+    """Checks the settings and opens the sweep's directory. Returns the argument of `run`.
+
+    Initialises no device, because the trials' processes use them.
 
     Raises:
-      UserError: see `SweepConfig.resolved`; or the directory holds something else.
+      UserError: see `SweepConfig.resolved`; or the directory holds another sweep or other files.
     """
     asked = config.of(SweepConfig)
     if asked.callbacks:
@@ -63,7 +65,7 @@ def prepare(config: RunConfig) -> tuple[SweepConfig, Sweep]:
 
 
 def run(prepared: tuple[SweepConfig, Sweep]) -> list[Trial]:
-    """Runs the trials that have not ended, writes the sweep's page after each, and prints how all ended.
+    """Runs the trials that have not ended, writes the sweep's page after each, and prints the results. Returns ended trials.
 
     Raises:
       UserError: all trials are broken.
@@ -169,7 +171,7 @@ def _report(sweep: Sweep, trial: Trial, seconds_left: float) -> None:
 
 
 def _stop_if_all_break(sweep: Sweep, done: Sequence[int]) -> None:
-    """Raises UserError if the first trials of this start are broken for one reason, which is then no trial's own."""
+    """Raises UserError if the first `_SAME_FAILURES` trials of this start are all broken for the same reason."""
     found = [trial for number in done if (trial := sweep.trial(number)) is not None and trial.status == trials.BROKEN]
     if len(done) == len(found) == _SAME_FAILURES and len({trial.reason for trial in found}) == 1:
         files = ", ".join(str(sweep.trial_file(number)) for number in done)
@@ -208,13 +210,13 @@ def _summarise(config: SweepConfig, sweep: Sweep, ended: Sequence[Trial]) -> Non
 
 
 class _Signals:
-    """Hands Ctrl-C, SIGTERM and SIGHUP to the running trial, which saves its state and leaves.
+    """Forwards Ctrl-C, SIGTERM and SIGHUP to the running trial, which saves its state and exits.
 
-    A scheduler sends SIGTERM to the trial's process too, where a second one would end it at once. So it is handed on later,
-    unless the trial says that it has one.
+    A scheduler sends SIGTERM to the trial's process too, and a second one would end that process at once. So SIGTERM is
+    forwarded after a delay, and only if the trial hasn't printed that it has received a signal.
 
     Attributes:
-      asked: the first signal that came; None before.
+      asked: the first signal received; None before it.
     """
 
     def __init__(self) -> None:
@@ -234,7 +236,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def sent_to(self, process: subprocess.Popen[str]) -> Iterator[None]:
-        """Sends signals to a process, also one that came just before."""
+        """Forwards signals to `process` in this context, also a signal received before."""
         self._process, self._is_leaving = process, False
         try:
             if self.asked is not None:
@@ -244,7 +246,7 @@ class _Signals:
             self._process = None
 
     def saw(self, line: str) -> None:
-        """Notes what the trial's process says of signals."""
+        """Notes whether a line that the trial's process has printed says that it received a signal."""
         self._is_leaving |= line.lstrip().startswith(("SIGINT:", "SIGTERM:", "SIGHUP:"))
 
     def _take(self, number: int, frame: types.FrameType | None) -> None:

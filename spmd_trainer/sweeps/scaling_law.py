@@ -1,4 +1,4 @@
-"""The scaling law of a ladder: a family of models, each trained on tokens in proportion to its size.
+"""Fits a scaling law to the losses of a family of models, each trained on tokens in proportion to its size.
 
 The loss is floor + scale * compute^-exponent (Hoffmann et al. 2022, arXiv:2203.15556, along one line of sizes and tokens), where
 the compute of a trial is 6 FLOPs for each parameter and token. Error bars are a bootstrap of the residuals.
@@ -29,10 +29,10 @@ class ScalingLaw:
     """loss = floor + scale * (compute / unit)^-exponent.
 
     Attributes:
-      floor: the loss that no compute goes below.
-      scale: what is above it at one unit of compute.
-      exponent: how fast that falls.
-      unit: FLOPs.
+      floor: limit of the loss for infinite compute.
+      scale: loss above the floor if the compute is `unit`.
+      exponent: how fast the loss above the floor falls with compute.
+      unit: compute in FLOPs.
     """
 
     floor: float
@@ -45,7 +45,7 @@ class ScalingLaw:
 
 
 def fit(flops: Sequence[float] | Floats, losses: Sequence[float] | Floats) -> ScalingLaw:
-    """Returns the law with the least squares of differences between logarithms of losses.
+    """Returns the law that fits losses best, by the sum of squared differences of logarithms.
 
     Args:
       flops: compute of each run, of at least three different values.
@@ -69,7 +69,7 @@ def fit(flops: Sequence[float] | Floats, losses: Sequence[float] | Floats) -> Sc
 
 
 def resampled(law: ScalingLaw, flops: Floats, losses: Floats, seed: int = 0) -> list[ScalingLaw]:
-    """Returns laws fitted to losses with the residuals of the law, drawn at random."""
+    """Returns laws fitted to bootstrap samples: the losses of `law`, each with a random residual added."""
     predicted = np.log(law.loss(flops))
     # Three numbers were fitted, so that the residuals are smaller than the noise.
     residuals = (np.log(losses) - predicted) * np.sqrt(len(flops) / max(len(flops) - 3, 1))
@@ -79,10 +79,10 @@ def resampled(law: ScalingLaw, flops: Floats, losses: Floats, seed: int = 0) -> 
 
 
 def record(points: Sequence[tuple[int, float, float]]) -> dict[str, Any] | None:
-    """Returns the law for the page of a sweep, as JSON; None if there are too few sizes for one.
+    """Returns the scaling law for the page of a sweep, as JSON; None if there are too few sizes to fit it.
 
     Args:
-      points: (number of the trial, FLOPs, loss) each; losses are positive.
+      points: (number of the trial, FLOPs, loss) of each trial. Those whose FLOPs or loss is not positive and finite are ignored.
     """
     found = [point for point in points if point[1] > 0 and point[2] > 0 and np.isfinite(point[2])]
     if len({flops for _, flops, _ in found}) < LEAST_TRIALS:

@@ -1,4 +1,4 @@
-"""What `--mode=sweep` is asked for. With `--trial=N` it makes the settings of one trial, which trains as any other run."""
+"""Settings of `--mode=sweep`. With `--trial=N` they become the settings of one trial, which trains as any other run."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _of_trial(base: SweepConfig, sweep: Sweep, number: int, join: Callable[[], i
 
 
 def _agreed_values(sweep: Sweep, number: int) -> Values:
-    """Returns a trial's values. Process 0 chooses them: others may see other trials that have ended.
+    """Returns a trial's values. Process 0 chooses them for all, because processes may see different sets of ended trials.
 
     Raises:
       UserError: the directory holds something else, or can't be read.
@@ -179,9 +179,9 @@ def _with_values(
 def _numbers_that_vary(
     base: SweepConfig, sweep: Sweep, values: Values, resolved: ResolvedExperiment
 ) -> dict[str, float]:
-    """Returns the learner's floats that follow from the values that vary, by path in its config.
+    """Returns {path in the learner's config: value} of the learner's floats that depend on the values of the trial.
 
-    They are those that change when one of the values does. `resolved`: the experiment with the trial's values.
+    They are found by changing each value. `resolved`: the experiment with the trial's values.
     """
     from spmd_trainer.training import step_inputs
 

@@ -1,4 +1,4 @@
-"""What a sweep varies: fields of the config or class attributes, each with its values or its range."""
+"""The space of a sweep: the config fields or class attributes that it varies, each with its values or its range."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Range:
 
     Attributes:
       low, high: the bounds.
-      log: draw the logarithm uniformly instead of the number.
-      integer: only whole numbers.
+      log: True to draw the logarithm uniformly instead of the number.
+      integer: True for whole numbers only.
     """
 
     low: float
@@ -57,10 +57,10 @@ def read_space(given: object, where: str = "sweep") -> Space:
 
     Args:
       given: the mapping. A range has 'low' and 'high', and may have 'log' and 'integer'.
-      where: what gave it, for messages.
+      where: source of the mapping, for messages.
 
     Raises:
-      UserError: it is no such mapping; names the path.
+      UserError: `given` is not such a mapping. The message names the path.
     """
     if not isinstance(given, Mapping):
         raise UserError(f"{where} is {given!r:.80}; give a mapping such as {{'LEARNING_RATE': [1e-3, 1e-2]}}")
@@ -87,12 +87,12 @@ def read_space(given: object, where: str = "sweep") -> Space:
 
 
 def names_of(path: str) -> list[str]:
-    """Returns the names that vary together under a key of a space; one, if the key has no comma."""
+    """Returns the names in a key of a space, which vary together; one name if the key has no comma."""
     return [name.strip() for name in str(path).split(",")]
 
 
 def by_name(chosen: Values) -> Values:
-    """Returns a trial's values by the names of fields and attributes, given those by the keys of the space."""
+    """Returns {name of a field or attribute: value} from {key of the space: value}. A key can have several names."""
     values: Values = {}
     for path, value in chosen.items():
         names = names_of(path)
@@ -162,7 +162,7 @@ def _of_file(name: str) -> dict[str, Any]:
 
 
 def as_json(space: Space) -> dict[str, Any]:
-    """Returns the mapping that `read_space` reads, of JSON values; what JSON has no form for is its repr."""
+    """Returns a space as JSON values, in the form that `read_space` reads. Values that JSON can't hold become their repr."""
     shown = {path: dataclasses.asdict(x) if isinstance(x, Range) else x for path, x in space.items()}
     found: dict[str, Any] = json.loads(json.dumps(shown, default=repr))
     return found
@@ -172,7 +172,7 @@ def grid_size(space: Space) -> int:
     """Returns the number of points of a space of lists.
 
     Raises:
-      UserError: one is a range.
+      UserError: the space has a range.
     """
     ranges = [path for path, x in space.items() if isinstance(x, Range)]
     if ranges:
@@ -198,9 +198,9 @@ def grid_point(space: Space, number: int) -> Values:
 
 
 def random_point(space: Space, seed: int, number: int) -> Values:
-    """Returns the values of a trial drawn at random. It depends on the seed and the number alone.
+    """Returns random values for a trial, which depend only on the seed and the trial's number.
 
-    If all are lists, no point of the grid comes twice before each came once, unless there are more than a million.
+    If the space has only lists, and at most a million points, each point is drawn once before any is drawn again.
     """
     if not any(isinstance(x, Range) for x in space.values()) and (size := grid_size(space)) <= _MOST_SHUFFLED:
         turn, at = divmod(number, size)
@@ -213,5 +213,5 @@ def random_point(space: Space, seed: int, number: int) -> Values:
 
 
 def overrides(values: Values) -> list[str]:
-    """Returns a trial's values as overrides, 'path=value' each."""
+    """Returns a trial's values as overrides, each as 'path=value'."""
     return [f"{path}={value!r}" for path, value in values.items()]

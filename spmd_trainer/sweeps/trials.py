@@ -1,7 +1,7 @@
-"""The directory of a sweep, and how its trials stand.
+"""The directory of a sweep, and the status of its trials.
 
-`sweep.json` says what the sweep is. Trial n is a run of its own in `trials/000n`; beside it, `trials/000n.json` has its values
-from its first start on, and its result once it has ended. Nothing else is kept: a sweep that was killed goes on from these files.
+`sweep.json` describes the sweep. Trial n is a separate run in `trials/000n`. Beside it, `trials/000n.json` has the trial's values
+from its first start on, and its result once it has ended. A sweep that was killed resumes from these files alone.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class Trial:
     """A trial of a sweep.
 
     Attributes:
-      values: its values by path or name.
+      number: its number, from 0.
+      values: {path of a config field, or name of a class attribute: value}.
       status: 'unfinished', 'finished', 'pruned', or 'broken': it ended with an error, which says nothing about its values.
       value: the metric at its last evaluation; NaN if training has diverged; None if it has none.
       step: the training step of `value`.
       seconds: how long it ran, over all its starts.
-      flops: the model's FLOPs of its steps, 6 for each parameter and token; 0 if they are not counted in tokens.
+      flops: the model's FLOPs of its steps, 6 for each parameter and token; 0 if its batches have no tokens.
       reason: why it was pruned or is broken.
     """
 
@@ -67,13 +68,13 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """What tells a good trial from a bad one.
+    """The metric by which trials are compared.
 
     Attributes:
       name: 'DATASET/metric' of an evaluation, or 'loss', the training loss.
       maximize: whether a higher value is better.
-      folder: the folder of `summaries` that has it.
-      key: its name there.
+      folder: the folder in `summaries` that has the metric.
+      key: the metric's name in this folder.
     """
 
     name: str
@@ -83,11 +84,12 @@ class Metric:
 
     @classmethod
     def find(cls, name: str, datasets: Sequence[str], loss: str, *, maximize: bool) -> Metric:
-        """Returns the metric of a name.
+        """Returns the metric with this name.
 
         Args:
-          name: '' for the loss of the first evaluation dataset, or of training if there is none.
-          loss: what evaluations call the loss.
+          name: as in `Metric`; '' for the loss of the first evaluation dataset, or of training if there is none.
+          datasets: names of the evaluation datasets.
+          loss: name of the loss in evaluations.
           maximize: whether a higher value is better.
 
         Raises:
@@ -110,7 +112,7 @@ class Metric:
         return {step: float(records[step][self.key]) for step in sorted(records) if self.key in records[step]}
 
     def result(self, directory: epath.Path) -> tuple[int, float] | None:
-        """Returns (step, value) that stand for a run: the last ones; None if there are none."""
+        """Returns the result of a run, (step, value) of its last evaluation; None if it has none."""
         return max(self.curve(directory).items(), default=None)
 
     def is_better(self, value: float, other: float) -> bool:
@@ -126,9 +128,9 @@ class Sweep:
 
     Attributes:
       method: chooses the values of its trials.
-      metric: tells good trials from bad ones.
-      prunes: whether trials that fall behind are stopped; a `search()` decides it itself.
-      common: what all trials have besides their values, as JSON: overrides, mesh.
+      metric: the metric by which trials are compared.
+      prunes: whether trials that fall behind are stopped. An experiment's `search()` decides this itself.
+      common: settings that all trials share, as JSON: overrides, mesh, ...
     """
 
     directory: epath.Path
@@ -145,10 +147,10 @@ class Sweep:
         return self.directory / "trials" / f"{number:04}.json"
 
     def open(self) -> None:
-        """Writes `sweep.json`, or makes sure that the directory's sweep is this one. It may have more trials than before.
+        """Writes `sweep.json`, or checks that the directory's sweep is this one. Its number of trials may differ.
 
         Raises:
-          UserError: it is another sweep, or its file can't be read.
+          UserError: the directory holds another sweep or other files, or `sweep.json` can't be read.
         """
         metric = {"metric": self.metric.name, "goal": "max" if self.metric.maximize else "min", "prune": self.prunes}
         wanted = {"experiment": self.experiment, **self.method.description(), **metric, "common": self.common}
@@ -169,7 +171,7 @@ class Sweep:
         write_atomically(self.directory / SWEEP, json.dumps(wanted, indent=1).splitlines())
 
     def trial(self, number: int) -> Trial | None:
-        """Returns a trial as its file says; None if it has not begun.
+        """Returns a trial from its file; None if it has not begun.
 
         Raises:
           UserError: the file can't be read.
@@ -195,7 +197,7 @@ class Sweep:
         return self.prunes if isinstance(self.method, OverSpace) else self.method.stops_early
 
     def begin(self, number: int) -> Trial:
-        """Returns a trial, whose values are written down when it begins for the first time."""
+        """Returns a trial. When it begins for the first time, its values are chosen and written to its file."""
         found = self.trial(number)
         if found is None:
             ended = [trial for trial in self.trials() if trial.has_ended]
@@ -226,7 +228,7 @@ class Sweep:
     def reason_to_prune(self, number: int, step: int, value: float) -> str:
         """Returns why a trial should stop; '' if it should go on.
 
-        Only trials with lower numbers that have ended are asked, so that a sweep that was killed prunes the same ones.
+        It is compared only with ended trials of lower numbers, so that a sweep that was killed prunes the same trials.
         """
         if not self.stops_early:
             return ""

@@ -1,12 +1,12 @@
-"""The loops: train, eval, decode. Each reads top to bottom; what they share is in `job`.
+"""The training, evaluation and decode loops. Each reads top to bottom; `job` has the code that they share.
 
-train.py           the training loop. start_up.py gets it to the first step, step_taker.py takes the steps, periodic.py evaluates
-                   and decodes between them, elastic.py goes on after a change of devices, ending.py logs the end
-evaluate.py, decode.py, verify.py   the other loops; dataset_batches.py has their batches, decode_records.py what a decode writes
+train.py           the training loop. start_up.py prepares the first step, step_taker.py takes the steps, periodic.py evaluates
+                   and decodes between steps, elastic.py continues after a change of devices, ending.py logs the end
+evaluate.py, decode.py, verify.py   the other loops; dataset_batches.py reads their batches, decode_records.py writes decodes
 
-Settings: run_config.py states each once; experiment_config.py and class_overrides.py resolve the experiment, job.py builds it.
-start_checks.py finds early what would end the run late, same_settings.py refuses processes that differ, rooms.py knows the
-rooms without which a run trains, xla_flags.py passes the experiment's flags to the compiler.
+Settings: run_config.py declares each once; experiment_config.py and class_overrides.py resolve the experiment, job.py builds it.
+start_checks.py finds at the start the errors that would end a run late, same_settings.py refuses processes with different
+settings, rooms.py finds the optional subpackages, xla_flags.py passes the experiment's flags to the compiler.
 
 Callbacks of every run (`spmd_trainer.callbacks`; callback_list.py calls them):
 
@@ -16,6 +16,6 @@ early_stopping.py  asks `task.early_stopping_fn`, and keeps the best checkpoint
 invalid_steps.py   counts steps with NaN, Inf or a rejected gradient
 
 Checkpoints: checkpoint_sources.py opens those of other programs, adapter_checkpoints.py loads by rules and restores adapters,
-checkpoints.py has those that evaluation and decode follow. Preferences: reference_logps.py, reference_files.py. A run's
-directory: run_directory.py. Its phases and its status: phases.py, live_status.py. Signals: signals.py.
+checkpoints.py restores for evaluation and decode. Preferences: reference_logps.py, reference_files.py. A run's directory:
+run_directory.py. A run's phases and status: phases.py, live_status.py. Signals: signals.py.
 """

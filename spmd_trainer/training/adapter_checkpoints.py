@@ -1,8 +1,8 @@
-"""Loads variables by rules, and restores runs with adapters (`task.lora`) from a checkpoint and their frozen base.
+"""Loads variables by `init_from_checkpoint_rules`, and restores runs with adapters (`task.lora`) with their frozen base.
 
 A run with adapters begins in this order: initialise, load by rules, prepare the adapters that were not loaded (DoRA's magnitudes
-are norms of the base). A restart loads the base again, compares its checksums with those that the checkpoint noted, and restores
-the rest from the checkpoint.
+are norms of the base). A restart loads the base again, compares its checksums with those in the checkpoint's metadata, and
+restores the rest from the checkpoint.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def begin(
 
     Args:
       metadata: the layout of the state, with or without optimizer states.
-      state: the initialised state; it is used up.
+      state: the initialised state. Arrays that are replaced by loaded ones are deleted.
       rules: {checkpoint directory: CheckpointLoadingRules}; may be empty.
       restored_from: see `BaseRecord`.
 
     Returns:
-      The state; what the run's checkpoints note of where it came from: the Hugging Face folder and, in a run with adapters, the
-      base and the settings of the adapters; and what was loaded, None without rules.
+      (state, origin, report). `origin` is for the metadata of the run's checkpoints: the Hugging Face folder that the variables
+      came from and, in a run with adapters, the base and the settings of the adapters. `report` is None without rules.
 
     Raises:
       As `loading_rules.resolve_rules`; CheckpointMismatchError if adapters were trained with other settings than the task's.
@@ -92,12 +92,12 @@ def begin(
 
 
 def begins_with(job: Job, directory: epath.Path) -> bool:
-    """Returns True if a directory is a folder that a run with adapters begins with: a Hugging Face folder, or one of PEFT.
+    """Returns True if the task has adapters, and the directory is a Hugging Face or PEFT folder from which its run can begin.
 
     Called by every process.
 
     Raises:
-      HfMismatchError: it holds adapters of PEFT, and the task has none.
+      HfMismatchError: the directory holds PEFT adapters, and the task has none.
     """
     has_adapters = decided_by_process_0(lambda: checkpoint_sources.is_peft_folder(directory))
     if has_adapters and job.task.lora is None:
@@ -108,14 +108,14 @@ def begins_with(job: Job, directory: epath.Path) -> bool:
 
 
 def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | None]:
-    """Returns the rules by which a run with adapters begins with the folder in `--restore_checkpoint_dir`.
+    """Returns the loading rules with which a run with adapters begins from the folder in `--restore_checkpoint_dir`.
 
     Args:
-      directory: a Hugging Face folder, which is the base; or a folder of PEFT, which has the adapters: then the base is that of
-        `task.train.init_from_checkpoint_rules` or, without rules, the folder that adapter_config.json names.
+      directory: a Hugging Face folder, which is the base; or a PEFT folder, which has the adapters. The base of PEFT adapters
+        is loaded by `task.train.init_from_checkpoint_rules` or, without rules, from the folder that adapter_config.json names.
 
     Returns:
-      The rules, and the Hugging Face folder if the base is loaded from one that no rule of the task names.
+      The rules, and the Hugging Face folder of the base if no rule of the task names it; otherwise None.
 
     Raises:
       UserError: the folder holds another model, or it is not known where the base is.
@@ -136,19 +136,19 @@ def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | Non
 
 
 class FrozenBase:
-    """The frozen base of a run with adapters, whose checkpoints do not hold it. Loaded once, for all steps that are restored."""
+    """The frozen base of a run with adapters, which its checkpoints do not hold. It is loaded once, for all restored steps."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._loaded: tuple[dict[str, jax.Array], BaseRecord] | None = None
 
     def joined(self, restored: Restored, variables: TrainState, directory: epath.Path) -> Restored:
-        """Returns a restored checkpoint with its base, and with where that is from now; without adapters, as it is.
+        """Adds the frozen base to a restored checkpoint, and the place it was loaded from to its metadata.
 
-        Called by every process.
+        Returns a checkpoint without adapters unchanged. Called by every process.
 
         Raises:
-          CheckpointMismatchError: the base or the settings of the adapters are not those that they were trained with.
+          CheckpointMismatchError: the adapters were trained with another base or other settings.
         """
         if not frozen_base.has_adapters(variables):
             return restored
@@ -174,7 +174,7 @@ class FrozenBase:
 
 
 def origin_of(restored: Restored) -> dict[str, Any]:
-    """Returns what the next checkpoints of a restored run note of where it came from."""
+    """Returns the entries about the origin of a restored run's variables, for the metadata of its next checkpoints."""
     noted = restored.metadata["metadata"]
     return {key: noted[key] for key in (FOLDER_KEY, BASE_KEY, SETTINGS_KEY) if key in noted}
 
@@ -236,7 +236,7 @@ def _record(
     resolved: ResolvedRules | None,
     restored_from: str | None,
 ) -> BaseRecord:
-    """Returns the record of a base whose arrays are on the devices. Warns of its variables that no rule loads."""
+    """Returns the record of a base whose arrays are on the devices. Warns of variables of the base that no rule loads."""
     parts = () if resolved is None else zip(rules, resolved.parts, strict=True)
     used = [(str(directory), source.name, paths) for directory, (source, paths) in parts if any(map(is_base, paths))]
     loaded = {path for _, _, saved_paths in used for path in saved_paths}
@@ -255,11 +255,11 @@ def _record(
 
 
 def _prepared(job: Job, metadata: Layout, state: TrainState, loaded: set[str]) -> dict[str, jax.Array]:
-    """Returns the adapters that weren't loaded, by path, with DoRA's magnitudes set from the base; {} without DoRA.
+    """Returns {path: array} of the adapters that weren't loaded, with DoRA's magnitudes set from the base; {} without DoRA.
 
     Args:
       state: the state, with its base loaded.
-      loaded: paths of adapters that were loaded, and so are not returned.
+      loaded: paths of the adapters that were loaded.
     """
     model = job.task.lora_model
     if not model.settings.dora:

@@ -1,4 +1,4 @@
-"""Inputs that read the same data on all processes, and end on all of them at the same batch."""
+"""Makes inputs read the same data on all processes, and end after the same batch on all of them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _numbers = itertools.count()
 def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: bool) -> Any:
     """Makes sure that an input gives the same number of batches on all processes. Called by every process, in the same order.
 
-    An input that knows how many batches it has on each process is left as it is if the numbers are equal. Any other input is
-    wrapped in an `AgreedInput`.
+    An input with a known number of batches is returned unchanged if all processes have the same number. An endless `IndexedInput`
+    is wrapped so that an unexpected end raises. Any other input is wrapped in an `AgreedInput`.
 
     Args:
-      source: this process's share, at its beginning.
+      source: this process's share of the input, at its beginning.
       kind: 'training', 'evaluation' or 'decode'.
+      count: the number of processes.
       must_end_together: True to refuse shares that end at different batches; False to end with the shortest.
 
     Raises:
@@ -56,7 +57,7 @@ def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: boo
 
 
 class _Endless:
-    """An input that says that it has no end. If it ends all the same, the other processes would wait for its next batch."""
+    """An input that is declared endless. Raises if it ends nevertheless: the other processes would wait for its next batch."""
 
     def __init__(self, source: IndexedInput, kind: str):
         self._source = source
@@ -69,7 +70,7 @@ class _Endless:
         """Returns the next batch.
 
         Raises:
-          UserError: there is none.
+          UserError: the input has ended.
         """
         try:
             return self._source.get_next_padded()
@@ -83,9 +84,9 @@ class _Endless:
 
 
 class AgreedInput:
-    """Gives the batches of an input until one process's share of it ends: then all processes end.
+    """An input that ends on all processes as soon as the share of one process ends.
 
-    Without that, a process whose input ends would save while the others wait for it in the next step.
+    Otherwise, a process whose share has ended would save while the others wait for it in the next step.
 
     Attributes:
       waits_for_others: True while this process has its batch and other processes don't have theirs yet.
@@ -95,7 +96,7 @@ class AgreedInput:
         """Wraps an input.
 
         Args:
-          source: this process's share.
+          source: this process's share of the input.
           kind: 'training', 'evaluation' or 'decode'.
           name: identifies this input when the processes vote on whether it has ended; never reused within the job.
           must_end_together: see `agree_on_input`.
@@ -115,12 +116,15 @@ class AgreedInput:
 
     @property
     def seconds_for_others(self) -> float:
-        """Seconds spent waiting for other processes' batches while this process's own was ready. Any thread may ask."""
+        """Seconds spent waiting for other processes' batches while this process's batch was ready. Any thread may read it."""
         ended, since = self._times
         return ended if since is None else ended + time.monotonic() - since
 
     def cancel(self) -> None:
-        """Ends a vote that other processes no longer take part in; `get_next_padded` then raises StopIteration."""
+        """Ends the wait for processes that no longer answer whether their input has ended.
+
+        `get_next_padded` then raises StopIteration.
+        """
         self._cancelled.set()
 
     def reset(self) -> None:
@@ -131,8 +135,8 @@ class AgreedInput:
         """Returns the next batch.
 
         Raises:
-          StopIteration: an input has ended.
-          UserError: some processes' inputs have ended, and all must end together.
+          StopIteration: the input has ended on this or another process.
+          UserError: the input has ended on some processes only, and `must_end_together` is set.
         """
         batch, error = None, None
         try:
@@ -150,7 +154,11 @@ class AgreedInput:
         raise StopIteration from error
 
     def _ended(self, here: bool) -> list[bool]:
-        """Returns which processes' inputs have ended: this one's alone if the wait for the others was cancelled."""
+        """Returns for each process whether its input has ended; [True] if the wait for the other processes was cancelled.
+
+        Args:
+          here: whether the input of this process has ended.
+        """
         self.waits_for_others = True
         self._times = (self.seconds_for_others, time.monotonic())
         try:

@@ -1,4 +1,4 @@
-"""Which values of the variables evaluation, decoding and export take: `--eval_averages`."""
+"""`--eval_averages`: evaluates, decodes and exports averages of the variables instead of their current values."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NONE, EMA, SCHEDULE_FREE, LAST = "none", "ema", "schedule_free", "last:"
 
 
 class TooFewCheckpointsError(UserError):
-    """There are fewer checkpoints than `last:K` needs."""
+    """There are fewer checkpoints than `--eval_averages=last:K` needs."""
 
 
 def read(flag: str, value: object) -> str:
-    """Reads the value of `--eval_averages`.
+    """Parses the value of `--eval_averages`: 'none', 'ema', 'schedule_free' or 'last:K'.
 
     Raises:
-      UserError: it is none of these.
+      UserError: the value is none of these.
     """
     if value in (NONE, EMA, SCHEDULE_FREE) or re.fullmatch(rf"{LAST}[1-9]\d*", str(value)):
         return str(value)
@@ -46,16 +46,17 @@ def last_count(averages: str) -> int:
 
 
 def of(job: Job, *, decodes: bool = False) -> str:
-    """Returns the averages that a job takes: those of `--eval_averages`, or the moving averages that its task asks for.
+    """Returns the averages that a job evaluates: those of `--eval_averages`, or 'ema' if its task asks for moving averages.
 
-    Without either, a schedule-free optimizer is evaluated at its average x, where its authors do (Defazio et al. 2024,
-    arXiv:2405.15682), and any other at the variables.
+    Without either, a schedule-free optimizer is evaluated at its average x, as its authors do (Defazio et al. 2024,
+    arXiv:2405.15682), and any other optimizer at the variables.
 
     Args:
       decodes: True for `task.train.decode_use_ema_states`, False for `eval_use_ema_states`.
 
     Raises:
-      UserError: the run doesn't keep them, and which there are; or muP scales what schedule-free averages.
+      UserError: the run doesn't keep these averages (the message lists those that it has); or schedule-free averages are
+        combined with muP, which scales the variables.
     """
     train_p, asked = job.task.train, job.config.eval_averages
     kept = [EMA] if has_ema(job.task.learner) else []
@@ -80,10 +81,10 @@ def of(job: Job, *, decodes: bool = False) -> str:
 
 
 def evaluated(state: TrainState, averages: str) -> TrainState:
-    """Returns the part of a train state that evaluation reads, with its averages in place of the variables.
+    """Returns a train state without optimizer states, with its averages in place of the variables.
 
     Args:
-      state: the train state, padded.
+      state: the whole train state, padded.
       averages: 'ema', 'schedule_free' or 'none'.
     """
     take = {EMA: extract_ema, SCHEDULE_FREE: extract_schedule_free}.get(averages)
@@ -92,13 +93,14 @@ def evaluated(state: TrainState, averages: str) -> TrainState:
 
 
 def mean(job: Job, steps: Sequence[int], restore: Callable[[int], Restored]) -> Restored:
-    """Returns the newest of some checkpoints, with the mean over all of them of each variable that learns.
+    """Returns the newest of several checkpoints, with the mean over all of them in place of each trainable variable.
 
-    Sums are float32, from the newest to the oldest. Other variables, such as counts and the statistics of batch normalisation,
-    are the newest's. Beside the sums, the variables of one checkpoint are in memory.
+    Sums are at least float32, from the newest to the oldest. Other variables, such as counts and the statistics of batch
+    normalisation, are those of the newest checkpoint. Besides the sums, the variables of one checkpoint are in memory.
 
     Args:
-      restore: restores a step, without optimizer states. What it returns is used up.
+      steps: the steps of the checkpoints, ascending.
+      restore: restores a step, without optimizer states. The restored arrays may be donated.
     """
     hparams = job.partitioner.layout.var_weight_hparams
     learns = jax.tree.map(

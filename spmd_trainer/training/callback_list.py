@@ -1,4 +1,4 @@
-"""Calls the callbacks of a run. An error of one of them names it; one that hangs can be left behind."""
+"""Calls the callbacks of a run. Errors name the callback that raised; a callback that hangs can be abandoned."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _HOOKS = tuple(name for name, value in vars(Callback).items() if callable(value)
 
 
 class CallbackList:
-    """The callbacks of a run, in the order of their turns. Calls only the methods that a callback overrides."""
+    """The callbacks of a run, sorted by their `turn`. Calls only the methods that a callback overrides."""
 
     def __init__(self, callbacks: Sequence[Callback]):
         """Sorts the callbacks.
 
         Args:
-          callbacks: those of the same turn in the order in which they are called.
+          callbacks: the callbacks. Those with the same `turn` are called in the given order.
 
         Raises:
-          UserError: one of them is no `Callback`.
+          UserError: one of them is not a `Callback`.
         """
         for callback in callbacks:
             if not isinstance(callback, Callback):
@@ -40,7 +40,7 @@ class CallbackList:
         }
 
     def call(self, hook: str, run: Run, *args: object) -> list[object]:
-        """Calls one method of every callback that overrides it.
+        """Calls the method `hook` of every callback that overrides it; returns the results.
 
         Raises:
           CallbackError: an experiment's or a caller's callback raised an exception.
@@ -56,11 +56,11 @@ class CallbackList:
         return results
 
     def fail(self, run: Run, error: BaseException, *, seconds: float | None = None) -> None:
-        """Calls `on_failure` of every callback. What one of them raises is logged: the first error is the one to report.
+        """Calls `on_failure` of every callback. Exceptions of callbacks are only logged, because `error` is the one to report.
 
         Args:
-          error: what has ended it.
-          seconds: how long one of them may take before the next is called; None for as long as it takes.
+          error: the error that ended the run.
+          seconds: the longest wait for each callback before the next one is called; None for no limit.
         """
         for callback in self._overriding["on_failure"]:
             if seconds is not None:
@@ -90,11 +90,11 @@ def _explain(callback: Callback, hook: str, run: Run, args: Sequence[object], er
 
 
 def within(seconds: float, what: str, work: Callable[[], object]) -> None:
-    """Does something in a thread of its own and waits for it, but not for ever. What it raises is logged.
+    """Runs `work` in a daemon thread, and waits for it for a limited time. Exceptions are logged.
 
     Args:
-      seconds: the longest wait. The thread is then left behind; it keeps no process alive.
-      what: names the work for the log, e.g. 'closing the logs'.
+      seconds: the longest wait. After it, the thread is abandoned; it doesn't keep the process alive.
+      what: names the work in the log, e.g. 'closing the logs'.
     """
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Opens what other programs wrote as a checkpoint source: Hugging Face's libraries, PEFT, Pax, plain Flax."""
+"""Opens checkpoints of other programs as `CheckpointSource`: those of Hugging Face's libraries, PEFT, Pax and plain Flax."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def open_whole_model(directory: epath.Path, step: int | None, variables: TrainState) -> CheckpointSource | None:
-    """Opens what `--restore_checkpoint_dir` can name: a Hugging Face folder or Pax' checkpoints, with all variables of a model.
+    """Opens a Hugging Face folder or Pax checkpoints for `--restore_checkpoint_dir`; they hold all variables of a model.
 
-    The arguments are those of `open_source`. None if it is of this trainer.
+    The arguments are those of `open_source`. Returns None for any other directory, e.g. this trainer's checkpoints.
     """
     hf = _room("hf", directory)
     source: CheckpointSource | None = None if hf is None else hf.open_source(directory, step, variables)
@@ -29,19 +29,19 @@ def open_whole_model(directory: epath.Path, step: int | None, variables: TrainSt
 def open_source(
     directory: epath.Path, step: int | None, variables: TrainState, *, task: SingleTask | None = None
 ) -> CheckpointSource | None:
-    """Opens a checkpoint that something else wrote, for `init_from_checkpoint_rules`. Called by every process.
+    """Opens a checkpoint that another program wrote, for `init_from_checkpoint_rules`. Called by every process.
 
     Args:
-      directory: a Hugging Face folder, a folder of PEFT, or a directory of Pax' or Orbax' checkpoints.
+      directory: a Hugging Face folder, a PEFT folder, or a directory of Pax or Orbax checkpoints.
       step: the step; None for the newest.
-      variables: a TrainState of VariableSpecs: the model.
-      task: the task, without which adapters of PEFT are refused.
+      variables: the model's variables, a TrainState of VariableSpecs.
+      task: the task; None refuses PEFT adapters.
 
     Returns:
-      The source, or None if there is none of these.
+      The source, or None if the directory is none of these.
 
     Raises:
-      CheckpointError: there is one, and it can't be opened.
+      CheckpointError: the checkpoint can't be opened.
     """
     source = open_whole_model(directory, step, variables) or flax.open_source(directory, step, variables)
     if source is None and (peft := _room("hf.peft", directory)) is not None:
@@ -50,10 +50,10 @@ def open_source(
 
 
 def _room(module: str, directory: epath.PathLike) -> ModuleType | None:
-    """Imports a module that reads folders of Hugging Face; None if it is absent and the directory is not such a folder.
+    """Imports a module that reads Hugging Face or PEFT folders. Returns None if it is neither installed nor needed.
 
     Raises:
-      UserError: it is absent, and the directory has a file of such a folder.
+      UserError: the module is not installed, and the directory has a config file of such a folder.
     """
     if any((epath.Path(directory) / name).exists() for name in ("config.json", "adapter_config.json")):
         return rooms.need(module, str(directory))
@@ -66,12 +66,12 @@ def is_hf_folder(directory: epath.PathLike) -> bool:
 
 
 def is_peft_folder(directory: epath.PathLike) -> bool:
-    """Returns True for adapters of PEFT, or directories that hold some."""
+    """Returns True for a directory of PEFT adapters, or one that holds such directories."""
     peft = _room("hf.peft", directory)
     return peft is not None and bool(peft.is_folder(directory))
 
 
 def is_foreign(directory: epath.Path) -> bool:
-    """Returns True for what this process sees as a folder of Hugging Face or PEFT, or as checkpoints of Pax."""
+    """Returns True if this process finds a Hugging Face folder, a PEFT folder or Pax checkpoints in the directory."""
     is_folder = is_hf_folder(directory) or is_peft_folder(directory)
     return is_folder or pax.find(directory) is not None

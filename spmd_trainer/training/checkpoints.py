@@ -1,6 +1,6 @@
-"""Trained checkpoints as evaluation and decode see them: variables without optimizer states.
+"""Restores trained checkpoints without optimizer states, for evaluation, decode and export.
 
-They are of this trainer, of Pax, or folders of Hugging Face and PEFT.
+The checkpoints are this trainer's, Pax's, or folders of Hugging Face and PEFT.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ from spmd_trainer.training.summary_writers import SummaryWriters
 def restore_for_inference(
     job: Job, averages: str, *, step: int | None = None, base: FrozenBase | None = None
 ) -> Restored:
-    """Restores what evaluation reads of a checkpoint onto the job's mesh: the variables or averages, without optimizer states.
+    """Restores the variables of a checkpoint, or averages of them, onto the job's mesh, without optimizer states.
 
     Args:
-      job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` say which checkpoint.
-      averages: what to take instead of the variables, see `averages.of`. 'last:K': the mean with the K - 1 before it.
-      step: this step instead of the flag's.
-      base: the frozen base of adapters; give the same one for several steps of a run. None: it is loaded.
+      job: the job; its flags `--restore_checkpoint_dir` and `--restore_checkpoint_step` choose the checkpoint.
+      averages: the averages to take, see `averages.of`. 'last:K' takes the mean of the checkpoint and the K - 1 before it.
+      step: a step that replaces `--restore_checkpoint_step`.
+      base: the frozen base of adapters; pass the same object for several steps of a run. None loads the base.
 
     Raises:
-      UserError: no such checkpoint, or it is another experiment's.
-      TooFewCheckpointsError: there are fewer than K.
+      UserError: there is no such checkpoint; or it is a folder, which has no averages.
+      TooFewCheckpointsError: there are fewer than K checkpoints.
+      CheckpointError: see `restore_from`.
     """
     directory = job.config.checkpoint_dir
     step = job.config.restore_checkpoint_step if step is None else step
@@ -83,7 +84,7 @@ def restore_for_inference(
 
 
 def _lacks_opt_states(job: Job, step: int | None) -> bool:
-    """Returns True for checkpoints of this trainer without optimizer states: merged ones, which are averages already."""
+    """Returns True if a checkpoint of this trainer has no optimizer states, as merged ones, which hold averages already."""
     own = Checkpointer(job.config.checkpoint_dir, read_only=True)
 
     def lacks() -> bool:
@@ -96,7 +97,7 @@ def _lacks_opt_states(job: Job, step: int | None) -> bool:
 
 
 def _mean_of_last(job: Job, count: int, step: int | None, base: FrozenBase) -> Restored:
-    """Restores the mean of `count` checkpoints, the last of which is `step`, or the newest."""
+    """Restores the mean of the last `count` checkpoints up to `step`; None: up to the newest."""
     directory = job.config.checkpoint_dir
     if decided_by_process_0(lambda: checkpoint_sources.is_foreign(directory)):
         raise UserError(
@@ -131,11 +132,11 @@ def restore_from(
       step: the step; None for the newest whole one.
       partial: see `checkpointing.restore`.
       with_input: see `checkpointing.restore`.
-      base: what a state with adapters is joined with; None: it is loaded.
+      base: the frozen base to add to a state with adapters; None loads the base.
 
     Raises:
       UserError: the directory holds no checkpoint.
-      CheckpointError: see `checkpointing.restore`; or a run with adapters would continue from those of another trainer.
+      CheckpointError: see `checkpointing.restore`; or the state has adapters, and the checkpoint has another trainer's adapters.
     """
     directory = job.config.checkpoint_dir
     with Phase(f"restoring {'the newest step' if step is None else f'step {step}'} of {directory}") as phase:
@@ -161,7 +162,7 @@ def _refuse_foreign_adapters(source: CheckpointSource, layout: Layout) -> None:
 
 
 def _of_folder(job: Job, directory: epath.Path, averages: str, *, step: int | None) -> Restored:
-    """Returns step 0 of a run with adapters that begins with a folder: a Hugging Face folder or one of PEFT."""
+    """Returns the initial state (step 0) of a run with adapters that begins from a Hugging Face or PEFT folder."""
     metadata = job.partitioner.layout.without_opt_states()
     if step:
         raise UserError(f"no step {step} in {directory}: a folder has no steps")
@@ -175,13 +176,13 @@ def _of_folder(job: Job, directory: epath.Path, averages: str, *, step: int | No
 
 
 def present_in_source(config: RunConfig) -> list[int] | None:
-    """Returns the steps that this process sees in the directory that a job reads from, in ascending order.
+    """Returns the steps that this process sees in the directory that a job restores from, in ascending order.
 
-    They are this trainer's or Pax's; a folder of Hugging Face or PEFT is step 0. None for a training run that needs none: one
-    that is started again resumes from its own, whatever `--restore_checkpoint_dir` says.
+    They are this trainer's or Pax's steps; a Hugging Face or PEFT folder counts as step 0. None for a training run that needs no
+    such directory: it has no `--restore_checkpoint_dir`, or it has its own checkpoints, from which a restart resumes.
 
     Raises:
-      PaxError: the save of the step that was asked for was cut off, or Pax saved no other step.
+      PaxError: the Pax save of the requested step is incomplete, or the directory has no finished Pax step.
     """
     begins_anew = config.mode == "train" and config.restore_checkpoint_dir is None
     if begins_anew or (config.mode == "train" and has_own(config)):
@@ -197,22 +198,23 @@ def present_in_source(config: RunConfig) -> list[int] | None:
 def prefers_own(config: RunConfig) -> bool:
     """Returns True if the run's own checkpoints are exported although `--restore_checkpoint_dir` is given.
 
-    That flag is then a Hugging Face folder, as in the command that trained the run. Says what this process sees.
+    This is so if the flag names a Hugging Face folder, as in the command that trained the run, and the run has checkpoints.
+    Judged by the files that this process sees.
     """
     folder = config.restore_checkpoint_dir
     return folder is not None and checkpoint_sources.is_hf_folder(folder) and has_own(config)
 
 
 def has_own(config: RunConfig) -> bool:
-    """Returns True if a run has checkpoints of its own, whole or damaged. What a killed save left is none."""
+    """Returns True if a run has its own checkpoints, whole or damaged. The remains of a killed save don't count."""
     return steps.present_and_committed(config.job_log_dir / "checkpoints")[1]
 
 
 def follow(job: Job, averages: str) -> Iterator[Restored]:
     """Yields the newest checkpoint and each later one as it appears, until the training run has ended.
 
-    The last one is the checkpoint of step `num_train_steps`, or the step with which training ended earlier. With
-    `--restore_checkpoint_step` it yields that checkpoint alone. Of checkpoints of other trainers it yields the newest alone.
+    The last one is the checkpoint of step `num_train_steps`, or of the step at which training ended earlier. With
+    `--restore_checkpoint_step`, yields only that checkpoint. From checkpoints of other trainers, yields only the newest.
 
     Raises:
       UserError: there is neither a checkpoint nor a training run that could write one; or the training run has failed, after
@@ -256,7 +258,12 @@ def follow(job: Job, averages: str) -> Iterator[Restored]:
 
 
 def run_on(job: Job, make: Callable[[Job, SummaryWriters], Any], checkpoints: Iterable[Restored]) -> None:
-    """Makes evaluations or decodes of a job, and runs them on one checkpoint after the other. Logs where the results are."""
+    """Runs evaluations or decodes on one checkpoint after the other, and logs where the results are.
+
+    Args:
+      make: `Evaluations` or `Decodes`.
+      checkpoints: yields the restored checkpoints.
+    """
     with contextlib.closing(SummaryWriters(job.config.job_log_dir, enabled=jax.process_index() == 0)) as writers:
         work = make(job, writers)
         for restored in checkpoints:
@@ -267,7 +274,7 @@ def run_on(job: Job, make: Callable[[Job, SummaryWriters], Any], checkpoints: It
 
 
 def _failure(directory: epath.Path) -> str:
-    """Returns how the training run of a directory of checkpoints failed; nothing if it has not."""
+    """Returns a message about the failed training run that writes to a checkpoint directory; '' if it has not failed."""
     failed = run_directory.failure(directory.parent)
     if failed is None:
         return ""
@@ -278,7 +285,7 @@ def _failure(directory: epath.Path) -> str:
 
 
 def require_run(directory: epath.Path) -> None:
-    """Makes sure that there is something to follow. A mistyped directory would be waited for without end.
+    """Makes sure that a directory has a checkpoint, or a run that may write one. Otherwise a job would wait without end.
 
     Raises:
       UserError: there is neither a checkpoint nor a run that has begun.

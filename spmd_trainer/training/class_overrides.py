@@ -19,7 +19,7 @@ _FIRST_NAME = re.compile(r"\s*(\w*)")
 
 
 def is_of_class(assignment: str) -> bool:
-    """Returns True if an override such as 'NUM_LAYERS=3' is of a class attribute and not of a field of the config."""
+    """Returns True if an override sets a class attribute, such as 'NUM_LAYERS=3', and not a field of the config."""
     match = _FIRST_NAME.match(assignment.partition("=")[0])
     return match is not None and match[1] not in ("", *CONFIG_ROOTS)
 
@@ -29,7 +29,7 @@ def parse_value(assignment: str, path: str, text: str) -> Any:
 
     Args:
       assignment: the whole override, for the message.
-      path: what it overrides.
+      path: the overridden path or attribute, for the message.
       text: the value as text: a Python literal, or true or false in any case.
 
     Raises:
@@ -55,7 +55,7 @@ def make_experiment(
     methods. If the constructor copies an attribute into the instance, as a dataclass does, it is set there too.
 
     Args:
-      exp: what the caller gave; an instance is copied.
+      exp: the experiment from the caller, a name, class or instance. An instance is copied.
       assignments: overrides, each as 'NAME=value'.
 
     Raises:
@@ -77,7 +77,7 @@ def make_experiment(
 
 
 def with_attributes(cls: type[BaseExperiment], values: Mapping[str, Any]) -> type[BaseExperiment]:
-    """Returns a subclass of the same name and module that has these attributes."""
+    """Returns a subclass with these attributes, and with the name and module of `cls`."""
     same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update({**same, **values}))
 
@@ -111,7 +111,7 @@ def _may_be_string(cls: type, name: str) -> bool:
 
 
 def _attributes(cls: type) -> Iterator[str]:
-    """Yields the names of a class's public attributes that are data, also those that are only annotated."""
+    """Yields the names of a class's public data attributes, including those that have only an annotation."""
     for name in dict.fromkeys([*dir(cls), *(name for base in cls.__mro__ for name in inspect.get_annotations(base))]):
         value = inspect.getattr_static(cls, name, None)
         # A class is a value; everything else with __get__ is a method, a property or the like.

@@ -1,4 +1,4 @@
-"""Where a run keeps the tokens of its corpora, so that its processes tokenise them once, together."""
+"""Tokenises a run's corpora once, with all processes together, into a shared cache (`--data_cache_dir`)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ _newest: threading.Thread | None = None
 
 @contextlib.contextmanager
 def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
-    """Tokenises an input's corpora in the background, as `config.data_cache_dir` says. Called by every process.
+    """Context manager that tokenises an input's corpora into `config.data_cache_dir` in the background.
+
+    Called by every process. Does nothing if the setting is not given.
 
     Args:
-      built: the built input, of any class. No batch has been taken.
+      built: the built input, before its first batch. Inputs other than `CorpusInput` are left alone.
       config: the settings of the mode.
 
     Raises:
-      UserError: the folder can't be used.
+      UserError: the directory can't be used.
     """
     global _newest
     if not isinstance(built, CorpusInput) or not config.data_cache_dir:

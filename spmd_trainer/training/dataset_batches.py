@@ -1,4 +1,4 @@
-"""A finite dataset, batch by batch, as evaluation and decode go through it."""
+"""Iterates over the batches of a finite dataset, for evaluation and decode."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _LISTED = 5
 
 
 def no_op() -> None:
-    """Does nothing: what evaluation and decode call between two batches where nothing can interrupt them."""
+    """Does nothing. Evaluation and decode call it between two batches if nothing can interrupt them."""
 
 
 class FiniteDataset:
-    """One finite dataset of a job.
+    """One evaluation or decode dataset of a job, read from beginning to end.
 
     Attributes:
       shapes: ShapeDtypeStructs of the global batch.
-      put: puts one process's rows of a batch on the devices.
+      put: puts this process's rows of a batch on the devices, as part of the global batch.
     """
 
     def __init__(self, job: Job, input_p: Any, kind: str, index: int):
@@ -49,10 +49,10 @@ class FiniteDataset:
 
         Args:
           kind: 'eval' or 'decode'.
-          index: which of the job's datasets of this kind it is.
+          index: index of the dataset in `eval_datasets` or `decode_datasets`.
 
         Raises:
-          UserError: the input's settings don't fit each other or its files.
+          UserError: the input's settings contradict each other or its files.
         """
         self.name = str(input_p.name)
         self._job = job
@@ -70,10 +70,12 @@ class FiniteDataset:
         self.num_rows = int(jax.tree.leaves(self.shapes)[0].shape[0])
 
     def fingerprint(self, state: TrainState) -> str:
-        """Returns a text that is equal only for equal variables, data and settings, on any mesh. Finished work is not redone.
+        """Returns a hash of the step, variables, data, settings and number of processes. It doesn't depend on the mesh.
+
+        Work that was finished with the same fingerprint is not repeated.
 
         Args:
-          state: has the variables, padded or not; all their bits count.
+          state: the train state; its variables may be padded or not. A change of any of their bits changes the hash.
         """
         self._input.reset()
         config = self._job.config
@@ -95,15 +97,15 @@ class FiniteDataset:
     def each_batch(
         self, activity: str, between_batches: Callable[[], None], *, done: int = 0
     ) -> Iterator[tuple[int, PyTree]]:
-        """Yields the number of each batch and the batch, from the dataset's beginning, and logs the progress.
+        """Yields (index, batch) from the beginning of the dataset, and logs the progress.
 
         Args:
-          activity: what is done with the batches, for the log, e.g. 'evaluating heldout at step 5'.
-          between_batches: called before each batch; what it raises ends the iteration.
-          done: the first `done` batches are read and left out.
+          activity: names the work in the log, e.g. 'evaluating heldout at step 5'.
+          between_batches: called before each batch. If it raises, the iteration ends with that exception.
+          done: number of batches to read and skip at the beginning.
 
         Raises:
-          UserError: the dataset is empty, or its first batch is not what its specs declare.
+          UserError: the dataset is empty, or its first batch differs from its declared specs.
         """
         self._input.reset()
         total, number = _num_batches(self._input), -1
@@ -119,7 +121,7 @@ class FiniteDataset:
             raise _empty(self._activity, self.name)
 
     def _batches(self) -> Iterator[PyTree]:
-        """Yields the batches of the input until it ends. The first is compared with the declared specs."""
+        """Yields the batches of the input until it ends, and checks them. The first is compared with the declared specs."""
         check = _padded_batch_checker(self._job, self.name, self._input, self._specs)
         limit = _limit(self._input)
         for _ in itertools.count() if limit is None else range(limit):
@@ -132,9 +134,9 @@ class FiniteDataset:
 
 
 def log_first_call(fn: CompiledStep, activity: str) -> Callable[..., tuple[Any, Any]]:
-    """Returns `fn` with a log line for its first call, which compiles it.
+    """Returns a function that calls `fn` and logs its first call, which compiles it.
 
-    With several processes each waits there for the others' compilers: collectives wait for 30 s only.
+    With several processes, the first call waits until all of them have compiled: in a collective they would wait for 30 s only.
     """
     step: CompiledStep | jax.stages.Compiled | None = None
 
@@ -153,7 +155,7 @@ def log_first_call(fn: CompiledStep, activity: str) -> Callable[..., tuple[Any, 
 
 
 def _state_of(data: Any) -> str:
-    """Returns the state of an input at its beginning, which changes with its files; '' if it has none."""
+    """Returns the current state of an input as text, which changes with its files; '' if the input has no state."""
     try:
         return repr(data.get_state())
     except NotImplementedError:
@@ -161,16 +163,16 @@ def _state_of(data: Any) -> str:
 
 
 def _num_batches(data: Any) -> int | None:
-    """Returns how many batches a built input has, or None if it can't tell."""
+    """Returns how many batches a built input has, or None if this is unknown."""
     number = getattr(data, "num_batches", None)
     return number if isinstance(number, int) and number > 0 else _limit(data)
 
 
 def _limit(data: Any) -> int | None:
-    """Returns how many batches to take from an input that never ends; None for one that ends by itself.
+    """Returns how many batches to take from an endless input; None for an input that ends.
 
-    An input of Pax such as praxis' LingvoInputAdaptor around random data has a `num_batches` without a limit (None, or 0 and
-    below), and says how many to take.
+    An endless Pax input, such as praxis' LingvoInputAdaptor around random data, has a `num_batches` of None or at most 0, and
+    gives the number of batches to take as `eval_loop_num_batches`.
     """
     number = getattr(data, "num_batches", 1)
     if (isinstance(number, int) and number > 0) or getattr(data, "reset_for_eval", True):
@@ -180,7 +182,10 @@ def _limit(data: Any) -> int | None:
 
 
 def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], None]:
-    """Returns a function that checks each batch of an input; the first also by `task.train.enforce_input_specs`."""
+    """Returns a function that checks the values of each batch of an input.
+
+    With `task.train.enforce_input_specs`, it also compares the first batch with the declared specs.
+    """
     unchecked, vocabulary = job.task.train.enforce_input_specs, vocabulary_size(job.task)
 
     def check(batch: PyTree) -> None:
@@ -194,7 +199,7 @@ def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], N
 
 
 def _padded_batch_checker(job: Job, name: str, data: Any, specs: PyTree) -> Callable[[PyTree], None]:
-    """Returns `batch_checker` for the batches of a built input with the rows that it adds."""
+    """Returns a `batch_checker` for a built input, whose batches have `batch_padding_size` rows more than `specs`."""
     added = getattr(data, "batch_padding_size", 0)
     padded = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] + added, *x.shape[1:]), x.dtype), specs)
     return batch_checker(job, name, padded)
@@ -204,14 +209,14 @@ def check_first_batch(job: Job, input_p: Any, kind: str) -> Any:
     """Reads this process's first batch of a dataset and checks it as evaluation and decode will.
 
     Returns:
-      The built input, back at its beginning, for `Job.keep_input`. None for one that says no position, such as a stream of Pax:
-      it might go on behind its first batch.
+      The built input, reset to its beginning, for `Job.keep_input`. None if its position can't be read, as of a Pax stream: it
+      might continue after its first batch.
 
     Args:
       kind: 'evaluation' or 'decode'.
 
     Raises:
-      UserError: the input can't be built or read, it is empty, or the batch is not what its specs declare.
+      UserError: the input can't be built or read, it is empty, or the batch differs from its declared specs.
     """
     built, name = job.build_input(input_p), str(input_p.name)
     beginning = _state_of(built)
@@ -236,7 +241,7 @@ def check_specs(name: str, batch: Any, declared: Any) -> None:
     """Checks that a batch has the declared structure, shapes and dtypes.
 
     Raises:
-      UserError: they differ. The message has the input's name and, for each leaf, its path and both shapes and dtypes.
+      UserError: they differ. The message has the input's name and, for up to 5 differing leaves, the path, shapes and dtypes.
     """
     given, wanted = _leaves(batch), _leaves(declared)
     problems = list(_differences(given, wanted))

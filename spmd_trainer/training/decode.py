@@ -67,7 +67,7 @@ class Decodes:
             self._writers.write(name, step, scalars)
 
     def samples(self, step: int) -> dict[str, list[dict[str, Any]]]:
-        """Returns {DATASET: its first records, at most 32} of a step that `run` has decoded. On process 0."""
+        """Returns {dataset: its first records, at most 32} of a step that `run` has decoded. Called by process 0 only."""
         found = {}
         for dataset in self._datasets or ():
             with (dataset.directory / f"step_{step}.jsonl").open() as file:
@@ -179,7 +179,7 @@ def with_sampling_keys(task: SingleTask, inputs: NestedMap, key: jax.Array) -> N
     and for classifier-free guidance, which doubles the rows.
 
     Returns:
-      The batch with `gumbel_prng_key`, uint32 [B, key size], or the unchanged batch.
+      The batch with `gumbel_prng_key`, uint32 [batch, key size], or the unchanged batch.
     """
     hparams = getattr(task.model, "decoder_tpl", None)
     if not isinstance(hparams, decoder_hparams.SampleDecoderHParams) or "gumbel_prng_key" in inputs:

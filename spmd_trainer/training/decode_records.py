@@ -1,7 +1,7 @@
-"""What a decode writes: readable JSON records of the decoded arrays, the file that they are collected in, and a log of some.
+"""Writes the outputs of a decode: one JSON record per example, collected in a file, and a log of some examples.
 
 The file is collected batch by batch, continued after a kill, and visible only once it is complete. `check_prompts` makes sure
-before that prompts leave the model room to decode.
+beforehand that prompts leave the model room to decode.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def records(
     Args:
       data: the built input; its `ids_to_strings` converts ids to text.
       outputs: `per_example_out` of the model's decode, numpy arrays with the batch as dimension 0. praxis' language
-        models return `output_ids` [B, samples, length], the best sample first; other models' arrays are written by name.
-      inputs: the batch's `ids`, `eval_sample_weights`, `prompt_index` and `prefix_lengths`, as far as it has them.
+        models return `output_ids` [batch, samples, length], the best sample first; other models' arrays are written by name.
+      inputs: those of `ids`, `eval_sample_weights`, `prompt_index` and `prefix_lengths` that the batch has.
       first: index of row 0 in the dataset.
-      text_of: the text of a sample's decoded ids [n], for models that cut it; None: that of `data`.
+      text_of: converts a sample's decoded ids [length] to text, for models that cut the text; None: `data` converts them.
 
     Yields:
       For a language model `index`, `prompt`, the best sample's `output` and `score`, and `outputs`, `scores`, `ids` of
@@ -67,7 +67,7 @@ def records(
 
 
 def arrays_of_row(outputs: Any, row: int) -> dict[str, Any]:
-    """Returns {path: the row's value or nested list} of per-example arrays."""
+    """Returns {path: value or nested list} of one row of per-example arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(outputs)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): _json(leaf[row].tolist()) for path, leaf in leaves}
 
@@ -186,10 +186,10 @@ def _texts(data: Any, rows: list[np.ndarray]) -> list[str]:
 
 
 def _lengths(outputs: Any, row: int, prefix: int) -> list[int]:
-    """Returns the length of each sample, prompt included.
+    """Returns the length of each sample in tokens, prompt included.
 
-    praxis' `decode_lengths` say `seqlen` of a sample that neither met its end-of-text nor its number of steps when the decode
-    loop ended, as happens without `fprop_for_prefix`. Its `logprobs` say which positions were decoded.
+    praxis sets `decode_lengths` to `seqlen` for a sample that had reached neither its end-of-text token nor its number of steps
+    when the decode loop ended, as happens without `fprop_for_prefix`. Its `logprobs` show which positions were decoded.
     """
     lengths = [int(length) for length in np.atleast_1d(outputs["decode_lengths"][row])]
     if "logprobs" not in outputs:
@@ -202,7 +202,7 @@ def _lengths(outputs: Any, row: int, prefix: int) -> list[int]:
 def _scores(outputs: Any, row: int, prefix: int, lengths: list[int]) -> list[float | None]:
     """Returns each sample's log-probability: beam search's `scores`, else the sum of `logprobs` over decoded tokens.
 
-    None for a number that isn't finite, and if the outputs have neither.
+    A score is None if it isn't finite, or if the outputs have neither array.
     """
     if "scores" in outputs:
         return [_json(float(score)) for score in np.atleast_1d(outputs["scores"][row])]
@@ -228,10 +228,11 @@ class DecodeOutput:
     """
 
     def __init__(self, directory: epath.Path, step: int, identity: str):
-        """Reads and writes nothing.
+        """Derives the paths of the files. Reads and writes no file.
 
         Args:
           directory: `decode_out/DATASET`.
+          step: the step of the variables.
           identity: fingerprint of variables, data and settings; files with another identity are ignored.
         """
         self.path = directory / f"step_{step}.jsonl"
@@ -249,7 +250,7 @@ class DecodeOutput:
         return summary["metrics"]
 
     def batches_done(self) -> int:
-        """Returns how many batches, counted from the first, a run with the same identity decoded; deletes parts of any other."""
+        """Returns how many batches from the first on were decoded with the same identity; deletes parts of another identity."""
         done = 0
         while (part := _read_json(self._part(done))) is not None and part["identity"] == self._identity:
             done += 1
@@ -260,7 +261,7 @@ class DecodeOutput:
     def add(
         self, batch: int, records: list[dict[str, Any]], values: Mapping[str, float], weights: Mapping[str, float]
     ) -> None:
-        """Writes the examples and the weighted scalars of batch number `batch`."""
+        """Writes the examples and the weighted scalars of the batch with index `batch`."""
         self._parts.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(record, ensure_ascii=False) for record in records]
         part = {"identity": self._identity, "values": dict(values), "weights": dict(weights), "lines": lines}
@@ -298,7 +299,7 @@ def _read_json(path: epath.Path) -> dict[str, Any] | None:
 
 
 def say(dataset: str, step: int, record: Mapping[str, object], file: epath.Path) -> None:
-    """Logs one decoded example, in colours where there is a display."""
+    """Logs one decoded example, and prints it in colours if there is a live display."""
     head = f"decoded {dataset} at step {step}, example {record['index']}:"
     parts = {name: shown(str(record[name]), file) for name in _STYLES if name in record}
     if "output" not in parts:
@@ -320,7 +321,10 @@ def say(dataset: str, step: int, record: Mapping[str, object], file: epath.Path)
 
 
 def shown(text: str, file: epath.Path) -> list[str]:
-    """Returns a text's lines for a terminal. What has no shape is escaped, and a long text ends with a note of its file."""
+    """Returns a text's lines for a terminal, with control characters escaped. A long text is cut, and ends with a note of `file`.
+
+    A text of white space alone is returned as its repr.
+    """
     lines = text[:_MOST_CHARACTERS].split("\n")[:_MOST_LINES]
     begin = "\n".join(lines)
     left = len(text) - len(begin)

@@ -84,8 +84,8 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
 class EarlyStop(Callback):
     """Asks `task.early_stopping_fn` after each evaluation during training whether to stop.
 
-    If it is an `EarlyStopping`, a restarted run takes its count from the evaluations in `summaries`, and the best checkpoint
-    so far is kept in `job_log_dir/best`, a directory for `--restore_checkpoint_dir`.
+    With an `EarlyStopping`, a restarted run recovers the count of evaluations without improvement from `summaries`. The best
+    checkpoint so far is kept in `job_log_dir/best`, which `--restore_checkpoint_dir` can name.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class EarlyStop(Callback):
         self._watched: str | None = None
 
     def on_start(self, run: Run) -> None:
-        """Takes up the count where the run was at `run.step`. Stops a run that had been stopped at that step."""
+        """Recovers the count of the evaluations up to `run.step`. Stops a run that had been stopped at this step."""
         fn = run.task.early_stopping_fn
         if not isinstance(fn, EarlyStopping):
             return
@@ -123,10 +123,10 @@ class EarlyStop(Callback):
             run.stop(STOPPED)
 
     def after_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Asks the function, as process 0 decides, and saves the best checkpoint.
+        """Asks `early_stopping_fn` whether to stop, and saves the best checkpoint. Process 0's answer counts.
 
-        A run that is restarted where it had ended evaluates nothing anew, and the function is not asked twice about a step.
-        Nor is it asked about an evaluation without a training batch that it may read.
+        The function is asked only once about a step, even if a run is restarted where it had ended. It is not asked about an
+        evaluation that lacks a training batch whose metrics it may read.
         """
         fn = run.task.early_stopping_fn
         if fn is None:
@@ -144,7 +144,7 @@ class EarlyStop(Callback):
                 save_state(self._best, run)
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Waits for the save in progress. A save that fails too is logged."""
+        """Waits for the save in progress. If it fails, this is only logged."""
         del run
         if self._best is not None:
             self._best.__exit__(type(error), error, error.__traceback__)
@@ -153,7 +153,7 @@ class EarlyStop(Callback):
         """Waits until the best checkpoint is on disk.
 
         Raises:
-          CheckpointError: its save failed.
+          CheckpointError: the save of the best checkpoint failed.
         """
         del run
         if self._best is not None:

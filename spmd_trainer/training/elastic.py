@@ -21,7 +21,7 @@ from spmd_trainer.training.job import BatchSettings, Job
 def changed_devices(job: Job, step: int) -> Sequence[jax.Device] | None:
     """Returns the devices to continue on if they are not those of the job's mesh, else None.
 
-    Asks the experiment (`available_devices`) if the job's partitioner is elastic.
+    If the job's partitioner is elastic, calls the experiment's `available_devices`; otherwise returns None.
     """
     if not job.partitioner.elastic:
         return None
@@ -33,7 +33,7 @@ def check_processes(job: Job) -> None:
     """Checks that an elastic job has one process.
 
     Raises:
-      UserError: it has several. JAX moves arrays of several processes only among the devices that they are on.
+      UserError: it has several: JAX can't move arrays of several processes to other devices.
     """
     count = jax.process_count()
     if job.partitioner.elastic and count > 1:
@@ -45,9 +45,9 @@ def check_processes(job: Job) -> None:
 
 
 def rebuild(job: Job, devices: Sequence[jax.Device], state: TrainState) -> tuple[Job, TrainState]:
-    """Puts a job on other devices and moves its state there, bit for bit; the old state is used up.
+    """Rebuilds a job on other devices and moves its state there, bit for bit. The old state is donated.
 
-    The experiment's `mesh_for_devices` gives the mesh, the partitioner's `elastic_batch` decides about the batch.
+    The experiment's `mesh_for_devices` chooses the mesh, the partitioner's `elastic_batch` the batch settings.
 
     Raises:
       UserError: the experiment has no mesh for this number of devices, its mesh doesn't fit the devices or the mappings, or the
@@ -69,8 +69,8 @@ def rebuild(job: Job, devices: Sequence[jax.Device], state: TrainState) -> tuple
 def batch_settings(job: Job, num_devices: int) -> BatchSettings:
     """Returns the batch settings on `num_devices` devices, as the partitioner's `elastic_batch` says.
 
-    They are derived from those that this process began with, so devices that come back bring the first settings back. A run
-    that is started again begins with what it then finds.
+    They are derived from the settings that this process began with, so the first settings return with the first number of
+    devices. A restarted run begins with the devices that it finds.
     """
     partitioner = job.partitioner
     now = job.batch or BatchSettings(partitioner.mesh.size, partitioner.num_minibatches, partitioner.num_minibatches)

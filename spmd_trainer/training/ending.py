@@ -1,4 +1,4 @@
-"""What a training run logs at its end: how it ended, where its results are, and the commands that show them."""
+"""Logs the end of a training run: how it ended, where its results are, and the commands that show them."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def log_summary(
     metrics: Mapping[str, float],
     evaluated: int | None,
 ) -> None:
-    """Logs how a training run ended, its last metrics, where its results are and the commands that show them. Process 0 does.
+    """Logs how a training run ended, its last metrics, where its results are and the commands that show them. Process 0 only.
 
     Args:
-      outcome: how it ended, e.g. 'finished: step 600 of 600 in 5m31s'; empty if nothing was trained.
-      next_step: how it can continue; empty if it is complete.
+      outcome: how the run ended, e.g. 'finished: step 600 of 600 in 5m31s'; empty if nothing was trained.
+      next_step: how the run can continue; empty if it is complete.
       loss: the loss of the last step; None if no step was taken.
       metrics: the metrics of the last evaluation, as 'DATASET/metric'.
-      evaluated: the step of the last evaluation of this run; None for none.
+      evaluated: the step of the last evaluation of this run; None if there was no evaluation.
     """
     if jax.process_index():
         return
@@ -89,7 +89,7 @@ def log_summary(
 
 
 def say_results(directory: epath.Path) -> None:
-    """Logs which directories of a run have something in them, and how to look at the curves. Process 0 does."""
+    """Logs the outputs in a run's directory, and the command that shows the curves. Process 0 only."""
     if jax.process_index():
         return
     for line in _results(directory):
@@ -107,7 +107,7 @@ def _results(directory: epath.Path) -> Iterator[str]:
 
 
 def _contents(directory: epath.Path) -> str:
-    """Returns what a run has written, e.g. 'checkpoints/ (steps 0, 20), summaries/'."""
+    """Returns the names of a run's outputs, e.g. 'checkpoints/ (steps 0, 20), summaries/'."""
     parts = [
         f"{name}/ ({_steps_text(saved)})"
         for name in ("checkpoints", "best")
@@ -122,9 +122,9 @@ def _contents(directory: epath.Path) -> str:
 
 
 def shown(metrics: Mapping[str, float]) -> str:
-    """Returns metrics as a line for people: 'avg_xent = log_pplx 4.2746  num_predictions 608', without timings.
+    """Formats metrics as one line, e.g. 'avg_xent = log_pplx 4.2746  num_predictions 608', without timings.
 
-    praxis' models give their loss under several names; those that have the same value share it.
+    praxis' models report their loss under several names; names with the same value are joined by ' = '.
     """
     names: dict[float | str, list[str]] = {}
     for name, value in metrics.items():
@@ -141,7 +141,7 @@ def _number(value: float) -> str:
 
 
 def _by_dataset(results: Mapping[str, float], names: Iterable[str]) -> dict[str, str]:
-    """Returns each dataset's metrics as `shown` shows them. Names of datasets and of metrics may both have slashes."""
+    """Returns {dataset: its metrics, formatted by `shown`}. Names of datasets and of metrics may contain slashes."""
     datasets: dict[str, dict[str, float]] = {}
     longest_first = sorted(names, key=len, reverse=True)
     for key, value in results.items():
@@ -151,14 +151,14 @@ def _by_dataset(results: Mapping[str, float], names: Iterable[str]) -> dict[str,
 
 
 def next_commands(config: RunConfig, *, evaluated: int | None = None) -> Iterator[str]:
-    """Yields the commands that evaluate and decode the run's checkpoints, and that talk to a model of texts.
+    """Yields the commands that evaluate and decode the run's checkpoints, and that prompt a language model.
 
-    If another process can't find the experiment by its name (a notebook's own class, one that isn't registered), it yields Python
-    calls instead.
+    If other processes can't find the experiment by its name (it is a notebook's class, or not registered), yields Python calls
+    instead.
 
     Args:
-      config: of the run.
-      evaluated: the step of its last evaluation; None for none. The newest checkpoint is not evaluated a second time.
+      config: the run's config.
+      evaluated: the step of the run's last evaluation, or None. If it is the newest checkpoint, no command to evaluate is given.
     """
     experiment = config.experiment
     if not (saved := steps.present(config.job_log_dir / "checkpoints")):
@@ -187,7 +187,7 @@ def _answers(experiment: ResolvedExperiment) -> bool:
 
 
 def _table(how: str, then: str, loss: str, evaluated: Mapping[str, str]) -> Table:
-    """Returns a table of how a run ended. Commands and paths are not in it: they must not be wrapped."""
+    """Returns a table of a run's outcome. It has no commands and paths, because a table would wrap them."""
     # Only terminals need rich.
     from rich import box
     from rich.table import Table
@@ -211,7 +211,7 @@ def _steps_text(saved: list[int]) -> str:
 
 
 def _python_call(config: RunConfig, function: str) -> str:
-    """Returns the same as a call of `spmd_trainer.evaluate` or `decode`, with the overrides that count there."""
+    """Returns the text of a call of `spmd_trainer.evaluate` or `decode`, with the overrides that apply to it."""
     arguments = [type(config.experiment.experiment).__name__, repr(str(config.job_log_dir))]
     given = config.experiment.overrides
     if overrides := [one for one in given if one.startswith(_OF_THE_MODEL) or not one.startswith(_OF_TRAINING)]:

@@ -40,7 +40,7 @@ class Evaluations:
         self._train_step: EvalStep | None = None
 
     def use_batch(self, job: Job) -> None:
-        """Evaluates training batches of another shape from now on: those of `job`."""
+        """Evaluates training batches of the shape in `job` from now on."""
         self._job, self._train_step = job, None
 
     def run(
@@ -57,8 +57,8 @@ class Evaluations:
         Args:
           state: a state without optimizer states.
           train_batch: a training batch, on the devices, to evaluate as well (without dropout and the like), or None.
-          next_batch: returns the training batch to evaluate if `train_batch` is None, or None if there is none. Not called if
-            an earlier start of the run has evaluated a training batch at this step.
+          next_batch: returns the training batch to evaluate if `train_batch` is None, or None if the input has ended. Not called
+            if an earlier start of the run has evaluated a training batch at this step.
           between_batches: called before each batch of a dataset. If it raises, the evaluation stops.
 
         Returns:
@@ -117,7 +117,7 @@ class EvalStep:
 
         Args:
           shapes: ShapeDtypeStructs of the global batch.
-          data: name of what it evaluates, for the log.
+          data: name of the evaluated dataset, for the log.
           per_example: also return the outputs of each example.
         """
         self._packing = ScalarPacking()
@@ -195,6 +195,6 @@ def evaluate_checkpoints(job: Job) -> None:
     With `--restore_checkpoint_step`, evaluates only that checkpoint.
 
     Raises:
-      UserError: there is no run to follow.
+      UserError: there is neither a checkpoint nor a training run that could write one.
     """
     checkpoints.run_on(job, Evaluations, checkpoints.follow(job, averages.of(job)))

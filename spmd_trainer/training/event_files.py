@@ -35,8 +35,8 @@ _FILE_NUMBERS = itertools.count()
 class EventFile:
     """One event file; TensorBoard shows it as part of the run named after its directory.
 
-    On a file system, the file is opened and closed for every write: nothing is buffered here, so TensorBoard sees each
-    step at once. In an object store TensorBoard sees it after a few seconds, or after `flush`.
+    On a file system, the file is opened and closed for every write, without buffering, so TensorBoard sees each step at once. On
+    an object store, TensorBoard sees a step after a few seconds, or after `flush`.
     """
 
     def __init__(self, directory: epath.Path, *, replaces_from: int | None = None):
@@ -55,7 +55,7 @@ class EventFile:
             self._begin = _record(event_pb2.Event(wall_time=time.time(), step=replaces_from, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends the scalars of one step, values by tag, as float32.
+        """Appends the scalars of one step, {tag: value}, as float32.
 
         Raises:
           OSError: the file cannot be written.
@@ -66,7 +66,7 @@ class EventFile:
         self.add(step, summary)
 
     def add(self, step: int, summary: summary_pb2.Summary) -> None:
-        """Appends a summary made by one of the functions below.
+        """Appends a summary that a function of this module made, e.g. `image`.
 
         Raises:
           OSError: the file cannot be written.
@@ -116,7 +116,7 @@ def hparams(values: Mapping[str, bool | int | float | str | None], *, trial: str
     """Makes the summary of a run's hyperparameters; None is shown as 'None'.
 
     Args:
-      trial: the run's trial.
+      trial: ID of the trial in TensorBoard's HParams dashboard.
       began: start of the run, in seconds since 1970.
     """
     shown = {name: "None" if value is None else value for name, value in values.items()}
@@ -125,7 +125,7 @@ def hparams(values: Mapping[str, bool | int | float | str | None], *, trial: str
 
 
 def hparams_end(status: str) -> summary_pb2.Summary:
-    """Makes the summary that ends the run in the same directory; `status` is 'finished', 'failed' or 'stopped'."""
+    """Makes the hyperparameter summary that marks the end of the run; `status` is 'finished', 'failed' or 'stopped'."""
     end = plugin_data_pb2.SessionEndInfo(status=_STATUSES[status], end_time_secs=time.time())
     metadata = hparams_metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=end))
     tag = hparams_metadata.SESSION_END_INFO_TAG

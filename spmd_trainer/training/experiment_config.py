@@ -48,7 +48,7 @@ class ResolvedExperiment:
     """An experiment with its overrides applied.
 
     Attributes:
-      label: the name for messages: as the user gave it, or the short name of a class.
+      label: the experiment's name in messages: as the user gave it, or the short name of a class.
       experiment: an instance whose `task()` and `*_datasets()` return the overridden configs.
       config: the resolved fiddle config of `ExperimentConfig`.
       overrides: the overrides as given, each as 'path=value' or 'NAME=value'.
@@ -88,9 +88,9 @@ def resolve(
       exp: see `experiment_registry.find`.
       overrides: overrides of fields, each as 'path.to.field=value', and of class attributes, each as 'NAME=value'. The
         value is a Python literal. Class attributes are set first, because the config is built from them.
-      mesh: what `--mesh` says, or None.
-      join: joins the job's processes and returns how many there are; None: no run follows. Host devices then stand in for the
-        mesh, before the experiment's dataset methods are called: those of Pax's experiments call `jax.local_device_count()`.
+      mesh: the mesh of `--mesh`, or None.
+      join: joins the job's processes and returns how many there are; None if no run follows. If it is given, host devices stand
+        in for the mesh before the experiment's dataset methods are called, as Pax's call `jax.local_device_count()`.
 
     Raises:
       UserError: unknown experiment, field or attribute, an invalid value, or an experiment whose settings contradict each other;
@@ -138,7 +138,7 @@ def resolve(
 def _with_task(
     exp: object, found: experiment_registry.Found, overrides: Sequence[str]
 ) -> tuple[BaseExperiment, dict[str, Any], Any]:
-    """Returns the experiment, its overridden class attributes, and its config: the overridden task, no datasets yet."""
+    """Returns the experiment, its overridden class attributes, and its config with the overridden task but without datasets."""
     of_class = [assignment for assignment in overrides if class_overrides.is_of_class(assignment)]
     experiment, attributes = class_overrides.make_experiment(exp, found.cls, of_class)
     task_p = experiment.task()
@@ -155,10 +155,10 @@ def _with_task(
 
 
 def _resolve_base(mup_p: Any, exp: object, found: experiment_registry.Found, overrides: Sequence[str]) -> None:
-    """Sets `base_model` of a config of `mup.Mup`: the experiment's model with what `base` changes.
+    """Sets `base_model` of a config of `mup.Mup` to the experiment's model with the overrides in `base`.
 
     Raises:
-      UserError: `base` is not a mapping, or names what the experiment doesn't have.
+      UserError: `base` is not a mapping, or names an attribute or a path that the experiment doesn't have.
     """
     if not (isinstance(mup_p, fdl.Buildable) and isinstance(mup_p.base, Mapping) and mup_p.base):
         raise UserError(
@@ -208,7 +208,7 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value's repr; of a very long one, such as a tokenizer's, the beginning and a checksum."""
+    """Returns a value's repr. Of a very long repr, such as a tokenizer's, returns the beginning and a checksum."""
     text = repr(value)
     if len(text) <= _MAX_CHARS:
         return text
@@ -240,7 +240,7 @@ def apply_override(config: Any, assignment: str) -> None:
 
 
 def without_replaced(assignments: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Returns overrides without those whose path, or what holds it, is assigned by a later one too."""
+    """Returns the overrides that no later override replaces by assigning the same path or a parent of it."""
     paths = [assignment.partition("=")[0].strip() for assignment in later]
     return [
         assignment
@@ -282,7 +282,7 @@ def _check_element(node: Any, key: Any, where: str, path: str) -> None:
 
 
 def _validate_kinds(config: Any) -> None:
-    """Checks that overrides have left configs where configs must be."""
+    """Checks that the task, `task.train` and the learner are still configs after overrides."""
     for path, node in (("task", config.task), ("task.train", getattr(config.task, "train", None))):
         if not isinstance(node, fdl.Buildable):
             raise UserError(
@@ -303,7 +303,7 @@ def _validate_datasets(config: Any) -> None:
 
 
 def _validate_mesh(task_p: Any) -> None:
-    """Checks that axis names, mesh sizes and split mappings fit each other, as far as this is possible without devices."""
+    """Checks that axis names, mesh sizes and split mappings fit each other. Leaves out checks that need devices."""
     model_p = task_p.model
     for field in ("ici_mesh_shape", "dcn_mesh_shape"):
         if model_p.ici_mesh_shape is not None and getattr(model_p, field) is not None:
@@ -335,17 +335,17 @@ def _validate_names(config: Any) -> None:
 
 
 def let_host_devices_stand_in(task_p: Any, mesh: Sequence[tuple[str, int]] | None, processes: int = 1) -> None:
-    """Lets host devices stand in for the mesh's if there is no accelerator. Touches no device.
+    """Makes XLA's CPU backend offer as many devices as the mesh needs, for machines without an accelerator. Touches no device.
 
-    A device count that XLA_FLAGS gives is left alone.
+    A device count that is in XLA_FLAGS already is left alone.
 
     Args:
       task_p: the task's config, whose model declares the mesh.
-      mesh: what `--mesh` replaces it with, or None.
-      processes: how many processes share the mesh, each with as many devices.
+      mesh: the mesh of `--mesh`, which replaces the declared one; or None.
+      processes: the number of processes that share the mesh, all with the same number of devices.
 
     Raises:
-      UserError: the processes don't divide the mesh.
+      UserError: the number of processes doesn't divide the number of devices.
     """
     declared = mesh_choice.declared_mesh(task_p.model)
     needed = None if declared is None else declared.num_devices

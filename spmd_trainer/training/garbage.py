@@ -8,7 +8,7 @@ _paused = False
 
 
 def pause() -> None:
-    """Turns automatic collection off until `resume`. Does nothing if someone else has already turned it off."""
+    """Turns automatic collection off until `resume`. Does nothing if it is off already."""
     global _paused
     if gc.isenabled():
         gc.disable()
@@ -18,8 +18,8 @@ def pause() -> None:
 def resume() -> None:
     """Turns automatic collection on again if `pause` turned it off.
 
-    Existing objects are frozen: later collections skip them, the few garbage objects included, and so pause the steps for less
-    time.
+    Freezes the existing objects (`gc.freeze`): later collections skip them, including the few that are garbage, and so interrupt
+    the training steps for less time.
     """
     global _paused
     if _paused:

@@ -1,4 +1,4 @@
-"""Counts the steps whose loss or gradient went wrong, logs them, and ends the run when asked to, or when nothing is learnt."""
+"""Counts and logs steps with an invalid loss or gradient. Ends the run if asked to, or when nothing is learnt any more."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_IDLE_STEPS = 100
 
 
 class NonFiniteStepError(UserError):
-    """A step's loss or gradient went wrong, and the run was told to stop when that happens."""
+    """A step's loss or gradient is invalid, and `--stop_on_invalid_step` is set."""
 
 
 class NothingLearntError(UserError):
@@ -29,12 +29,12 @@ class NothingLearntError(UserError):
 
 
 def is_accepted(scalars: Scalars) -> bool:
-    """Returns False if the learner calls the step's gradient invalid."""
+    """Returns False if the learner rejects the step's gradient as invalid (its summary `is_valid_step` is below 1)."""
     return all(value >= 1.0 for value in scalars.summaries_called(_VALID))
 
 
 def is_valid(scalars: Scalars) -> bool:
-    """Returns False if the loss is NaN or Inf, or the learner calls the gradient invalid."""
+    """Returns False if the loss is NaN or Inf, or the learner rejects the gradient as invalid."""
     return is_accepted(scalars) and (scalars.loss is None or math.isfinite(scalars.loss))
 
 
@@ -46,7 +46,7 @@ def is_finite(scalars: Scalars) -> bool:
 def learns(scalars: Scalars, loss_name: str) -> bool:
     """Returns False if a step can't have improved the model.
 
-    That is so if its loss is NaN or Inf, if no optimizer of the learner takes the gradient, or if the loss has no weight.
+    This is so if the loss is NaN or Inf, if every optimizer of the learner rejects the gradient, or if the loss has weight 0.
 
     Args:
       loss_name: the name of the loss among the weighted scalars.
@@ -60,7 +60,7 @@ def learns(scalars: Scalars, loss_name: str) -> bool:
 class InvalidSteps(Callback):
     """Counts invalid steps, and ends a run that learns nothing any more.
 
-    The summaries have the count as `invalid_steps`. The run ends after `MAX_IDLE_STEPS` steps in a row that can't have improved
+    The count is in the summaries as `invalid_steps`. The run ends after `MAX_IDLE_STEPS` steps in a row that can't have improved
     the model (see `learns`).
 
     Attributes:
@@ -68,7 +68,7 @@ class InvalidSteps(Callback):
     """
 
     def __init__(self, *, stop: bool = False):
-        """Starts at 0. `stop`: whether the first invalid step ends the run."""
+        """Sets the count to 0. If `stop` is True, the first invalid step ends the run."""
         self.count = 0
         self._stop = stop
         self._idle_steps = 0
@@ -79,10 +79,10 @@ class InvalidSteps(Callback):
         self._loss_name = str(run.task.learner.loss_name)
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Judges the step.
+        """Counts the step if it is invalid, and logs the count.
 
         Raises:
-          NonFiniteStepError: the step is invalid, and the run is to stop.
+          NonFiniteStepError: the step is invalid, and `stop` was set.
           NothingLearntError: nothing was learnt from the last `MAX_IDLE_STEPS` steps.
         """
         if not is_valid(scalars):

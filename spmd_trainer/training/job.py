@@ -1,4 +1,4 @@
-"""An experiment on its devices, as every mode needs it: the built task, the partitioner on its mesh, the inputs."""
+"""`Job`, an experiment built on its devices, for all modes: the task, the partitioner on its mesh, the inputs."""
 
 from __future__ import annotations
 
@@ -128,11 +128,11 @@ class Job:
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The stages of training; none without a ramp."""
+        """The stages of the batch-size and sequence-length ramps; empty without a ramp."""
         return ramps.stages_of(self.task.train)
 
     def at_step(self, step: int) -> Job:
-        """Returns the job in the stage of the step that is taken after `step` steps; without a ramp, the job."""
+        """Returns the job in the stage of the training step that follows `step`; without a ramp, the job itself."""
         if self.stage is None:
             return self
         stage = ramps.stage_at(self.stages, step)
@@ -146,12 +146,12 @@ class Job:
 
     @property
     def prng_key(self) -> jax.Array:
-        """The run's one key, from `task.train.random_seed`."""
+        """The run's only PRNG key, from `task.train.random_seed`."""
         return jax.random.key(self.task.train.random_seed)
 
     @property
     def abstract_prng_key(self) -> jax.ShapeDtypeStruct:
-        """The key's ShapeDtypeStruct, for compilation: the mesh's devices may not be here."""
+        """The ShapeDtypeStruct of `prng_key`, for compilation: the mesh's devices may not be attached."""
         key: jax.ShapeDtypeStruct = jax.eval_shape(lambda: self.prng_key)
         return key
 
@@ -166,7 +166,7 @@ class Job:
 
     @staticmethod
     def global_shape_dtype(process_shape_dtype: PyTree) -> PyTree:
-        """Returns the shapes of the batch over all processes, given those of one process."""
+        """Returns ShapeDtypeStructs of the global batch, given those of one process."""
 
         def scale(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((x.shape[0] * jax.process_count(), *x.shape[1:]), x.dtype)
@@ -174,7 +174,7 @@ class Job:
         return jax.tree.map(scale, process_shape_dtype)
 
     def build_train_input(self) -> Any:
-        """Builds this process's share of the training input; its batch size is scaled as `batch` says.
+        """Builds this process's share of the training input, with the batch size of `stage`, scaled by `batch.batch_scale`.
 
         Raises:
           UserError: see `build_input`; the batch size can't be scaled.
@@ -196,14 +196,14 @@ class Job:
         return built
 
     def cut(self, batch: PyTree) -> PyTree:
-        """Returns a training batch of one process with its rows cut as `sequence_ramp` says."""
+        """Returns a training batch of one process with its rows cut to the length of `stage`."""
         return batches.cut_rows(batch, self.stage.length) if self.stage and self.stage.length else batch
 
     def build_input(self, input_p: Any) -> Any:
-        """Builds an input for this process's share of the data, or takes the one that was kept.
+        """Builds an input for this process's share of the data, or returns the one that `keep_input` kept.
 
         Raises:
-          UserError: the input's own settings don't fit each other or its files.
+          UserError: the input's settings contradict each other, its files or the model's vocabulary.
         """
         if (kept := self._kept.pop(id(input_p), None)) is not None:
             return kept
@@ -223,7 +223,7 @@ class Job:
         self._kept[id(input_p)] = built
 
     def settings_lines(self) -> list[str]:
-        """Returns the resolved config and what the run adds to it, one 'path: value' a line."""
+        """Returns the resolved config, the mesh, the batch and further settings of the run, one 'path: value' per line."""
         return [
             *self.config.experiment.lines(),
             f"mesh: ({mesh_text(self.partitioner.mesh_shape())})",
@@ -236,7 +236,7 @@ class Job:
     def sharding_report(
         self, attention: Sequence[str] = (), inputs: Sequence[InputLayout] = ()
     ) -> sharding.ShardingReport:
-        """Returns where every variable lives, headed by what this job is.
+        """Returns the report of every variable's sharding, with a header about this job.
 
         Args:
           attention: lines about attention kernels (`report_parts.of_forward_pass`), for the header.
@@ -260,7 +260,7 @@ def make_partitioner(experiment: BaseExperiment) -> Partitioner:
 
 @contextlib.contextmanager
 def _errors_of_building(config: RunConfig) -> Iterator[None]:
-    """Turns what praxis and this project raise about settings into a UserError with the experiment and the user's line."""
+    """Turns errors of praxis and this project about settings into a UserError with the experiment and the user's code line."""
     try:
         yield
     except MissingCompilerError:
@@ -277,7 +277,7 @@ def _errors_of_building(config: RunConfig) -> Iterator[None]:
 def _use_mesh(
     config: RunConfig, task: SingleTask, partitioner: Partitioner, devices: Sequence[jax.Device] | None
 ) -> None:
-    """Chooses the mesh, and logs which one it is and why."""
+    """Chooses the mesh of the partitioner, and logs the choice with its reason."""
     if not (config.mesh or devices is not None) and partitioner.has_own_mesh:
         return  # `partitioner()` chose the mesh; `setup` builds it
     experiment = config.experiment
@@ -313,7 +313,7 @@ def _scaled(rows: int, batch: BatchSettings, num_devices: int) -> int:
 
 
 def _check_vocabulary(built: Any, task: SingleTask) -> None:
-    """Refuses an input with more tokens than the model: JAX would look their embeddings up out of bounds without an error."""
+    """Refuses an input with a larger vocabulary than the model: JAX would look embeddings up out of bounds without an error."""
     vocab_size = vocabulary_size(task)
     if vocab_size is None:
         return

@@ -1,6 +1,7 @@
 """The current status of a run, for displays that poll it.
 
-The run stores only values it has anyway; a display such as `cli/live_line.py` reads them on its own thread.
+The run computes nothing for a display: it stores values that it has anyway. A display such as `cli/live_line.py` reads them in
+another thread.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class TrainingStatus:
       items_per_step: tokens (or examples) in a global batch.
       unit: name of an item.
       utilization: model FLOPs utilization, from 0 to 1, by the names of `watch.progress.flops_per_item`; {} if unknown.
-      memory: of this process's devices; None if the backend doesn't report it.
+      memory: of this process's fullest device; None if the backend doesn't report it.
       due: step of the next 'save', 'eval' and 'decode'; omits disabled ones.
-      steps_left: the work that is left, in steps like the current ones; None: num_steps - step.
+      steps_left: the remaining work, as a number of steps with the current batch size; None: num_steps - step.
       activity: current activity other than training, e.g. 'saving step 12'; empty during training.
     """
 
@@ -88,9 +89,9 @@ class LiveStatus:
     """Current activities of this process.
 
     Attributes:
-      training: returns the status of the training run; None without one. Called by any thread.
+      training: function that returns the status of the training run; None without a training run. Any thread may call it.
       display: the active display, or None.
-      running: for each active phase, the oldest first: returns its status, or None while a nested phase is shown.
+      running: one function per active phase, the oldest first. It returns the phase's status, or None during a nested phase.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the modes that take a trained run, or a file, somewhere else: export, page and port."""
+"""Settings of `--mode=export`, `--mode=page` and `--mode=port`."""
 
 from __future__ import annotations
 

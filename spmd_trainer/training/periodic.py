@@ -1,4 +1,4 @@
-"""What a training run does between steps: evaluations and decodes, at their intervals and when training is complete."""
+"""Evaluates and decodes between training steps: at their intervals, and when training is complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spmd_trainer.training.signals import Interrupted, SaveRequest
 
 
 class Due(NamedTuple):
-    """What is to be done after a step."""
+    """The work that is due after a step."""
 
     save: bool
     evaluate: bool
@@ -35,8 +35,8 @@ class Schedule:
     Attributes:
       save_interval: steps between two saves; 0 for none.
       eval_interval: steps between two evaluations; 0 for none.
-      evaluates_at_end: whether training ends with an evaluation: there is an interval, and something to evaluate (datasets,
-        or the training batch).
+      evaluates_at_end: whether training ends with an evaluation: there is an interval, and a dataset or the training batch to
+        evaluate.
       decode_interval: steps between two decodes; 0 for none.
       decode_start: no decode before this step.
     """
@@ -68,20 +68,19 @@ class Schedule:
         )
 
     def saves_at_start(self, checkpoints: Checkpointer, step: int) -> bool:
-        """Returns True if the run is to save the state that it begins with: that of step 0, as in Pax.
+        """Returns True if the run should save its initial state at step 0, as Pax does. Called by every process.
 
-        A run that is killed before its first interval ends then has a checkpoint to evaluate and to continue from. Called by
-        every process.
+        A run that is killed in its first save interval then has a checkpoint to evaluate and to continue from.
         """
         return self.saves and step == 0 and checkpoints.should_save(step)
 
     def due(self, checkpoints: Checkpointer, step: int, *, asked: bool, leaves: bool) -> Due:
-        """Returns what is due after `step`. After the last step that is a save alone; `due_at_end` gives the rest.
+        """Returns the work that is due after `step`. After the last step, only a save is due; `due_at_end` returns the rest.
 
         Args:
-          checkpoints: says at which steps it saves.
+          checkpoints: its `should_save` decides which steps are saved.
           asked: whether a signal asked for a checkpoint.
-          leaves: whether the run ends here. It then saves after its loop, and does nothing else.
+          leaves: whether the run ends here. Then nothing is due, because it saves after its loop.
         """
         if leaves:
             return Due(save=False, evaluate=False, decode=False)
@@ -94,7 +93,7 @@ class Schedule:
         )
 
     def upcoming(self, step: int) -> dict[str, int]:
-        """Returns the step of the next 'save', 'eval' and 'decode' after `step`, as far as there are any."""
+        """Returns {'save', 'eval' or 'decode': its next step after `step`}, without those that have no interval."""
         found = {}
         for what, interval, first in (
             ("save", self.save_interval, 0),
@@ -106,7 +105,12 @@ class Schedule:
         return found
 
     def due_at_end(self, step: int, *, evaluated: int | None, decoded: int | None) -> Due:
-        """Returns what training, complete at `step`, still lacks there, whether or not an interval ends there."""
+        """Returns the work that is left when training is complete at `step`, whether or not an interval ends there.
+
+        Args:
+          evaluated: the step of the last evaluation, or None.
+          decoded: the step of the last decode, or None.
+        """
         return Due(
             save=False,
             evaluate=self.evaluates_at_end and evaluated != step,
@@ -120,7 +124,7 @@ class PeriodicWork:
     Attributes:
       results: the metrics of the last evaluation, as 'DATASET/metric'.
       evaluated: the step of the last evaluation of this run; None before the first.
-      interrupted: which final work a signal has interrupted, 'evaluation' or 'decode'; else empty.
+      interrupted: the final work that a signal interrupted, 'evaluation' or 'decode'; empty without one.
     """
 
     def __init__(self, job: Job, run: Run, callbacks: CallbackList):
@@ -133,7 +137,7 @@ class PeriodicWork:
         self.use(job)
 
     def use(self, job: Job) -> None:
-        """Continues on another mesh: the steps are compiled anew."""
+        """Continues with a job on another mesh. The evaluation and decode steps are compiled again."""
         self._job = job
         self._evaluations = evaluate.Evaluations(job, self._run.summaries)
         self._decodes = decode.Decodes(job, self._run.summaries)
@@ -146,7 +150,12 @@ class PeriodicWork:
     def do(
         self, due: Due, batches: Prefetcher, batch: PyTree | None, between_batches: Callable[[], None] = no_op
     ) -> None:
-        """Evaluates and decodes `run.state`, as far as that is due. The step took `batch`; None if it isn't on the devices."""
+        """Evaluates and decodes `run.state` if this is due.
+
+        Args:
+          batch: the batch of the last training step; None if it isn't on the devices.
+          between_batches: called before each batch of a dataset.
+        """
         run, task = self._run, self._job.task
         if due.evaluate:
             run.begin(f"evaluation at step {run.step}", "evaluation")
@@ -170,9 +179,9 @@ class PeriodicWork:
                     self._callbacks.call("after_decode", run, run.step, dataset, samples)
 
     def complete(self, schedule: Schedule, request: SaveRequest, batches: Prefetcher, batch: PyTree | None) -> None:
-        """Evaluates and decodes the last step if that isn't done yet, while its checkpoint is written.
+        """Evaluates and decodes the last step if this isn't done yet, while its checkpoint is written.
 
-        A signal interrupts it between two batches; started again, the run makes up for what is missing.
+        A signal interrupts the work between two batches; the next start of the run does the rest.
         """
         step = self._run.step
         due = schedule.due_at_end(step, evaluated=self.evaluated, decoded=self._decoded)

@@ -53,8 +53,8 @@ class Phase:
         """Prepares the phase; entering the context starts it.
 
         Args:
-          what: what is being done, e.g. 'compiling the train step'.
-          detail: more about it, shown only in the first line.
+          what: names the work in the log, e.g. 'compiling the train step'.
+          detail: more about the work, shown only in the first line.
           announce_after: seconds before the first line is logged; a phase that ends earlier logs nothing (unless it sets
             `done`). 0 logs the first line at once.
           total: number of batches, or None if it is unknown.
@@ -82,7 +82,7 @@ class Phase:
         self._batches = (self._batches or 0) + 1
 
     def status(self) -> PhaseStatus | None:
-        """Returns this moment of the phase for a display; None while a nested phase of the same thread runs."""
+        """Returns the current status of the phase for a display; None while a nested phase of the same thread runs."""
         if self._inner:
             return None
         return PhaseStatus(self._what, self._clock() - self._began, self._batches, self._total)

@@ -1,8 +1,8 @@
-"""Batch and sequence-length ramps: training in stages, in each of which the step has one shape.
+"""Batch-size and sequence-length ramps: training in stages. All steps of a stage have the same batch shape.
 
-`task.train.batch_ramp` gives the rows of a global batch from a step on, `task.train.sequence_ramp` the tokens of a row. Which
-rows of the input step n takes follows from n alone: those after the rows of all steps before. A run that was killed therefore
-goes on with the batches that it would have had.
+`task.train.batch_ramp` sets the rows of the global batch from a given step on, `task.train.sequence_ramp` the tokens of a row.
+Step n takes the rows of the input that follow those of all earlier steps, so they depend on n alone. A run that was killed
+therefore continues with the same batches as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Stage(NamedTuple):
     """A part of training in which all steps have one shape.
 
     Attributes:
-      first: the number of steps taken when it begins.
-      rows: rows of the global batch, as the input gives them; None: as many as the training dataset has.
-      length: tokens of a row in the step, into which the input's rows are cut; None: rows are not cut.
+      first: the number of steps taken before the stage begins.
+      rows: rows of the global batch as the input gives it; None: the batch size of the training dataset's config.
+      length: tokens per row in the step. The input's rows are cut into pieces of this length. None: rows are not cut.
     """
 
     first: int
@@ -44,7 +44,7 @@ class Stage(NamedTuple):
 
 
 def stages_of(train_p: Any) -> tuple[Stage, ...]:
-    """Returns the stages of `task.train`, in order; none without a ramp.
+    """Returns the stages of `task.train`, in order; empty without a ramp.
 
     Raises:
       UserError: a ramp is not {0: value, step: value, ...}.
@@ -78,7 +78,8 @@ def shapes_in(stage: Stage, declared: PyTree, num_processes: int) -> PyTree:
     """Returns ShapeDtypeStructs of one process's batch in a stage, given those that the experiment declares.
 
     Raises:
-      UserError: the processes don't divide the rows; or a batch that is not a language model's is to be cut.
+      UserError: the number of processes doesn't divide the rows; the stage's length doesn't divide the declared length; or the
+        batch to cut is not a language model's.
     """
     if stage.rows and stage.rows % num_processes:
         raise UserError(f"task.train.batch_ramp: {num_processes} processes don't divide {stage.rows} rows")
@@ -104,7 +105,7 @@ def shapes_in(stage: Stage, declared: PyTree, num_processes: int) -> PyTree:
 
 
 def with_rows(input_p: Any, stage: Stage, num_processes: int) -> Any:
-    """Returns the config of the training input with the batch size of a stage.
+    """Sets the batch size of a stage in the config of the training input, and returns the config.
 
     Raises:
       UserError: the input's position does not count rows, so rows would be seen twice or left out between two stages.
@@ -121,10 +122,10 @@ def with_rows(input_p: Any, stage: Stage, num_processes: int) -> Any:
 
 
 def check_input(built: IndexedInput, stages: Sequence[Stage]) -> None:
-    """Checks that a built training input gives what the stages need.
+    """Checks that a built training input supports the batch sizes and lengths of the stages.
 
     Raises:
-      UserError: its order depends on the batch size; or its rows hold records that can't be cut.
+      UserError: the input's order depends on the batch size; or its rows hold conversations, which can't be cut.
     """
     if len({stage.rows for stage in stages}) > 1 and not built.takes_any_batch_size:
         raise UserError(
@@ -139,13 +140,13 @@ def check_input(built: IndexedInput, stages: Sequence[Stage]) -> None:
 
 
 def check(task: SingleTask, partitioner: Partitioner, stages: Sequence[Stage], shapes: PyTree) -> None:
-    """Checks that the rest of a job goes with its ramps.
+    """Checks that a job's partitioner and learning-rate schedule are compatible with its ramps.
 
     Args:
       shapes: ShapeDtypeStructs of the global batch without ramps.
 
     Raises:
-      UserError: the run is elastic, or a schedule by tokens counts other tokens than the stages have.
+      UserError: the run is elastic, or a schedule by tokens assumes other tokens per step than the stages have.
     """
     if partitioner.elastic:
         raise UserError("task.train.batch_ramp and sequence_ramp need elastic=False")
@@ -163,7 +164,7 @@ def check(task: SingleTask, partitioner: Partitioner, stages: Sequence[Stage], s
 
 
 def steps_left(stages: Sequence[Stage], step: int, num_steps: int) -> float:
-    """Returns how many steps like the next one are as much work as those from `step` to `num_steps`."""
+    """Returns the work from `step` to `num_steps`, as a number of steps with the batch size of the next step."""
     if step >= num_steps or len({stage.rows for stage in stages}) < 2:
         return num_steps - step
     ends = [*(stage.first for stage in stages[1:]), num_steps]

@@ -1,11 +1,11 @@
-"""Where a run keeps the log-probabilities of answers by the reference model, and how inputs get them.
+"""Stores the reference model's log-probabilities of answers in a run's directory, and gives them to inputs of preference pairs.
 
 `reference_logps` computes them when a run begins. `attach` gives them to each input that is built later, in this start of the run
 or another.
 
-In the job_log_dir, `reference_logps/NAME_CHECKSUM/part_N.json` holds the values of the pairs from N on, NaN for one that the
-input leaves out. CHECKSUM is that of the files and of what makes their tokens, so that other pairs have other files. Each part
-names the model that it was computed with. A start of the run that was killed continues after the last whole part.
+In the job_log_dir, `reference_logps/NAME_CHECKSUM/part_N.json` holds the values of the pairs from N on, NaN for pairs that the
+input leaves out. CHECKSUM covers the pairs' files and the settings that turn them into tokens, so different pairs have different
+directories. Each part names the model that computed it. A run that was killed continues after the last whole part.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _PART = re.compile(r"part_(\d+)\.json")
 
 
 def attach(data: Any, job_log_dir: epath.Path) -> None:
-    """Gives an input its reference log-probabilities, if it takes some and all of them are there.
+    """Gives an input its reference log-probabilities, if it needs them and their files are complete.
 
-    Called by every process. An input that lacks them refuses to give batches.
+    Called by every process. An input without its log-probabilities refuses to return batches.
 
     Raises:
       UserError: the processes read different values.
@@ -49,36 +49,36 @@ def attach(data: Any, job_log_dir: epath.Path) -> None:
 
 
 def attach_zeros(data: Any) -> Any:
-    """Sets an input's missing log-probabilities of the reference to 0, where they don't matter: to show or to verify batches."""
+    """Sets an input's missing reference log-probabilities to 0, for modes that only show or verify batches; returns the input."""
     if isinstance(data, PreferenceInput) and data.lacks_reference:
         data.use_reference(np.zeros((data.num_pairs, 2), np.float32))
     return data
 
 
 class ReferenceFiles:
-    """The files of a dataset of pairs.
+    """The files with the reference log-probabilities of a dataset of preference pairs.
 
     Attributes:
-      directory: where they are.
+      directory: the directory of the files.
     """
 
     def __init__(self, job_log_dir: epath.Path, data: PreferenceInput, model: str | None = None):
-        """Called by every process; process 0 reads the pairs' files.
+        """Derives the directory from the checksum of the pairs, whose files process 0 reads. Called by every process.
 
         Args:
-          model: identifies the model; None takes the values of any.
+          model: identifies the reference model; None accepts the values of any model.
         """
         checksum = decided_by_process_0(lambda: data.pairs_checksum)
         self.directory = job_log_dir / DIRECTORY / f"{data.name}_{checksum[:16]}"
         self._num_pairs, self._model = data.num_pairs, model
 
     def values(self) -> np.ndarray | None:
-        """Returns float32 [num_pairs, 2]; None if some are missing."""
+        """Returns the log-probabilities, float32 [num_pairs, 2 answers]; None if some are missing."""
         found = self._done()
         return found if len(found) == self._num_pairs else None
 
     def num_done(self) -> tuple[int, int]:
-        """Returns how many pairs are done, from the first on, and how many of them are not left out."""
+        """Returns how many pairs from the first on have values, and how many of these the input does not leave out."""
         found = self._done()
         return len(found), int(np.count_nonzero(~np.isnan(found[:, 0])))
 
@@ -86,21 +86,21 @@ class ReferenceFiles:
         return np.concatenate([np.zeros((0, 2), np.float32), *self._in_order()])
 
     def remove_of_other_models(self) -> int:
-        """Removes files that were computed with another model; returns how many."""
+        """Removes the files that another model computed; returns their number."""
         outdated = [path for _, path in self._paths() if _read(path)["model"] != self._model]
         for path in outdated:
             path.unlink()
         return len(outdated)
 
     def write(self, logps: np.ndarray, *, end: int) -> None:
-        """Writes the values float32 [n, 2] of the pairs before `end`. Process 0 does."""
+        """Writes the log-probabilities of the n pairs before `end`, float32 [n, 2 answers]. Only process 0 writes."""
         if jax.process_index() or not len(logps):
             return
         record = {"model": self._model, "logps": logps.astype(np.float64).tolist()}
         write_atomically(self.directory / f"part_{end - len(logps):09}.json", [json.dumps(record)])
 
     def _in_order(self) -> Iterator[np.ndarray]:
-        """Yields the values of the files, up to the first gap."""
+        """Yields the log-probabilities of each file, float32 [n, 2 answers], up to the first gap between files."""
         end = 0
         for first, path in self._paths():
             if first < end:  # left over from before a file was removed

@@ -1,7 +1,7 @@
-"""Computes the log-probabilities of answers by the reference model, once, when a run begins.
+"""Computes the reference model's log-probabilities of answers, once, when a run begins.
 
-The reference is the model that the run begins with, with its adapters if it has some. Before the first step, `compute` evaluates
-it on every pair of the datasets with `reference='file'`, and keeps the values in the run's job_log_dir; see `reference_files`.
+The reference is the model that the run begins with, including any adapters. Before the first step, `compute` evaluates it on
+every pair of the datasets with `reference='file'`, and stores the values in the run's job_log_dir; see `reference_files`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def compute(job: Job, state: TrainState) -> None:
 
 
 class _Dataset(FiniteDataset):
-    """A dataset of pairs, each of them once, and the step that runs the reference on a batch."""
+    """A dataset that gives each preference pair once, and the compiled step that evaluates the reference model on a batch."""
 
     def __init__(self, job: Job, input_p: Any, model: str):
         # Values are kept in the order of the files.
@@ -110,8 +110,8 @@ def _logps_step(
     """Evaluates the model on a batch. Arguments as for `step_fns.eval_step`.
 
     Returns:
-      None, and (numbers of the pairs int32 [B], -1 for rows that fill up the batch; log-probabilities of their answers float32
-      [B, 2]).
+      None, and (indices of the pairs, int32 [batch], -1 for padding rows; log-probabilities of their answers, float32
+      [batch, 2]).
     """
     _, output = step_fns.eval_step(layout, state, key, inputs, *rest)
     pairs = jnp.where(inputs["eval_sample_weights"] > 0, inputs["pair_index"], -1)
@@ -119,15 +119,15 @@ def _logps_step(
 
 
 def _in_order(pairs: np.ndarray, logps: np.ndarray, *, first: int) -> np.ndarray:
-    """Returns the log-probabilities from pair `first` to the last one of a batch; NaN for those that the input leaves out.
+    """Returns the log-probabilities of the pairs from `first` to the last of a batch; NaN for pairs that the input leaves out.
 
-    With several processes, the rows of a batch are in the order of the mesh's devices, and those of a process need not be
+    With several processes, the rows of a batch are in the order of the mesh's devices, and the rows of a process need not be
     adjacent.
 
     Args:
-      pairs: numbers of the pairs [B], -1 for rows that fill up the batch.
-      logps: their log-probabilities [B, 2].
-      first: the first pair that is wanted.
+      pairs: indices of the pairs, int32 [batch], -1 for padding rows.
+      logps: log-probabilities of the pairs' answers, float32 [batch, 2].
+      first: index of the first pair to return.
     """
     wanted = pairs >= first
     found = np.full((max(0, int(pairs.max()) + 1 - first), 2), np.nan, np.float32)

@@ -1,4 +1,4 @@
-"""What a run was asked to do: one frozen dataclass for each mode. Each setting is stated once; see `spmd_trainer.settings`."""
+"""The settings of a run: one frozen dataclass for each mode. Each setting is declared once; see `spmd_trainer.settings`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class RunConfig(Settings):
             raise UserError("--data_cache_limit goes with --data_cache_dir=DIR")
 
     def resolved(self, exp: Experiment, overrides: Sequence[str], join: Callable[[], int] | None) -> RunConfig:
-        """Returns these settings with the experiment; see `experiment_config.resolve`."""
+        """Returns a copy of these settings with the resolved experiment; see `experiment_config.resolve`."""
         from spmd_trainer.training import experiment_config
 
         return dataclasses.replace(self, experiment=experiment_config.resolve(exp, overrides, self.mesh, join))
@@ -354,14 +354,14 @@ def make_run_config(
 
     Args:
       exp: a registered name, an experiment class or an instance.
-      job_log_dir: where everything of this run goes.
+      job_log_dir: the directory for all outputs of this run.
       mode: a mode that runs an experiment.
-      overrides: 'path=value' each.
+      overrides: overrides of the experiment, each as 'path=value'.
       join: joins the job's processes and returns how many there are.
       **settings: further fields of the mode's class.
 
     Raises:
-      UserError: a wrong value, or one that needs a room that is absent; see also `experiment_config.resolve`.
+      UserError: a value is invalid, or needs a room (subpackage) that is not installed; see also `experiment_config.resolve`.
     """
     overrides = texts("overrides", overrides)
     # Without an experiment first: resolving it is what takes long.

@@ -1,4 +1,4 @@
-"""What a run's directory says of the run: whose it is, with which settings it was last trained, how training ended."""
+"""Reads and writes the record of a run in its directory: its experiment, its last training settings, how training ended."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _MAX_TOLD = 10
 
 
 def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> None:
-    """Makes sure that a `job_log_dir` can be this experiment's own.
+    """Makes sure that this experiment may use a `job_log_dir`.
 
     Raises:
-      UserError: the directory holds something else, or another experiment's run; or what it says may not be read.
+      UserError: the directory holds a run of another experiment, a Pax run or, if `trains`, other files; or it can't be read.
     """
     with access.explained("--job_log_dir", directory):
         names = names_in(directory)
@@ -80,7 +80,7 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
 
 
 def record_of(directory: epath.Path) -> dict[str, Any]:
-    """Returns what the directory says of its run; {} if nothing that can be read says anything."""
+    """Returns the record of the run in a directory; {} if there is none or, with a warning, if it can't be read."""
     try:
         return read_record(directory)
     except ValueError as error:
@@ -99,17 +99,17 @@ def _write(path: epath.Path, record: Mapping[str, object]) -> None:
 
 
 def describe(directory: epath.Path, about: Mapping[str, object], settings: Sequence[str]) -> None:
-    """Writes what a start of a training run is into its directory: record and settings. It has not failed yet.
+    """Writes the record and the settings of a starting training run into its directory, and clears earlier failures.
 
-    Process 0 does. The others clear the reasons of earlier failures. What `mark_begin_of_training` wrote of an earlier start
-    stays: this one may fail before its first step.
+    Process 0 writes; each process removes its share of the files about failures of earlier starts. The entries that
+    `mark_begin_of_training` wrote for an earlier start stay, because this start may fail before its first step.
 
-    What has changed in the settings since the directory was last trained in is logged.
+    Settings that have changed since the last training in the directory are logged.
 
     Args:
       directory: the `job_log_dir`.
       about: facts by name, JSON; 'experiment' is the experiment's full name.
-      settings: 'path: value' each; see `write_config`.
+      settings: lines 'path: value'; see `write_config`.
     """
     for process, name in failures_among(names_in(directory)).items():
         # Nobody clears what another process of this start may have just written; fewer may have started than before.
@@ -135,7 +135,7 @@ def write_report(report: sharding.ShardingReport, directory: epath.Path) -> list
 
 
 def report_directory(job_log_dir: epath.Path) -> epath.Path:
-    """Returns where reports go: `job_log_dir`, or `inspect/` in it if a training run has its own reports there."""
+    """Creates and returns the directory for reports: `job_log_dir`, or its `inspect/` if a training run has reports there."""
     directory = job_log_dir / "inspect" if has_run(job_log_dir) else job_log_dir
     directory.mkdir(parents=True, exist_ok=True)
     return directory
@@ -143,7 +143,7 @@ def report_directory(job_log_dir: epath.Path) -> epath.Path:
 
 @contextlib.contextmanager
 def _logging_errors(directory: epath.Path) -> Iterator[None]:
-    """Lets a run whose status can't be written end as it would: with its own failure, or with a saved step."""
+    """Logs errors of writing a run's status, so that they don't replace the run's own error or its successful end."""
     try:
         yield
     except Exception:
@@ -153,13 +153,13 @@ def _logging_errors(directory: epath.Path) -> Iterator[None]:
 def mark_begin_of_training(
     directory: epath.Path, overrides: Sequence[str], settings: Mapping[str, object], *, trains: bool = True
 ) -> None:
-    """Writes how the run that begins was asked for, and clears that an earlier start has ended. Process 0 does.
+    """Records the overrides and flags of a start that begins to train, and clears the end of an earlier start. Process 0 only.
 
     Args:
       directory: the `job_log_dir`.
-      overrides: 'path=value' each.
+      overrides: overrides of the experiment, each as 'path=value'.
       settings: the flags that are not the defaults, JSON by field; see `Settings.given`.
-      trains: False if the run had ended before: what is written of the start that trained stays.
+      trains: False if the run had ended before: the recorded overrides and flags of the start that trained stay.
     """
     if jax.process_index():
         return
@@ -172,15 +172,15 @@ def mark_begin_of_training(
 
 
 def mark_end_of_training(directory: epath.Path, step: int, *, complete: bool) -> None:
-    """Writes into a run's directory that training has left with the checkpoint of `step`. Process 0 does.
+    """Records in a run's directory that training is complete, or was stopped by a signal. Process 0 only.
 
-    What another process has failed with in this start, e.g. in a tracker at the end, stays. If a stop can't be written, this is
-    logged. A complete end must be: the next start would train on.
+    The failure of another process in this start, e.g. of a tracker at the end, stays. If a stop can't be recorded, the error is
+    only logged. If a complete end can't be recorded, the error is raised, because the next start would train on.
 
     Args:
       directory: the run's `job_log_dir`.
-      step: the number of steps that it has taken.
-      complete: whether training has ended. False: a signal has stopped it.
+      step: the number of training steps that the run has taken.
+      complete: True if training is complete; False if a signal has stopped it.
     """
     if jax.process_index():
         return
@@ -195,7 +195,7 @@ def mark_end_of_training(directory: epath.Path, step: int, *, complete: bool) ->
 
 
 def end_of_training(directory: epath.Path) -> int | None:
-    """Returns the step with which a run's training has ended, or None while it goes on.
+    """Returns the step at which a run's training was completed, or None if it is not complete.
 
     The step may be less than num_train_steps.
     """
@@ -208,7 +208,8 @@ class Failure:
     """Why a training process failed.
 
     Attributes:
-      step: the number of steps that it had taken.
+      step: the number of training steps that it had taken.
+      process: the index of the process.
       reason: the error's type and message.
     """
 
@@ -218,7 +219,7 @@ class Failure:
 
 
 def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None:
-    """Leaves the reason of a failure in a run's directory, so that jobs that follow the run stop waiting for it."""
+    """Records the reason of a failure in a run's directory, so that evaluation and decode jobs stop waiting for the run."""
     reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     failure = dataclasses.asdict(Failure(step, jax.process_index(), reason))
     with _logging_errors(directory):
@@ -231,7 +232,7 @@ def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None
 
 
 def failure(directory: epath.Path) -> Failure | None:
-    """Returns why the run's training failed, or None if it did not, or was started again since."""
+    """Returns the failure of the run's training, or None if it has not failed, or was restarted since."""
     failure = record_of(directory).get("failure")
     try:
         return None if failure is None else Failure(**failure)
@@ -240,7 +241,7 @@ def failure(directory: epath.Path) -> Failure | None:
 
 
 def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
-    """Writes a starting run's settings, each as 'path: value', to `config.txt`, and logs what has changed since the last run.
+    """Writes a starting run's settings, each as 'path: value', to `config.txt`, and logs the changes since the last run.
 
     If settings have changed, the earlier file is kept as `config.0001.txt`, `config.0002.txt`, ... Called by one process and only
     for training: evaluation and decode jobs on the same directory may have other settings.
@@ -292,7 +293,7 @@ def _read(path: epath.Path) -> list[str] | None:
 def _keep(directory: epath.Path, lines: list[str]) -> epath.Path:
     """Writes the earlier settings to the next free `config.N.txt`, unless the newest one already has them; returns its path.
 
-    The newest one has them if an earlier start was killed just after writing it.
+    The newest file has them if an earlier start was killed just after writing it.
     """
     numbers = [int(match[1]) for entry in directory.iterdir() if (match := EARLIER_CONFIG.fullmatch(entry.name))]
     newest = max(numbers, default=0)

@@ -1,4 +1,4 @@
-"""Refuses a job whose processes were started with different settings or code: the result would match neither of them."""
+"""Refuses a job whose processes were started with different settings or code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_same_settings(config: RunConfig) -> None:
     Called by every process once it has joined the job.
 
     Raises:
-      UserError: they differ; names the process and the first difference.
+      UserError: processes differ. The message names the process and the first difference.
     """
     if joined()[0] == 1:
         return
@@ -60,13 +60,13 @@ def check_same_settings(config: RunConfig) -> None:
 
 
 def check_same_code() -> None:
-    """Makes sure that all processes have imported the same code, and that its environment variables are the same.
+    """Makes sure that all processes have the same imported code, and the same environment variables that this code names.
 
-    Called by every process: at the start, and again once a step is traced, which imports what the user's functions import.
+    Called by every process: at the start, and again after a step is traced, because the user's functions may import modules.
     Modules that only one of two processes has imported are not compared. Touches no device.
 
     Raises:
-      UserError: a module differs, or an environment variable whose name stands in the user's code.
+      UserError: a module differs, or an environment variable that the user's code names.
     """
     if joined()[0] == 1:
         return
@@ -78,7 +78,11 @@ def check_same_code() -> None:
 
 
 def _refuse_if_any(difference: str | None) -> None:
-    """Raises UserError, on all processes, if one of them differs from process 0."""
+    """Raises UserError on all processes if one of them differs from process 0.
+
+    Args:
+      difference: the difference of this process, for the message; None if there is none.
+    """
     for process, found in enumerate(gather("differences from process 0", difference)):
         if found is not None:
             raise UserError(
@@ -88,7 +92,7 @@ def _refuse_if_any(difference: str | None) -> None:
 
 
 def _code() -> dict[str, str]:
-    """Returns checksums of the modules imported so far, and of the environment variables whose names stand in the user's."""
+    """Returns checksums, by name, of the modules imported so far and of the environment variables that the user's code names."""
     checksums: dict[str, str] = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -106,7 +110,7 @@ def _code() -> dict[str, str]:
 
 
 def _is_library(file: str) -> bool:
-    """Returns whether a file belongs to Python or an installed package. Those are compared by version."""
+    """Returns True if a file belongs to Python or to an installed package, which are compared by version."""
     if "site-packages" in file or "dist-packages" in file:
         return not pathlib.Path(file).is_relative_to(_TRAINER)
     return file.startswith(tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))
@@ -114,7 +118,7 @@ def _is_library(file: str) -> bool:
 
 @functools.cache
 def _of_file(file: str) -> tuple[str, frozenset[str]]:
-    """Returns the checksum of a file, and the environment variables that it may read: names in capitals that it quotes."""
+    """Returns the checksum of a file, and the environment variables that it may read: its string constants in capitals."""
     try:
         source = pathlib.Path(file).read_bytes()
         if pathlib.Path(file).is_relative_to(_TRAINER):

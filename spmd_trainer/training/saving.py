@@ -1,4 +1,4 @@
-"""The checkpoints of a training run: opened as the task asks, saved with a description of the run."""
+"""Opens the checkpoints of a training run with the task's settings, and saves them with a description of the run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Checkpoints(Callback):
     checkpointer: Checkpointer
 
     def __init__(self, check_owner: Callable[[], None] = lambda: None):
-        """Opens nothing yet. `check_owner` is called before each save; it raises if another process has the directory."""
+        """Stores `check_owner`, which is called before each save and raises if another process has taken the directory."""
         self._check_owner = check_owner
 
     def on_open(self, run: Run) -> None:
-        """Opens the checkpoints with the intervals and the retention of `task.train`. Writes nothing yet."""
+        """Opens the checkpoints with the save intervals and the retention of `task.train`. Writes no file."""
         train_p = run.task.train
         self.checkpointer = Checkpointer(
             run.job_log_dir / "checkpoints",
@@ -38,7 +38,7 @@ class Checkpoints(Callback):
         save_state(self.checkpointer, run)
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Waits for the save in progress. A save that fails too is logged: the first error is the one to report."""
+        """Waits for the save in progress. If it fails, this is only logged, because `error` is the one to report."""
         del run
         self.checkpointer.__exit__(type(error), error, error.__traceback__)
 
@@ -53,13 +53,13 @@ class Checkpoints(Callback):
 
 
 def save_state(checkpointer: Checkpointer, run: Run) -> None:
-    """Starts to save the run's state with the position of its training input and what the run is.
+    """Starts to save the run's state, the position of its training input, and metadata that describe the run.
 
     A run with adapters saves its state without the frozen base.
 
     Raises:
       UserError: the state holds NaN or infinity.
-      CheckpointError: this save could not start, or an earlier one failed.
+      CheckpointError: this save could not start, or an earlier save failed.
     """
     metadata = {
         "experiment": run.experiment,

@@ -18,7 +18,7 @@ from spmd_trainer.training.live_status import ERASE_ROW, live
 
 
 class Interrupted(Exception):
-    """A signal interrupted work, such as the final evaluation, that the run repeats when it is started again."""
+    """A signal interrupted work such as the final evaluation. The run repeats this work when it is started again."""
 
 
 class SaveRequest:
@@ -74,7 +74,7 @@ class AgreedSaveRequest(SaveRequest):
         self._calls = 0
 
     def make(self, *, leaves: bool) -> None:
-        """Records a Ctrl-C or SIGHUP and sends SIGTERM to JAX's service, which receives an external SIGTERM directly."""
+        """Records a Ctrl-C or SIGHUP, and passes it on to JAX's service as a SIGTERM. An external SIGTERM reaches it directly."""
         self.leaves |= leaves
         signal.raise_signal(signal.SIGTERM)
 
@@ -99,7 +99,7 @@ class AgreedSaveRequest(SaveRequest):
 
 
 def _say(text: str) -> None:
-    """Writes a line to stderr from a signal handler. Not by the logger, whose own write the signal may have interrupted."""
+    """Writes a line to stderr from a signal handler. The logger can't be used: the signal may have interrupted its write."""
     with contextlib.suppress(OSError):  # SIGHUP: the terminal is gone
         os.write(2, f"{ERASE_ROW if live.display else ''}{text}\n".encode())
 

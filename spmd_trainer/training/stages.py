@@ -1,4 +1,4 @@
-"""Takes a run from one stage of its ramps to the next; see `ramps`."""
+"""Moves a run from one stage of its batch-size or sequence-length ramp to the next; see `ramps`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from spmd_trainer.training.start_up import CompiledTrainStep, compile_train_step
 
 
 class Stages:
-    """The stages of a run. The step of the next one is compiled in a thread while the run trains."""
+    """The stages of a run. The train step of the next stage is compiled in a thread while the run trains."""
 
     def __init__(self, job: Job, run: Run, inputs: contextlib.ExitStack):
-        """Begins in the stage of `run.step`, and compiles the next one.
+        """Begins in the stage of `run.step`, and starts to compile the train step of the next stage.
 
         Args:
-          run: told of the batch and the input of each stage.
-          inputs: holds the training input open, and nothing else.
+          run: its `batch` and `input` are replaced at each change of stage.
+          inputs: the stack that holds the training input open, and nothing else.
         """
         self.job = job
         self._run = run
@@ -30,17 +30,17 @@ class Stages:
         self._compile_next()
 
     def is_due(self) -> bool:
-        """Returns True if the next step is the first of another stage. Cheap."""
+        """Returns True if the next training step is the first of the next stage. Cheap enough to call at every step."""
         return self._next is not None and self._run.step >= self._first
 
     def enter(self, batches: Prefetcher) -> tuple[CompiledTrainStep, Prefetcher]:
         """Enters the next stage, between two steps. Called by every process.
 
         Args:
-          batches: the training input so far. The batches that it has ready are made anew, with the stage's rows.
+          batches: the current training input. Its prefetched batches are dropped, and read again at the stage's batch size.
 
         Returns:
-          The stage's compiled step, and its input, which begins with the row after those that were taken.
+          The stage's compiled train step, and its input, which begins after the last row that a step has taken.
         """
         assert self._next is not None  # it is due
         run, (self.job, compiling) = self._run, self._next

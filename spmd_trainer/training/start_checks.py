@@ -1,7 +1,7 @@
-"""Finds at the start what would otherwise end a run at its first evaluation, decode or save.
+"""Finds errors at the start that would otherwise end a run at its first evaluation, decode or save.
 
-`check_settings` needs the resolved config alone, `check_directories` storage too; they touch no device. `check_training`
-needs the built job: it traces an evaluation step and reads the records of checkpoints; it lowers and compiles nothing, and
+`check_settings` needs only the resolved config, and `check_directories` also storage; both touch no device. `check_training`
+needs the built job. It traces an evaluation step and reads the records of checkpoints, but lowers and compiles nothing, and
 reads no arrays.
 """
 
@@ -52,10 +52,10 @@ class _Range:
     """The valid values of a number.
 
     Attributes:
-      lowest: the least one; -inf where there is none.
+      lowest: the least valid value; -inf for no lower limit.
       below: valid values are less than this.
-      whole: whether it counts something.
-      none: what None stands for, as messages say it; without it None is invalid.
+      whole: True if only whole numbers are valid.
+      none: the meaning of the value None, for messages; if this is None, the value None is invalid.
     """
 
     lowest: float
@@ -79,7 +79,7 @@ class _Range:
 
 
 def _number(value: Any) -> float | None:
-    """The value of a number, which may be an array without dimensions; None for anything else."""
+    """Returns a number, which may be an array without dimensions, as a float; None for anything else."""
     if isinstance(value, bool | np.bool_ | str | bytes | bytearray):
         return None
     if isinstance(value, np.ndarray | jax.Array) and (value.ndim or value.dtype == np.bool_):
@@ -115,7 +115,7 @@ _OPTIMIZER_RANGES = {
 
 
 def check_settings(config: RunConfig) -> None:
-    """Checks the resolved experiment against what its mode will ask of it. Touches neither devices nor storage.
+    """Checks that the resolved experiment has valid numbers and the datasets of its mode. Touches neither devices nor storage.
 
     Raises:
       UserError: a number is out of its range, or the mode, the flags and the experiment contradict each other.
@@ -148,7 +148,7 @@ def check_directories(config: RunConfig) -> None:
     """Checks directories and checkpoints before any device is touched.
 
     Raises:
-      UserError: a directory can't be read or written, or is another experiment's; there is no checkpoint to read.
+      UserError: a directory can't be read or written, or belongs to another experiment; or there is no checkpoint to read.
     """
     trains = config.mode == "train"
     if config.restore_checkpoint_dir is not None:
@@ -168,7 +168,7 @@ def check_directories(config: RunConfig) -> None:
 
 
 def _check_source(config: RunConfig, there: Sequence[int]) -> None:
-    """Checks the directory that checkpoints are read from, given its steps."""
+    """Checks the directory that checkpoints are read from, whose steps are `there`."""
     directory, step = config.checkpoint_dir, config.restore_checkpoint_step
     if config.mode not in ("eval", "decode") and not there:
         raise checkpoints.no_checkpoint_in(directory)
@@ -188,12 +188,13 @@ def _check_source(config: RunConfig, there: Sequence[int]) -> None:
 
 
 def check_training(job: Job) -> None:
-    """Checks what training will need only later: the metric that stops it, and the rules of its warm start.
+    """Checks settings that training uses only later: averages, the early-stopping metric, the rules of a warm start.
 
     Called by every process, before the run writes anything.
 
     Raises:
-      UserError: `EarlyStopping.metric` is none that its dataset's evaluation gives; the run doesn't have `--eval_averages`.
+      UserError: `EarlyStopping.metric` is not among the metrics of its dataset's evaluation; the run doesn't keep the averages of
+        `--eval_averages`; or an elastic job has several processes.
       CheckpointError: the warm start's rules match nothing, or don't fit the checkpoint.
     """
     elastic.check_processes(job)
@@ -210,7 +211,7 @@ def check_training(job: Job) -> None:
 
 
 def _check_numbers(task_p: Any) -> None:
-    """Refuses numbers that no run can be meant with: each fault says field, value and valid range."""
+    """Refuses numbers outside their valid range. The message names each such field, its value and the range."""
     learner_p = task_p.train.learner
     faults = [
         *_out_of_range(task_p.train, "task.train", _TRAIN_RANGES),
@@ -232,7 +233,10 @@ def _out_of_range(config: Any, path: str, ranges: Mapping[str, _Range]) -> Itera
 
 
 def _check_averages(config: RunConfig) -> None:
-    """Refuses averages that the run doesn't have. Moving averages in training too: its checkpoints would lack them."""
+    """Refuses `last:K` in training, and moving averages that the task asks for but the learner doesn't keep.
+
+    The latter also in training, because its checkpoints would lack them.
+    """
     task_p, mode, given = config.experiment.task_p, config.mode, config.eval_averages
     if mode == "train" and given and averages.last_count(given):
         raise UserError(
@@ -274,7 +278,7 @@ def _require_datasets(resolved: ResolvedExperiment, kind: str, asked: str) -> No
 
 
 def _check_early_stopping(resolved: ResolvedExperiment, *, evaluates: bool) -> None:
-    """An `early_stopping_fn` is asked after evaluations: there must be some, of the dataset that it watches."""
+    """Checks that a run with an `early_stopping_fn` evaluates during training, and has the dataset that the function watches."""
     task_p = resolved.task_p
     fn, interval = task_p.early_stopping_fn, task_p.train.eval_interval_steps
     if fn is None:
@@ -322,9 +326,9 @@ def _check_early_stopping_metric(job: Job) -> None:
 
 
 def evaluation_metrics(job: Job, process_shapes: Any) -> list[str]:
-    """Returns the names of the metrics that an evaluation step gives, by tracing it; nothing is lowered, compiled or run.
+    """Returns the names of an evaluation step's metrics. Traces the step, but lowers, compiles and runs nothing.
 
-    Names that a clu metric may give begin with the metric's name and '/', which is in the list too.
+    A clu metric may compute a dict, whose names begin with the metric's name and '/'. This prefix is in the list too.
     """
     layout = job.partitioner.layout.without_opt_states()
 

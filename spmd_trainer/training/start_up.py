@@ -1,6 +1,6 @@
-"""From a built job to the first training step: the state, the compiled step and the input, made side by side.
+"""Prepares a built job for its first training step: makes the state, the compiled step and the input in parallel.
 
-A run begins with its own newest checkpoint, with another run's, or with fresh variables (`first_state`).
+A run begins with its own newest checkpoint, with another run's checkpoint, or with fresh variables (`first_state`).
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from spmd_trainer.training.run_config import TrainConfig
 
 
 class FirstState(NamedTuple):
-    """What a training run begins with.
+    """The state that a training run begins with.
 
     Attributes:
-      state: the state.
-      input_state: the input's position as it was saved; None: from the beginning.
-      origin: what the run's checkpoints note of where its variables came from, see `adapter_checkpoints.begin`.
+      state: the train state.
+      input_state: the saved position of the training input; None for its beginning.
+      origin: where the variables came from, for the metadata of the run's checkpoints; see `adapter_checkpoints.begin`.
     """
 
     state: TrainState
@@ -71,12 +71,12 @@ class FirstState(NamedTuple):
 
 
 def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
-    """Restores the run's newest checkpoint, else the one of `--restore_checkpoint_dir`, else initialises.
+    """Restores the run's newest checkpoint, else the one of `--restore_checkpoint_dir`, else initialises the variables.
 
     Raises:
-      UserError: `--restore_checkpoint_dir` holds no checkpoint.
-      CheckpointError: the checkpoint is another model's; the run has checkpoints and none is whole; or there is no room for
-        its own.
+      UserError: `--restore_checkpoint_dir` holds no checkpoint; or the checkpoint was trained with another `task.mup`.
+      CheckpointError: the checkpoint is of another model; all checkpoints of the run are damaged; or storage has no room for
+        the run's checkpoints.
     """
     config, train_p = job.config.of(TrainConfig), job.task.train
     metadata = job.partitioner.metadata
@@ -101,10 +101,10 @@ def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
 
 
 def _require_same_mup(job: Job, restored: Restored) -> None:
-    """Refuses to go on with other multipliers than a run was begun with: its variables and moments are of these.
+    """Refuses to continue a run with other muP multipliers than it began with: its variables and moments depend on them.
 
     Raises:
-      UserError: task.mup is another one than that of the checkpoint.
+      UserError: `task.mup` differs from that in the checkpoint.
     """
     saved = restored.metadata["metadata"].get("config")
     if saved is None:
@@ -148,7 +148,7 @@ def _restore_from(directory: epath.Path, step: int | None, job: Job) -> FirstSta
 
 
 def _sizes(job: Job) -> str:
-    """How much there is to initialise: '15 variables; with optimizer states, 44.1 KiB per device'."""
+    """Returns the size of the state to initialise, e.g. '15 variables; with optimizer states, 44.1 KiB per device'."""
     metadata, mesh_shape = job.partitioner.metadata, job.partitioner.mesh_shape()
     num_bytes = sum(variable.bytes_per_device(mesh_shape) for variable in metadata.records())
     variables = count_text(len(jax.tree.leaves(metadata.variables.mdl_vars)), "variable")
@@ -156,7 +156,7 @@ def _sizes(job: Job) -> str:
 
 
 def _with_averages(job: Job, state: TrainState) -> TrainState:
-    """Returns the state with moving averages, if the learner has them, that begin at the loaded variables."""
+    """Returns the state with the learner's moving averages, if it has any, reset to the loaded variables."""
     if not has_ema(job.task.learner):
         return state
     restarted: TrainState = jax.jit(
@@ -173,9 +173,9 @@ class CompiledTrainStep:
 
     Attributes:
       fn: (state, key, batch) -> (new state, packed scalars); None for a run that is finished already.
-      packing: unpacks them.
-      attention: the kernels of the attention layers, a line each; see `report_parts.traced`.
-      xla_flags: the flags that the experiment asked for and the step is compiled with.
+      packing: unpacks the scalars.
+      attention: one line for each choice of an attention kernel; see `report_parts.traced`.
+      xla_flags: the experiment's XLA flags with which the step is compiled.
     """
 
     fn: Any
@@ -187,13 +187,13 @@ class CompiledTrainStep:
 def start(
     job: Job, run: Run, callbacks: CallbackList, checkpointer: Checkpointer, inputs: contextlib.ExitStack
 ) -> tuple[Job, CompiledTrainStep, Prefetcher]:
-    """Compiles the step while the state is restored or initialised: most of the compiler's work leaves Python free.
+    """Compiles the train step in a thread while the state is restored or initialised, and opens the training input.
 
     Returns:
       The job in the stage of the run's first step, its compiled step, and the input on the devices, which `inputs` closes.
 
     Raises:
-      UserError: the input or the beginning of the run doesn't fit the job.
+      UserError: the input, or the checkpoint that the run begins with, doesn't fit the job.
       CheckpointError: see `first_state`.
     """
     config = job.config
@@ -240,9 +240,9 @@ def start(
 
 
 def _check_datasets(job: Job) -> None:
-    """Reads the first batch of what training will evaluate and decode: an error in the data must not wait for the first interval.
+    """Checks the first batch of each dataset that training will evaluate or decode, so that errors in the data show at once.
 
-    Called by every process, while the compiler works.
+    Called by every process, while the train step is compiled.
 
     Raises:
       UserError: see `check_first_batch`.
@@ -258,7 +258,7 @@ def _check_datasets(job: Job) -> None:
 
 
 def _about(job: Job) -> dict[str, object]:
-    """Returns what a start of the run is, besides its settings and overrides, which count once it has begun."""
+    """Returns facts about this start of the run for its record: experiment, number of parameters, devices, versions."""
     devices = job.partitioner.mesh.devices
     return {
         "experiment": job.config.experiment.name,
@@ -271,14 +271,15 @@ def _about(job: Job) -> dict[str, object]:
 def move(
     job: Job, devices: Sequence[jax.Device], run: Run, batches: Prefetcher, inputs: contextlib.ExitStack
 ) -> tuple[Job, CompiledTrainStep, Prefetcher]:
-    """Moves a run to other devices: its state, its step and its input. Batches that were ready are made anew.
+    """Moves a run to other devices: its state, its step and its input. Prefetched batches are dropped and read again.
 
     Args:
-      run: told of the new state, partitioner, batch and input.
-      inputs: holds the old one open, and then the new one.
+      run: its state, partitioner, batch and input are replaced.
+      batches: the current training input.
+      inputs: the stack that holds the training input open: first the old one, then the new one.
 
     Returns:
-      The job on the new devices, its compiled step, and its input from where the old one was.
+      The job on the new devices, its compiled step, and its input at the position of the old one.
 
     Raises:
       UserError: see `elastic.rebuild`.
@@ -293,7 +294,10 @@ def move(
 
 
 def _seems_finished(job: Job, newest: int | None) -> bool:
-    """Returns whether the newest checkpoint is the last one. The state that is restored decides; it may be an older one."""
+    """Returns True if the newest checkpoint is the last one of the run, so that the train step need not be compiled ahead.
+
+    This is a guess: an older checkpoint may be restored if the newest is damaged.
+    """
     finished = newest is not None and newest >= int(job.task.train.num_train_steps)
     if newest is not None and job.task.early_stopping_fn is not None:
         finished |= run_directory.end_of_training(job.config.job_log_dir) == newest
@@ -301,7 +305,7 @@ def _seems_finished(job: Job, newest: int | None) -> bool:
 
 
 def compile_train_step(job: Job) -> CompiledTrainStep:
-    """Compiles the train step ahead of time. Its outputs are the new state and the packed scalars.
+    """Compiles the train step ahead of time. The step returns the new state and the packed scalars.
 
     Raises:
       UserError: see `xla_flags.compile_with`.
@@ -339,7 +343,11 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
 
 @contextlib.contextmanager
 def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Prefetcher]:
-    """Yields the training input on the devices, from where the checkpoint left it."""
+    """Context manager of the training input, which prefetches batches to the devices.
+
+    Args:
+      input_state: {'state': the saved position}; None starts at the beginning.
+    """
     built = job.build_train_input()
     train_input = agree_on_input(built, "training", count=jax.process_count(), must_end_together=False)
     if input_state is not None and input_state["state"] is None:

@@ -1,8 +1,7 @@
-"""Numbers of the learner, such as its learning rate, that are inputs of the compiled train step instead of constants in it.
+"""Passes numbers of the learner, such as its learning rate, to the compiled train step as inputs instead of constants.
 
-Runs that differ in such numbers alone have the same program, so that JAX's compilation cache has it after the first of them. XLA
-computes with constants in another order here and there: numbers of such a run may differ from those of an ordinary one in their
-last bits.
+Runs that differ only in these numbers then have the same program, which JAX's compilation cache holds after the first run. XLA
+may reorder arithmetic with constants, so the results can differ from those of an ordinary run in the last bits.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from spmd_trainer.step.layout import LogicalLayout
 
 
 def differing(learner_p: fdl.Buildable[Any], other: fdl.Buildable[Any]) -> dict[str, float]:
-    """Returns {path: value} of the floats of a learner's config that another config of it has other values for."""
+    """Returns {path: value} of the floats in a learner's config that differ from those in another config."""
     found = dict(_floats(other))
     return {path: value for path, value in _floats(learner_p) if found.get(path, value) != value}
 
@@ -34,17 +33,17 @@ def _floats(config: fdl.Buildable[Any]) -> Iterator[tuple[str, float]]:
 
 
 def abstract(numbers: Mapping[str, float]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the numbers' shapes and dtypes, which are those of Python floats."""
+    """Returns {path: ShapeDtypeStruct} of the numbers, typed as JAX types Python floats: weakly typed scalars."""
     dtype = jax.dtypes.canonicalize_dtype(float)
     return {path: jax.ShapeDtypeStruct((), dtype, weak_type=True) for path in numbers}
 
 
 def traceable(numbers: Mapping[str, float], lower: Callable[[Mapping[str, float]], object]) -> Mapping[str, float]:
-    """Tries each number alone as an input of the step; returns those that can be traced, and logs which ones stay constants.
+    """Tries each number alone as an input of the step. Returns the numbers that can be traced; logs those that stay constants.
 
     Args:
       numbers: the numbers by path.
-      lower: traces the step with some of them as inputs.
+      lower: traces the step with the given numbers as inputs; raises if it can't be traced.
     """
     constant = []
     for path in numbers:

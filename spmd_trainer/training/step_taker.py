@@ -1,4 +1,4 @@
-"""Takes the training steps: a batch, the dispatch, and the scalars of an older step."""
+"""Takes the training steps. For each, gets a batch, dispatches the step, and reads the scalars of an older step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StepsInFlight:
 
     Attributes:
       packing: unpacks the scalars of the steps added next.
-      last: the scalars of the last step handed out, or None.
-      is_waiting: True while the host waits for the devices. Any thread may look.
+      last: the scalars of the last reported step, or None.
+      is_waiting: True while the host waits for the devices. Any thread may read it.
     """
 
     def __init__(self, keep: int, report: Callable[[int, Scalars], object]):
@@ -34,7 +34,7 @@ class StepsInFlight:
 
         Args:
           keep: how many steps may be in flight (`task.train.max_inflight_steps`).
-          report: takes the number of a step and its scalars, in order.
+          report: called with the number of each step and its scalars, in the order of the steps.
         """
         self.packing = ScalarPacking()
         self.last: Scalars | None = None
@@ -44,7 +44,7 @@ class StepsInFlight:
         self._steps: collections.deque[tuple[int, Packed]] = collections.deque()
 
     def add(self, step: int, packed: Packed) -> None:
-        """Adds a step just dispatched; reports the oldest ones until only `keep` are in flight."""
+        """Adds a dispatched step. Reports the oldest steps until only `keep` are in flight."""
         self._steps.append((step, packed))
         # The first step is waited for: a person wants to know at once that training works.
         self._report_until(self._keep if self.last is not None else 0)
@@ -72,7 +72,7 @@ class StepsInFlight:
 
 
 class StepTaker:
-    """Takes the steps of a run, on whatever devices it is.
+    """Takes the training steps of a run, also after a change of its devices.
 
     Attributes:
       in_flight: the steps whose scalars are still on the devices.
@@ -92,7 +92,7 @@ class StepTaker:
         self.in_flight.packing = compiled.packing
 
     def take(self, batches: Prefetcher) -> PyTree | None:
-        """Hands one training step to the devices. If there is no batch for it, training stops.
+        """Dispatches one training step to the devices. If the input has ended, stops training instead.
 
         Returns:
           The batch; None if the input has ended.

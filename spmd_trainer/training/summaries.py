@@ -1,4 +1,4 @@
-"""The training summaries: TensorBoard events and `metrics.jsonl`, of one step or averaged over several."""
+"""The training summaries in TensorBoard events and `metrics.jsonl`: scalars of one step, or averages over several steps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from spmd_trainer.training.invalid_steps import is_valid
 
 
 class Summaries(Callback):
-    """Writes a step's scalars to `summaries/train` every `summary_interval_steps`, with what other callbacks logged.
+    """Writes a step's scalars, and those that other callbacks logged, to `summaries/train` every `summary_interval_steps`.
 
-    The first step of all has a summary too: a curve begins where training does. If something was logged after the last of these,
-    the step at which the run ends has one.
+    Step 1 has a summary too, so that curves begin where training does. The last step of a run has one if callbacks have logged
+    scalars since the last summary.
     """
 
     turn = Turn.WRITES
@@ -34,11 +34,11 @@ class Summaries(Callback):
         self._unwritten: dict[str, float] = {}
 
     def on_start(self, run: Run) -> None:
-        """Makes TensorBoard forget steps that an earlier start has taken after the checkpoint: they are taken again."""
+        """Makes TensorBoard discard an earlier start's steps after the restored checkpoint, because they are repeated."""
         run.summaries.replace_from("train", run.first_step + 1)
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Adds the step to the averages, and writes them where a summary is due."""
+        """Adds a valid step to the averages, and writes a summary if one is due."""
         logged = run.take_logged()
         if is_valid(scalars):
             self._averages.add(step, scalars)
@@ -51,12 +51,12 @@ class Summaries(Callback):
             self._unwritten |= logged
 
     def before_save(self, run: Run, step: int) -> None:
-        """Writes out all scalars: a checkpoint must never outlive the scalars of the steps before it."""
+        """Flushes all scalars, so that a checkpoint never exists without the scalars of the steps before it."""
         del step
         run.summaries.flush()
 
     def on_end(self, run: Run) -> None:
-        """Writes the last step's summary if something was logged that is in none, and writes out all scalars."""
+        """Writes a summary of the last step if some logged scalars are in no summary yet, and flushes all scalars."""
         self._unwritten |= run.take_logged()
         if self._unwritten and self._last_step:
             self._write(run, {**self._averages.take(self._last), **self._unwritten})
@@ -113,7 +113,7 @@ class StepAverages:
     def take(self, scalars: Mapping[str, float]) -> dict[str, float]:
         """Returns the averages {'loss': ..., metric: ..., summary: ...} and starts an empty average.
 
-        Returns `scalars`, the step's own, if no step was added.
+        If no step was added, returns `scalars`, the values of the current step.
         """
         result = {name: sum(values) / len(values) for name, values in self._summaries.items()}
         for name, pairs in self._values.items():

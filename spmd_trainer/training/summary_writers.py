@@ -1,6 +1,6 @@
-"""Writes scalars to TensorBoard event files and JSON lines, on its own thread.
+"""Writes scalars to TensorBoard event files and JSON lines, on a background thread.
 
-Writing a summary of sixty scalars takes milliseconds, and importing TensorBoard's modules a tenth of a second.
+The thread is needed because a summary of sixty scalars takes milliseconds, and importing TensorBoard's modules 0.1 s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ATTEMPTS = 5
 class SummaryError(UserError):
     """Summaries can't be written: the disk is full, a permission is gone, or storage stays unavailable.
 
-    The training steps are not lost: the handler saves the state before it ends the run.
+    The training steps are not lost: the training loop saves the state before it ends the run.
     """
 
 
@@ -40,12 +40,12 @@ class SummaryWriters:
     """One TensorBoard directory and one `metrics.jsonl` per name ('train', 'eval_heldout', ...) below a job's directory."""
 
     def __init__(self, job_log_dir: epath.PathLike, *, enabled: bool = True, raises_at_end: bool = False):
-        """Opens no files: the first scalar creates them.
+        """Prepares the writers. The files are created by the first scalar of each name.
 
         Args:
           enabled: False disables writing; set for all processes but one.
-          raises_at_end: True raises a failure only in `raise_failure`. Set for jobs of several processes, which must
-            save together first; `take_failure` says when.
+          raises_at_end: True postpones a failure to `raise_failure`. Set for jobs of several processes, which must first save
+            together; `take_failure` tells them to.
         """
         self._root = epath.Path(job_log_dir) / "summaries"
         self._enabled = enabled
@@ -66,7 +66,7 @@ class SummaryWriters:
     def replace_from(self, name: str, step: int) -> None:
         """Makes TensorBoard discard `step` and later steps of a name, as soon as the name is written again.
 
-        `read_metrics` takes the last record of each step anyway.
+        `metrics.jsonl` needs no change, because `read_metrics` takes the last record of each step.
         """
         self._replaced[name] = step
 
@@ -92,7 +92,7 @@ class SummaryWriters:
         self._queue.put(lambda: self._write_now(name, step, values, texts))
 
     def flush(self) -> None:
-        """Waits until everything queued is written, so that every checkpoint has the scalars before it.
+        """Waits until all queued scalars are written, so that no checkpoint exists without the scalars before it.
 
         Raises:
           SummaryError: a write failed permanently, if not raised before.
@@ -103,7 +103,7 @@ class SummaryWriters:
         self._raise_earlier_error()
 
     def take_failure(self) -> bool:
-        """Returns True once after a permanent failure, if it is raised at the end."""
+        """Returns True once after a permanent failure whose error is postponed to `raise_failure` (`raises_at_end`)."""
         if self._failure_taken or not (self._raises_at_end and self._has_failed):
             return False
         self._failure_taken = True
@@ -113,7 +113,7 @@ class SummaryWriters:
         """Raises a postponed failure.
 
         Args:
-          in_order: True if no joint work with other processes remains, and they end too.
+          in_order: True if no joint work with other processes is left, and the other processes end too.
 
         Raises:
           SummaryError: a write failed permanently.

@@ -39,7 +39,7 @@ _LONGEST_FAILURE_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What `train` returns.
+    """The result of `train`.
 
     Attributes:
       state: the train state after the last step, at padded shapes on the mesh's devices.
@@ -58,13 +58,13 @@ class TrainResult:
 def train(job: Job) -> TrainResult:
     """Trains until `task.train.num_train_steps`, from the newest checkpoint of the job's directory if there is one.
 
-    Training is also complete when its input ends, and when `task.early_stopping_fn` or a callback says so. Then the last step is
-    evaluated (and decoded), if that is done during training. On Ctrl-C, SIGTERM or SIGHUP the step in progress is finished and
-    saved, and the function returns; an evaluation of the last step is interrupted, and the next start makes up for it. With
-    several processes, all call it; a SIGTERM to any of them makes all of them save the same step.
+    Training is also complete when its input ends, and when `task.early_stopping_fn` or a callback ends it. Then the last step is
+    evaluated (and decoded), if the run evaluates (and decodes) during training. On Ctrl-C, SIGTERM or SIGHUP the step in progress
+    is finished and saved, and the function returns. A signal interrupts the evaluation of the last step, and the next start
+    repeats it. Every process calls this function; a SIGTERM to any of them makes all of them save the same step.
 
     Raises:
-      UserError: numbers went wrong, or a callback failed.
+      UserError: the state, a loss or a gradient is invalid, nothing is learnt any more, or a callback failed.
       CheckpointError: a checkpoint could not be read or written.
     """
     config = job.config.of(TrainConfig)
@@ -125,7 +125,7 @@ def train(job: Job) -> TrainResult:
 
 @contextlib.contextmanager
 def _pause(run: Run, callbacks: CallbackList, *, save: Checkpoints | None) -> Iterator[None]:
-    """A pause between two steps: for a save, for what else the trainer does in it, and then for the callbacks' own work."""
+    """Context manager of a pause between two steps: saves if `save` is given, runs its body, then calls the callbacks."""
     with jax.transfer_guard_device_to_host("allow"):
         if save is not None:
             _save(run, callbacks, save)
@@ -137,7 +137,7 @@ def _pause(run: Run, callbacks: CallbackList, *, save: Checkpoints | None) -> It
 
 @contextlib.contextmanager
 def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
-    """Opens what a run has open: summaries, checkpoints, callbacks. If the run fails, tells them and leaves the reason."""
+    """Context manager that opens a run's summaries, checkpoints and callbacks. Records a failure, and tells the callbacks."""
     config = job.config.of(TrainConfig)
     run = Run(
         experiment=config.experiment.name,
@@ -172,7 +172,7 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
 
 
 def _end_hanging(run: Run, callbacks: CallbackList, error: Exception) -> None:
-    """Does for a run that hangs what is done for one that fails; the loop itself may be blocked for ever."""
+    """Records the failure of a run that hangs, tells the callbacks and flushes summaries: the loop itself may be blocked."""
     run_directory.mark_failure(run.job_log_dir, run.step, error)
     callbacks.fail(run, error, seconds=_LONGEST_FAILURE_SECONDS)
     run.summaries.flush()
@@ -200,7 +200,7 @@ def _report_saved(run: Run, callbacks: CallbackList, checkpoints: Checkpoints) -
 
 
 def _save_without_summaries(run: Run, checkpoints: Checkpoints) -> None:
-    """Saves a run whose summaries can't be written: the steps since its last checkpoint are not lost with them."""
+    """Saves a run whose summaries can't be written, so that the steps since its last checkpoint are not lost."""
     try:
         checkpoints.save(run)
     except CheckpointError as error:
@@ -210,7 +210,7 @@ def _save_without_summaries(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
-    """Returns a run's callbacks. Those of the same turn are called in this order."""
+    """Returns a run's callbacks. Callbacks with the same `turn` are called in this order."""
     config = job.config.of(TrainConfig)
     own = [*(pax_fiddle.build(callback) for callback in job.task.train.callbacks), *config.callbacks]
     watch, tracking = rooms.find("watch.run"), rooms.find("watch.tracking.tracking")
@@ -253,7 +253,7 @@ def _end(
 
 
 def _outcome(run: Run, interrupted: str, *, complete: bool) -> tuple[str, str]:
-    """Returns how the run ended and how it can continue; empty if there was nothing to train."""
+    """Returns two texts: how the run ended, and how it can continue. Both are empty if there was nothing to train."""
     where = f"step {run.step} of {run.num_steps}"
     if not complete:
         then = "the same command continues from there" if run.saves else "nothing was saved (enable_checkpoint_saving)"

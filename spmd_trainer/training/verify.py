@@ -39,8 +39,8 @@ class Tolerance:
     Attributes:
       loss: relative tolerance of the loss; gradient norms may differ by 10 times as much.
       variables: tolerance of a variable's largest difference divided by its largest magnitude.
-      floor: lower bound of that magnitude. 0 in float32. In bfloat16 the gradient of a bias, a sum in which most terms cancel,
-        may be pure noise, so differences of small variables are measured against this floor.
+      floor: lower bound of the magnitude that the difference is divided by; 0 in float32. In bfloat16 the gradient of a bias, a
+        sum in which most terms cancel, may be pure noise, so small variables are compared with this floor.
     """
 
     loss: float = 1e-5
@@ -73,7 +73,7 @@ class Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Comparison of both runs after the same step.
+    """Comparison of two runs after the same number of steps.
 
     Attributes:
       step: number of steps taken.
@@ -176,9 +176,9 @@ def single_device_partitioner(task: SingleTask, inputs_shape_dtype: Any) -> pjit
 def verify(job: Job) -> None:
     """Trains twice for `verify_steps` steps and prints both runs side by side.
 
-    The two runs are on one device and on the experiment's mesh; with `verify_against`, both are on the mesh, without and with
-    these XLA options. Optimizer states are kept in float32: where a learner keeps fewer bits, a last bit decides which way an
-    element is rounded, and elements of two right runs differ by a level.
+    One run is on one device, the other on the experiment's mesh. With `verify_against`, both are on the mesh, without and with
+    these XLA options. Optimizer states are kept in float32: with fewer bits, a difference in the last bit can change the
+    direction of rounding, and two correct runs would differ by a rounding step.
 
     Raises:
       UserError: the job has several processes, or the installed XLA doesn't know an option.
@@ -225,7 +225,7 @@ def _with_float32_states(job: Job) -> Job:
 
 
 def _check_options(options: xla_flags.Options, own: Mapping[str, Any], device: jax.Device) -> None:
-    """Refuses options that change nothing here: both runs would be the same program.
+    """Refuses XLA options that have no effect on this device or are set already: both runs would be the same program.
 
     Raises:
       UserError: an option is for another kind of devices, or all of them are set in the experiment's XLA_FLAGS already.
@@ -249,11 +249,11 @@ def _compare_runs(
 
     Args:
       first, second: a snapshot after each step.
-      names: of the two, for the table's header.
-      between: what the runs were on, e.g. 'on one device and on data=4'.
+      names: the names of the two runs, for the table's header.
+      between: where the two runs took place, for messages, e.g. 'on one device and on data=4'.
 
     Raises:
-      SystemExit: with status 1 if they are not.
+      SystemExit: with status 1 if the numbers differ.
     """
     tolerance = Tolerance.for_task(job.task)
     numbers_of = [f"{what}, {name}" for what in ("loss", "norm") for name in names]

@@ -27,13 +27,13 @@ _INVALID = re.compile(r"While setting option (\w+), (.*)")
 
 
 def flags_for(experiment: BaseExperiment, device: jax.Device) -> dict[str, Any]:
-    """Returns the experiment's flags for a device. Those of other kinds of devices are left out, and logged.
+    """Returns the experiment's flags for a device. Flags for other kinds of devices are left out, and logged.
 
     Args:
       device: a device of the mesh; its platform is 'cpu', 'tpu', or for GPUs 'gpu' or 'cuda'.
 
     Raises:
-      UserError: a name doesn't begin with 'xla_', or a value is no bool, number or string.
+      UserError: a name doesn't begin with 'xla_', or a value is not a bool, number or string.
     """
     flags, others = {}, []
     for name, value in experiment.XLA_FLAGS.items():
@@ -54,10 +54,10 @@ def is_for(name: str, device: jax.Device) -> bool:
 
 
 def _check(name: object, value: object) -> None:
-    """Refuses what isn't a flag.
+    """Checks the name and the value of an XLA flag.
 
     Raises:
-      UserError: the name or the value has another form.
+      UserError: the name doesn't begin with 'xla_', or the value is not a bool, number or string.
     """
     if not isinstance(name, str) or not re.fullmatch(r"xla_\w+", name):
         near = re.sub(r"\W", "_", str(name).lstrip("-"))
@@ -68,14 +68,14 @@ def _check(name: object, value: object) -> None:
 
 
 def read(where: str, given: str | Options) -> Options:
-    """Reads options as XLA's own variable has them: '--xla_a=true --xla_b=2', with or without dashes, or with commas.
+    """Parses XLA options that are written as in XLA_FLAGS, '--xla_a=true --xla_b=2'. Dashes are optional; commas may separate.
 
     Args:
-      where: what has them, for messages.
-      given: the options. A name alone means true. What is no text is returned as it is.
+      where: the flag that the options are from, for messages.
+      given: the options. A name without a value means true. A mapping is returned as it is.
 
     Raises:
-      UserError: an item is no option, or an option stands there twice with two values.
+      UserError: an item is not an option, an option has two values, or there is no option.
     """
     if not isinstance(given, str):
         return given
@@ -103,14 +103,19 @@ def _value(text: str) -> bool | int | float | str:
 
 
 def value_text(value: bool | int | float | str) -> str:
-    """Returns a value as XLA writes it: 'true', '3'."""
+    """Returns a value as XLA writes it, e.g. 'true' or '3'."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def compile_with(
     lowered: jax.stages.Lowered, flags: Mapping[str, Any], experiment: str, where: str = "XLA_FLAGS"
 ) -> jax.stages.Compiled:
-    """Compiles a program with flags, which have their names without '--'. Messages say that `where` has them.
+    """Compiles a lowered program with XLA flags.
+
+    Args:
+      flags: {name without '--': value}.
+      experiment: the experiment's name, for messages.
+      where: the setting that the flags are from, for messages.
 
     Raises:
       UserError: the installed XLA doesn't know a flag, or refuses its value.
@@ -132,7 +137,8 @@ def compile_with(
 def _known(start: str) -> list[str]:
     """Returns the installed XLA's flags whose names begin with `start`, of CPUs, GPUs and all devices.
 
-    They are the fields of the message DebugOptions, which jaxlib's libraries describe. libtpu's flags are listed nowhere.
+    Flags are the fields of the protocol buffer message DebugOptions, whose description is in jaxlib's shared libraries. libtpu's
+    flags are listed nowhere.
     """
     names = set()
     for library in pathlib.Path(jaxlib.__file__).parent.glob("*.so"):

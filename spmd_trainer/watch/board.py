@@ -1,8 +1,8 @@
-"""How beats travel: each process writes its own, process 0 reads all of them and publishes what it concludes.
+"""Exchanges beats (heartbeats): each process writes its own, process 0 reads all of them and publishes a digest.
 
-They go through the key-value store of JAX's coordination service, which process 0 serves: N writes, one read of all by process
-0, and N reads of its conclusion, whose size doesn't grow with N. The calls have no deadline, and don't end while process 0
-is stopped. So a thread of its own makes them, and whoever wants the conclusion never waits for it.
+Beats go through the key-value store of JAX's coordination service, which process 0 serves. With N processes, a round takes N
+writes, one read of all beats by process 0, and N reads of the digest, whose size doesn't grow with N. The store's calls have no
+deadline, and block while process 0 is stopped. So a separate thread makes them, and readers of the digest never wait.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _WITH_STACKS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Digest:
-    """What was concluded of all beats.
+    """Summary of all processes' beats.
 
     Attributes:
-      still: seconds since any process has made progress.
-      behind: who is behind; see `stuck.Verdict`.
+      still: seconds since the last progress of any process.
+      behind: the processes that are behind; see `stuck.Verdict`.
       text: the same in words.
-      stacks: {process: its Python stacks}, of those behind.
-      first: the last beat of process 0, for those who don't hear of it any more.
+      stacks: {process: its Python stacks}, for the first processes that are behind.
+      first: the last beat of process 0, for processes that stop hearing from it.
     """
 
     still: float
@@ -59,13 +59,14 @@ class Digest:
 
 
 class Table:
-    """The last beat of each process, and since when it is the same."""
+    """The last beat of each process, and when the process was last heard of and last made progress."""
 
     def __init__(self, count: int, now: float):
-        """Has no beat yet.
+        """Starts without beats.
 
         Args:
-          now: the time in seconds, by the clock that the other methods are given times of.
+          count: number of processes.
+          now: the time in seconds, on the same clock as the times given to the other methods.
         """
         self._beats = {process: not_yet(process) for process in range(count)}
         self._moved = dict.fromkeys(range(count), now)
@@ -73,7 +74,7 @@ class Table:
         self._turned = now
 
     def note(self, beat: Beat, now: float) -> None:
-        """Takes a beat, or the same one again."""
+        """Stores a process' beat. A beat that is stored already changes nothing."""
         before = self._beats.get(beat.process)
         if before is None:
             return
@@ -84,9 +85,10 @@ class Table:
         self._beats[beat.process] = beat
 
     def turn(self, now: float, longest: float) -> None:
-        """Begins to take the beats of this moment. Leaves out the time since the last turn if it is more than `longest` seconds.
+        """Begins a round of beats at the time `now`.
 
-        Then this process was stopped itself, or its interpreter was held, and it has heard nothing.
+        If the last round began more than `longest` seconds ago, this process was stopped itself, or its interpreter was held.
+        It has heard nothing since, so the time since then doesn't count.
         """
         gap, self._turned = now - self._turned, now
         if gap > longest:
@@ -97,16 +99,17 @@ class Table:
         return {process: beat.window for process, beat in self._beats.items()}
 
     def seen(self, now: float) -> list[Seen]:
-        """Returns all processes in the order of their indices."""
+        """Returns a `Seen` for each process, in the order of the process indices."""
         return [
             Seen(beat, now - self._moved[process], now - self._heard[process]) for process, beat in self._beats.items()
         ]
 
     def digest(self, now: float, silent_after: float, processes: Collection[int] | None = None) -> Digest:
-        """Returns what is concluded now.
+        """Returns the digest at the time `now`.
 
         Args:
-          processes: those that this process hears of; None for all.
+          silent_after: seconds without a new beat after which a process counts as silent.
+          processes: the processes that this process hears of; None for all.
         """
         seen = [one for one in self.seen(now) if processes is None or one.beat.process in processes]
         verdict = stuck.find(seen, silent_after)
@@ -120,7 +123,7 @@ class Table:
         )
 
     def last_beat(self, process: int, now: float) -> str:
-        """Returns 'training step 12, input, 4 s ago', or '' if it has not beaten yet."""
+        """Returns a process' last beat as text, e.g. 'training step 12, input, 4 s ago'; '' before its first beat."""
         beat = self._beats.get(process)
         if beat is None or not beat.number:
             return ""
@@ -128,7 +131,7 @@ class Table:
 
 
 class Board:
-    """Exchanges the beats of this process with those of the others, from a thread of its own."""
+    """Exchanges the beats of this process with the other processes, in a separate thread."""
 
     def __init__(
         self,
@@ -141,12 +144,15 @@ class Board:
         silent_after: float,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Exchanges nothing yet.
+        """Stores the arguments; `start` begins the exchange.
 
         Args:
           client: JAX's client of the coordination service; with one process it is not used.
-          beat: returns the next beat of this process. Called in the board's thread.
+          index: index of this process.
+          count: number of processes.
+          beat: returns the next beat of this process. Called in the board's thread, and by `conclusion`.
           period: seconds between two beats.
+          silent_after: seconds without a new beat after which a process counts as silent.
           clock: returns the time in seconds, as `time.monotonic`.
         """
         self._client, self._index = client if count > 1 else None, index
@@ -170,9 +176,9 @@ class Board:
         return None if self._latest is None else self._latest[0]
 
     def conclusion(self) -> Digest | None:
-        """Returns what is concluded at this moment; None before the first digest. Never waits.
+        """Returns the digest at this moment; None before the first one. Never waits.
 
-        If process 0 has published nothing for `silent_after` seconds, this process concludes of its own beats and that silence.
+        If process 0 has published nothing for `silent_after` seconds, the digest covers only this process and process 0.
         """
         now, latest = self._clock(), self._latest
         if self._index:
@@ -188,7 +194,7 @@ class Board:
         return dataclasses.replace(latest[0], still=latest[0].still + now - latest[1])
 
     def last_beat(self, process: int) -> str:
-        """Returns what a process did last, as `Table.last_beat`. Others than process 0 know only of process 0. Never waits."""
+        """Returns `Table.last_beat` of a process. Processes other than 0 know only process 0 and themselves. Never waits."""
         return self._table.last_beat(process, self._clock())
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Looks now and then at how long the devices take: for a training step, and for a small program without collectives.
+"""Measures now and then how long the devices take for a training step, and for a small program without collectives.
 
 In a synchronous job the devices of all processes finish a step together, because they wait for each other in its collectives. So
-a step's time says how fast the slowest is, not which one. A small program that every process runs alone does: its time grows
-where a device is throttled, shared or damaged. MegaScale (Jiang et al., 2024, section 5) compares the times of forward
-computations of all machines in the same way.
+a step's time shows how fast the slowest device is, but not which device it is. A small program that every process runs alone
+shows that: its time grows where a device is throttled, shared or damaged. MegaScale (Jiang et al., 2024, section 5) compares the
+times of forward computations of all machines in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Clock = Callable[[], float]
 
 
 class DeviceProbe:
-    """A chain of matrix products, 0.14 TFLOP in bfloat16, on each of some accelerators: half a millisecond on a current one."""
+    """Probe for accelerators: a chain of bfloat16 matrix products on each device, 0.14 TFLOP (0.5 ms on a current one)."""
 
     def __init__(self, devices: Sequence[jax.Device], size: int = _MATRIX):
         matrix = jnp.eye(size, dtype=jnp.bfloat16)
@@ -40,7 +40,7 @@ class DeviceProbe:
         self._programs = [jax.jit(_products).lower(one).compile() for one in self._matrices]
 
     def dispatch(self) -> list[jax.Array]:
-        """Hands the program to the devices, which begin it when they have finished what they were handed before."""
+        """Dispatches the program to the devices, which run it after the programs that were dispatched before."""
         return [program(matrix) for program, matrix in zip(self._programs, self._matrices, strict=True)]
 
     def finish(self, arrays: Sequence[jax.Array]) -> None:
@@ -49,17 +49,17 @@ class DeviceProbe:
 
 
 class HostProbe:
-    """Hashes 64 KiB on the calling thread: what a core of this host takes for the same work.
+    """Probe for host (CPU) devices: hashes 64 KiB on the calling thread.
 
     Host devices run their programs on the host's cores, in threads that independent programs would share with the training step.
-    So nothing is handed to the devices.
+    So nothing is dispatched to the devices.
     """
 
     def dispatch(self) -> list[jax.Array]:
         return []
 
     def finish(self, arrays: Sequence[jax.Array]) -> None:
-        """Does the work, without Python's lock."""
+        """Hashes the bytes. The GIL is released meanwhile."""
         del arrays
         hashlib.sha256(_HASHED)
 
@@ -72,13 +72,13 @@ def _products(matrix: jax.Array) -> jax.Array:
 
 
 class DeviceWatch:
-    """Looks at some of the steps from a thread of its own, so rarely that it takes 0.2% of the time. The loop never waits for it.
+    """Measures some of the steps in a separate thread, so rarely that it takes 0.2% of the time. The loop never waits for it.
 
     Attributes:
-      steps: seconds that the devices took for each of the last steps looked at, from when they could begin to the result.
-      probes: seconds of the small program after each of them.
-      dry: 1.0 for each of them that was dispatched when the devices had finished the step before, else 0.0. Empty for host
-        devices: what the host does takes cores from them, so they hide nothing.
+      steps: seconds that the devices took for each of the last measured steps, from their possible start to the result.
+      probes: seconds of the probe after each of these steps.
+      dry: 1.0 for each of these steps that was dispatched after the devices had finished the step before, else 0.0. Empty for
+        host devices: host work takes cores from them, so device work never hides it.
     """
 
     def __init__(self, probe: DeviceProbe | HostProbe, clock: Clock = time.monotonic):
@@ -98,13 +98,13 @@ class DeviceWatch:
         return cls(HostProbe() if devices[0].platform == "cpu" else DeviceProbe(devices))
 
     def after_dispatch(self, began: float, before: Any, packed: Any, step_seconds: float) -> None:
-        """Looks at a step that has just been dispatched, if it is time to.
+        """Measures the step that has just been dispatched, if a measurement is due.
 
         Args:
-          began: when its dispatch began, by the clock.
+          began: the time at which the step's dispatch began, in seconds of the clock.
           before: an output of the step before, a tree of arrays.
           packed: an output of this step.
-          step_seconds: about how long a step takes.
+          step_seconds: approximate duration of a step in seconds.
         """
         self._left -= 1
         if self._left > 0 or self._is_looking:
@@ -117,7 +117,7 @@ class DeviceWatch:
         self._looks.put((began, None if is_dry else before, packed, probes, step_seconds, self._clock() - entered))
 
     def close(self) -> None:
-        """Ends the thread, unless the devices hang."""
+        """Ends the thread. If the devices hang, stops waiting for it after 2 seconds."""
         self._looks.put(())
         self._thread.join(_CLOSE_SECONDS)
 

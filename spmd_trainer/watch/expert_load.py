@@ -1,4 +1,4 @@
-"""The load of experts: summaries of it, and a warning that names experts which no token reaches."""
+"""Summaries of the load of experts, and a warning that names experts that no token reaches."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _MOST_LAYERS = 20
 
 
 class ExpertLoad(Callback):
-    """Summarises the load of experts, without padding. Warns of dead ones, once until they have a token again.
+    """Summarises the load of experts, without padding. Warns once of a dead expert, and again only after it has had a token.
 
-    The training summaries have `experts/max_over_mean`, the greatest ratio of any layer's fullest expert to the layer's mean, and
-    `experts/without_tokens`, the number of experts of all layers that no token of the step chose. `summaries/experts` has both
-    for each layer, and in `metrics.jsonl` its experts' shares of the layer's load, in order: 'LAYER/load': '0.21 0.18 ...'.
+    The training summaries have `experts/max_over_mean`, the highest load of an expert divided by the mean load of its layer
+    (maximum over layers), and `experts/without_tokens`, the number of experts of all layers that no token of the step chose.
+    `summaries/experts` has both for each layer. Its `metrics.jsonl` also has the experts' shares of the layer's load, in order:
+    'LAYER/load': '0.21 0.18 ...'.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class ExpertLoad(Callback):
         self._interval = run.task.train.summary_interval_steps
 
     def on_start(self, run: Run) -> None:
-        """Makes TensorBoard forget the steps that are taken again."""
+        """Makes TensorBoard drop earlier values of the steps that this run takes again."""
         run.summaries.replace_from(EXPERTS, run.first_step + 1)
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
@@ -51,7 +52,7 @@ class ExpertLoad(Callback):
             _write(run, step, scalars.loads)
 
     def _newly_dead(self, name: str, load: np.ndarray) -> Iterator[str]:
-        """Yields 'LAYER: expert, ...' for layers with experts that have been without a token for `DEAD_AFTER` steps now."""
+        """Yields 'LAYER: expert, ...' for layers with experts that have just reached `DEAD_AFTER` steps without a token."""
         # A step whose batch has no weight says nothing.
         idle = np.where(load > 0, 0, self._idle.get(name, np.zeros(load.shape, int)) + load.any(axis=-1, keepdims=True))
         is_new = (idle == DEAD_AFTER) & load.any(axis=-1, keepdims=True)
@@ -87,12 +88,12 @@ def _write(run: Run, step: int, loads: Mapping[str, np.ndarray]) -> None:
 
 
 def _by_layer(name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields each layer's name and its [experts]: 'NAME/0', 'NAME/1', ... for the repetitions of a layer."""
+    """Yields each layer's name and its part [experts] of an array. Repetitions of a layer are named 'NAME/0', 'NAME/1', ..."""
     for index in np.ndindex(array.shape[:-1]):
         yield "/".join((name, *map(str, index))), array[index]
 
 
 def _ratios(load: np.ndarray) -> np.ndarray:
-    """Returns the greatest load / mean load over the last dimension; 0 without tokens."""
+    """Returns the highest load divided by the mean load over the last dimension; 0 if there are no tokens."""
     found: np.ndarray = load.max(axis=-1) / np.maximum(load.mean(axis=-1), 1e-9)
     return found

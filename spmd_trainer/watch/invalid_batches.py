@@ -28,10 +28,10 @@ _PREFIX = "batch/"
 
 
 class InvalidBatches(Callback):
-    """Keeps the batches of the steps in flight, and writes that of a step which turns out to be invalid.
+    """Keeps the batches of dispatched steps, and writes the batch of a step that turns out to be invalid.
 
-    A valid step costs an entry in a list. Each process writes its own rows: `replay/step_N/process_I.npz`. A directory gets
-    `MAX_BATCHES` of them; later invalid steps are replayed from the input.
+    A valid step costs only an entry in a list. Each process writes its own rows: `replay/step_N/process_I.npz`. A run's directory
+    gets at most `MAX_BATCHES` batches; later invalid steps are replayed from the input.
     """
 
     turn = Turn.FIRST  # before the callback that may end the run at an invalid step
@@ -41,7 +41,7 @@ class InvalidBatches(Callback):
         self._written: set[int] | None = None
 
     def after_dispatch(self, run: Run, step: int) -> None:
-        """Keeps the step's batch until its scalars are there."""
+        """Keeps the step's batch until the step's scalars arrive."""
         self._in_flight.append((step, run.dispatched))
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
@@ -85,7 +85,7 @@ def written_steps(job_log_dir: epath.Path) -> set[int]:
 
 
 def write(job_log_dir: epath.Path, step: int, batch: PyTree) -> epath.Path:
-    """Writes this process' rows of a batch, and the padding rows that it added; returns the file.
+    """Writes this process' rows of a batch, including its padding rows, and returns the file's path.
 
     Args:
       step: the step that took the batch.
@@ -103,10 +103,10 @@ def write(job_log_dir: epath.Path, step: int, batch: PyTree) -> epath.Path:
 
 
 def read(job_log_dir: epath.Path, step: int, like: PyTree) -> PyTree | None:
-    """Returns what `write` wrote: numpy arrays, in the structure of `like`; None if there is no such file.
+    """Reads a file of `write`. Returns numpy arrays in the structure of `like`; None if there is no such file.
 
     Raises:
-      ValueError: the file is of another input, or damaged.
+      ValueError: the file was written for another input, or is damaged.
     """
     path = batch_file(job_log_dir, step)
     try:

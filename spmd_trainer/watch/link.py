@@ -1,7 +1,7 @@
-"""What the command line and its run tell each other: how a process leaves its job, and what was last heard of another one.
+"""Link between the command line and a training run: how a process leaves its job, and the last beat of another process.
 
-The run knows when it hangs, and what each process did last. The command line holds the connections of the job's processes, over
-which they tell each other why they leave. Neither imports the other.
+The run knows when it hangs, and what each process did last. The command line holds the connections between the job's processes,
+over which they tell each other why they leave. The two do not import each other.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LOGS_SECONDS = 10.0
 
 
 class JobLink:
-    """See the module.
+    """Link between the command line and a training run; see the module.
 
     Attributes:
-      leaving: set once this process is ending because of a hang: what fails in it from then on is not the reason.
-      before_leaving: called then: the loss of another process is no news any more.
-      say_why: tells the other processes why this one leaves.
+      leaving: set once this process is ending because of a hang. Errors after that are not the reason for its end.
+      before_leaving: called when `leaving` is set; from then on the loss of another process need not be reported.
+      say_why: tells the other processes why this process leaves.
       status_of_others: the exit status of a process that is not behind.
-      last_beat: returns what a process did last, as a clause for a message, or '' if that is not known.
+      last_beat: returns the last beat of a process, as a clause for a message; '' if it is not known.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class JobLink:
 
         Args:
           why: a clause, e.g. 'no progress for 30m; process 1 is behind'.
-          is_behind: True if this process is the one that the others wait for, or if nobody can be named.
+          is_behind: True if the other processes wait for this process, or if it is not known which process is behind.
         """
         status = STATUS_HANG if is_behind else self.status_of_others
         terminal.write(

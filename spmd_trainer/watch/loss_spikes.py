@@ -32,9 +32,10 @@ class LossSpikes(Callback):
     """Counts loss spikes, and warns of them.
 
     A step is a spike if its loss is more than 8 deviations above the median of the last 100 valid losses. A deviation is 1.4826
-    times the median absolute deviation, and at least 1% of the median: unlike mean and standard deviation, they hardly move with
-    earlier spikes. It must also be three times as far from the median as 95 of the 100 losses are: where one batch in ten is
-    harder, such a batch is none. A loss that stays up is one spike. The summaries have the count as `loss_spikes`.
+    times the median absolute deviation, and at least 1% of the median. Unlike mean and standard deviation, the two hardly change
+    with earlier spikes. The loss must also be more than three times as far above the median as the 95th percentile of these
+    losses, so that a harder batch, one in ten, is not a spike. A loss that stays high is one spike. The summaries have the count
+    as `loss_spikes`.
 
     Attributes:
       count: spikes since the run was started.
@@ -46,7 +47,7 @@ class LossSpikes(Callback):
         self._is_up = False
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Judges the step's loss. Steps without a valid loss are those of `InvalidSteps`."""
+        """Checks whether the step's loss is a spike. Skips steps without a valid loss, which `InvalidSteps` handles."""
         if scalars.loss is not None and is_valid(scalars):
             self._judge(step, scalars.loss)
             self._losses.append(scalars.loss)

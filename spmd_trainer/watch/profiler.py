@@ -1,4 +1,4 @@
-"""Profiles some training steps for TensorBoard, where the task asks for it."""
+"""Profiles some training steps for TensorBoard, if the task sets `profiler_capture_step`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from spmd_trainer.callbacks import Callback, Run
 
 
 class Profiler(Callback):
-    """Profiles from `task.train.profiler_capture_step` on, into `job_log_dir/profile`.
+    """Profiles training steps after `task.train.profiler_capture_step`, into `job_log_dir/profile`.
 
-    The profile spans `profiler_num_steps` steps, and goes on until `profiler_min_duration_sec` have passed.
+    The profile spans at least `profiler_num_steps` steps, and at least `profiler_min_duration_sec` seconds.
     """
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class Profiler(Callback):
             self.on_end(run)
 
     def on_end(self, run: Run) -> None:
-        """Ends a profile that training ended in the middle of."""
+        """Ends a profile that is still running when training ends."""
         if self._since is not None:
             jax.block_until_ready(run.state)
             self.on_failure(run)
 
     def on_failure(self, run: Run, error: BaseException | None = None) -> None:
-        """Ends the profile: the steps before a failure are worth looking at."""
+        """Ends and keeps a running profile, because it shows the steps before the failure."""
         del error
         if self._since is not None:
             jax.profiler.stop_trace()

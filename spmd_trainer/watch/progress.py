@@ -35,11 +35,11 @@ class Progress:
     The step time is the mean over the steps since the last interval ended, without evaluations and saves.
 
     Attributes:
-      items_per_step: tokens (or examples) in a global batch.
-      flops_per_item: the model's FLOPs, by the names of `flops_per_item`; {} if unknown.
+      items_per_step: number of tokens (or examples) in a global batch.
+      flops_per_item: the model's FLOPs per token (or example), as the function `flops_per_item` returns them; {} if unknown.
       peak_flops: peak FLOP/s of all devices; None if unknown. If both are known, the line shows the model FLOPs
         utilization.
-      memory: of this process's devices, for the live line; None if unknown.
+      memory: memory of this process's devices, for the live line; None if unknown.
       shown: the step of the newest line.
     """
 
@@ -77,9 +77,7 @@ class Progress:
         self._since = (step, self._last_line)
 
     def report(self, step: int, scalars: Scalars) -> dict[str, float]:
-        """Logs a finished step's line if due. Returns timing scalars for the summaries at the end of an interval, else
-        {}.
-        """
+        """Logs the line of a finished step if it is due. Returns timing scalars at the end of an interval, otherwise {}."""
         now = self._clock()
         self._latest = (step, now, scalars.loss)
         ends_interval = step % self._interval == 0 or step == self._num_steps
@@ -134,7 +132,7 @@ class Progress:
         return timing
 
     def _utilization(self, rate: float) -> dict[str, float]:
-        """Returns the model FLOPs utilization at a rate of items per second, in each count; {} if unknown."""
+        """Returns the model FLOPs utilization at a rate of items per second, for each count of FLOPs; {} if unknown."""
         peak = self.peak_flops
         return {name: rate * flops / peak for name, flops in self.flops_per_item.items()} if peak else {}
 
@@ -143,10 +141,10 @@ class ProgressLines(Callback):
     """Logs the first step, then one line per `log_train_output_interval_steps`, with throughput and the time left."""
 
     def __init__(self, upcoming: Callable[[int], Mapping[str, int]] = lambda step: {}) -> None:
-        """Shows nothing yet.
+        """Stores the argument.
 
         Args:
-          upcoming: returns what is due next after a step, and at which step; see `Schedule.upcoming`. For the live line.
+          upcoming: given a step, returns {event: the next step at which it is due}, for the live line; see `Schedule.upcoming`.
         """
         self._progress: Progress | None = None
         self._batch: PyTree = None
@@ -158,7 +156,7 @@ class ProgressLines(Callback):
         self._summary_interval = run.task.train.summary_interval_steps
 
     def after_pause(self, run: Run, step: int) -> None:
-        """Starts the clock again: evaluations, saves and compilation don't count as training."""
+        """Restarts the timing, so that evaluations, saves and compilation don't count as training time."""
         if self._progress is None:
             items, unit = items_per_step(run)
             train_p = run.task.train
@@ -179,7 +177,7 @@ class ProgressLines(Callback):
         self._progress.start(step)
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Logs the line where it is due, and gives its timing to the summaries."""
+        """Logs the line if it is due, and passes its timing to the summaries."""
         if self._is_first:
             self._is_first = False
             took = format_duration(time.monotonic() - run.began)
@@ -203,7 +201,7 @@ class ProgressLines(Callback):
     on_failure = on_end
 
     def _status(self, run: Run) -> TrainingStatus | None:
-        """Returns this moment of the run; None before its first step. Called by the display's thread."""
+        """Returns the current status of the run; None before its first step. Called by the display's thread."""
         status = None if self._progress is None else self._progress.status()
         if status is None:
             return None
@@ -219,12 +217,12 @@ def items_per_step(run: Run) -> tuple[int, str]:
 
 
 def flops_per_item(run: Run) -> dict[str, float]:
-    """Returns the model's FLOPs of a token in training, in two counts: {'mfu': ..., 'mfu_6n': ...}.
+    """Returns the model's training FLOPs per token, in two counts: {'mfu': ..., 'mfu_6n': ...}.
 
-    'mfu_6n' is `kernels.chips.model_flops`. 'mfu' counts what is computed for a token: the matrix products of the chosen
-    experts and of causal attention (half of all keys), without lookups of embeddings and rematerialisation. It is left out for
-    models without `matrix_flops`, e.g. other models than `DecoderLanguageModel`. Rows of several texts count as one text.
-    Empty for a run without tokens, or without the room that counts.
+    'mfu_6n' is `kernels.chips.model_flops`. 'mfu' counts the computed matrix products: only the chosen experts, and causal
+    attention over half of all keys, without embedding lookups and rematerialisation. 'mfu' is left out for models without
+    `matrix_flops`, e.g. other models than `DecoderLanguageModel`. A row of several texts counts as one text.
+    Empty for a run without tokens, or if `kernels.chips` is not installed.
     """
     if items_per_step(run)[1] != "tokens" or (chips := rooms.find("kernels.chips")) is None:
         return {}
@@ -236,13 +234,13 @@ def flops_per_item(run: Run) -> dict[str, float]:
 
 
 def _peak_flops(run: Run) -> float | None:
-    """Returns the FLOP/s of the mesh's devices, or None where they aren't known."""
+    """Returns the peak FLOP/s of all devices of the mesh; None if unknown."""
     devices, chips = run.mesh.devices, rooms.find("kernels.chips")
     return None if chips is None else chips.peak_flops(devices.flat[0].device_kind, devices.size)
 
 
 def _memory(run: Run) -> Memory | None:
-    """Returns the memory of the fullest of this process's devices, or None where the backend doesn't say, as on CPU."""
+    """Returns the memory of this process's fullest device; None if the backend doesn't report memory, as on CPU."""
     found = [stats for device in run.mesh.local_devices if (stats := device.memory_stats())]
     if not found:
         return None

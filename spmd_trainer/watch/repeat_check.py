@@ -24,14 +24,14 @@ _Checksums = Mapping[str, Mapping[jax.Device, DeviceChecksum]]
 
 
 class RepeatError(ReplicaError):
-    """The same step from the same state gave other bits; the message names the devices and the variables."""
+    """The same step from the same state gave different bits. The message names the devices and the variables."""
 
 
 class RepeatCheck:
-    """Takes training steps; every `every` steps, takes one twice.
+    """Wraps the train step, and takes each step whose number is a multiple of `every` twice.
 
-    Both times the step's own compiled program runs, the first time on a copy of the state, the second time as in every other
-    step: training goes on as without the check. At such a step the devices need memory for one more state.
+    The step's own compiled program runs both times: first on a copy of the state, then as in every other step. So training
+    continues as without the check. At such a step the devices need memory for one more state.
     """
 
     def __init__(self, every: int):
@@ -92,9 +92,9 @@ def _compare(first: _Checksums, second: _Checksums, step: int) -> None:
 
 
 def _advice(differing: Mapping[str, list[jax.Device]], first: _Checksums) -> str:
-    """Returns what to do: take out the device that is surely wrong, or find out which one it is.
+    """Returns advice for the user: remove the faulty device, or find out which device is faulty.
 
-    Collectives bring a difference to devices that are sound. So only a device that is alone with it is surely wrong.
+    Collectives spread a difference to sound devices. So a device is surely faulty only if no other device differs.
     """
     (all_devices, *_) = (list(of) for of in first.values())
     named = [device for device in all_devices if any(device in devices for devices in differing.values())]

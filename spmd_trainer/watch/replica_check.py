@@ -37,7 +37,7 @@ class ReplicaError(UserError):
 
 
 class ReplicaCheck(Callback):
-    """Ends the run if devices that hold the same part of a variable have other bits of it. Such a state is not saved."""
+    """Ends the run if devices that hold the same part of a variable have different bits. Such a state is not saved."""
 
     def __init__(self, every: int):
         self._every = every
@@ -48,10 +48,10 @@ class ReplicaCheck(Callback):
         return bool(self._every) and step % self._every == 0 and step > 0
 
     def on_pause(self, run: Run, step: int) -> None:
-        """Compares where it is due, once; also before a state is saved.
+        """Compares the copies once if a check is due at this step. Also called before a state is saved.
 
         Raises:
-          ReplicaError: copies differ; names the devices and the variables.
+          ReplicaError: copies differ. The message names the devices and the variables.
         """
         if not self.asks_for_pause(run, step) or step == self._checked:
             return
@@ -73,7 +73,7 @@ class ReplicaCheck(Callback):
 
 
 def rows_text(rows: Sequence[object]) -> str:
-    """Returns the first rows as lines of an error's message, and how many more there are."""
+    """Returns the first rows as lines of an error message, and the number of further rows."""
     more = [f"and {len(rows) - _NAMED} more"] if len(rows) > _NAMED else []
     return "".join(f"\n  {row}" for row in (*rows[:_NAMED], *more))
 
@@ -84,11 +84,11 @@ DeviceChecksum: TypeAlias = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Copies of one part of a variable that differ.
+    """A part of a variable of which the devices' copies differ.
 
     Attributes:
-      devices: the devices with other bits than most; all that hold the part if no bits are in the majority.
-      others: the devices that most have the same bits on; empty if no bits are in the majority.
+      devices: the devices outside of the largest group of equal copies; all that hold the part if two groups are largest.
+      others: the devices of the largest group; empty if two groups are largest.
     """
 
     path: str
@@ -103,7 +103,7 @@ class Difference:
 
 
 def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:
-    """Returns where copies of arrays differ. All are on one mesh.
+    """Returns the parts of arrays of which the devices' copies differ. All arrays are on one mesh.
 
     Called by every process; all of them get the same result.
     """
@@ -148,7 +148,7 @@ def device_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, dict[jax.Devi
 
 @functools.lru_cache(maxsize=8)
 def _checksums(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.stages.Wrapped:
-    """Returns a jitted function: arrays -> uint32 [devices, arrays, 2], which every process can read."""
+    """Returns a jitted function: arrays -> replicated uint32 [devices, arrays, 2]."""
 
     def local(arrays: Sequence[jax.Array]) -> jax.Array:
         sums = jax.numpy.stack([bits_checksum(x) for x in arrays])

@@ -1,4 +1,4 @@
-"""What this room adds to a training run."""
+"""The callbacks that this package adds to a training run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spmd_trainer.watch.watchdog import Watchdog
 
 
 def of_run(job: Job) -> list[Callback]:
-    """Returns the callbacks that watch a run of this job. Those of the same turn are called in this order."""
+    """Returns the callbacks that monitor a run of this job. Callbacks with the same `turn` are called in this order."""
     config, times = job.config.of(TrainConfig), TimeRecord()
     parts = StepParts(RepeatCheck(config.check_repeat_every))
     return [
@@ -43,7 +43,7 @@ def of_run(job: Job) -> list[Callback]:
 
 
 class RunPage(Callback):
-    """Writes `run.html` into the run's directory. That it can't be written is a warning: the run is what matters."""
+    """Writes `run.html` into the run's directory. If that fails, logs a warning, and the run does not fail."""
 
     turn = Turn.WRITES
 

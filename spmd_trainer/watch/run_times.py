@@ -29,13 +29,12 @@ _SHARE_BETWEEN_LINES = 0.005
 class TimeRecord(Callback):
     """Writes the times after each pause (the start, saves, evaluations, decodes), now and then with a summary, and at the end.
 
-    A later start of a run notes at once that it has begun: until its first step, the last line would else say how the one
-    before it has ended.
+    A restarted run writes a line at once. Otherwise the last line would say, until the first step, how the start before ended.
 
     The file stays small: within months of training it gets some thousand lines, besides those of the pauses.
 
     Attributes:
-      ended: how the run has ended; '' while it goes on.
+      ended: how the run has ended, one of `ENDS`; '' while it runs.
     """
 
     turn = Turn.WRITES
@@ -47,7 +46,7 @@ class TimeRecord(Callback):
         self.ended = ""
 
     def on_open(self, run: Run) -> None:
-        """Process 0 notes when the run began."""
+        """Records on process 0 when the run began."""
         # Reading a field of a config costs as much as waking a thread, so it isn't done at every step.
         self._interval = run.task.train.summary_interval_steps
         if jax.process_index() == 0:
@@ -63,7 +62,7 @@ class TimeRecord(Callback):
         self._has_state = True
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Writes the times with a summary, if the last line is not too young."""
+        """Writes the times at a step with a summary, if the last line is old enough."""
         del scalars
         if step % self._interval:
             return
@@ -76,7 +75,7 @@ class TimeRecord(Callback):
         self.write(run)
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Writes the times and how the run has ended, unless `on_end` has done that."""
+        """Writes the times and how the run has ended, unless `on_end` has written them."""
         run.times.begin("other")
         if self._written and not self.ended:  # else a new run did not get to its first step
             self.ended = run.end(error)
@@ -87,7 +86,7 @@ class TimeRecord(Callback):
         self.write(run)
 
     def write(self, run: Run) -> None:
-        """Writes the times so far. Process 0 does."""
+        """Writes the times so far. Only process 0 writes."""
         if self._file is None:
             return
         self._written = time.monotonic()
@@ -96,7 +95,7 @@ class TimeRecord(Callback):
 
 
 class LastTimes(Callback):
-    """Lets a `TimeRecord` add what the page and the trackers have taken."""
+    """Makes a `TimeRecord` write the times again at the very end, with the time that the page and the trackers took."""
 
     turn = Turn.LAST
 
@@ -121,7 +120,7 @@ class StartTimes:
       first_step: step of its initial state.
       time: time of this record, in seconds since 1970.
       ended: one of `ENDS`; '' while it runs, and if it was killed.
-      starting: True until its state is restored or initialised. Its steps then repeat those of the start before.
+      starting: True until its state is restored or initialised. Until then, its steps are the last step of the start before.
     """
 
     start: float
@@ -134,7 +133,7 @@ class StartTimes:
 
     @property
     def steps(self) -> int:
-        """Number of steps it has taken."""
+        """Number of steps that this start has taken."""
         return self.step - self.first_step
 
     @property
@@ -158,7 +157,7 @@ class RunTimesFile:
 
         Args:
           seconds: see `RunTimes.seconds`.
-          first_step, step, ended: see `StartTimes`. Without a first step, the start has no state yet.
+          first_step, step, ended: see `StartTimes`. `first_step` is None while the start has no state.
         """
         steps: dict[str, int] = {"starting": True}
         if first_step is not None:
@@ -215,7 +214,7 @@ class Goodput:
       seconds: total time of all starts, without the time between them.
       productive: seconds of steps whose result the run has kept.
       redone: seconds of steps that a later start repeated from an earlier checkpoint.
-      redone_steps: the number of those steps.
+      redone_steps: number of steps that were repeated.
       away: seconds between the last record of each start and the beginning of the next.
     """
 

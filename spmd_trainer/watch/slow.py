@@ -1,15 +1,15 @@
-"""Which process of a run is slow, and in which part of a step.
+"""Finds which process of a run is slow, and in which part of a step.
 
-A process's own time of a step is its input, its dispatch, and what its devices take. The last is an estimate, because devices
-wait for each other: the least time that any process's devices took for a step, times this process's time of a small program over
-the median's (see `device_watch.py`). The window is one of 20 steps, and a process is slow if
+A process's own time for a step is the sum of its input, its dispatch and its device time. The device time is an estimate, because
+devices wait for each other: the shortest device time of any process, times this process's time for a small program (see
+`device_watch.py`), divided by the median process's time for it. A window has 20 steps. A process is slow if
 
-- 15 of its 20 own times are over 1.2 times the median of all processes' medians: it is slow by so much;
-- 17 of its 20 own times are over what 17 of 20 times of the median process are below: noise doesn't look like that;
-- and the median is 1 ms over that of the others: on less a script's line of Python would be named.
+- 15 of its 20 own times are over 1.2 times the median of all processes' medians;
+- 17 of its 20 own times exceed 17 of the 20 times of the median process, which noise doesn't cause;
+- and its median is 1 ms over that of the others, because a smaller excess can come from a line of Python in a script.
 
-Of two processes no median is robust, so each is compared with the other one: then the slower one is named, and it may as well be
-that the other one is fast.
+With two processes, a median is not robust, so each process is compared with the other one. Then the slower process is named,
+although the other process may be unusually fast.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _LOW, _QUARTER, _MEDIAN, _HIGH = range(4)
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What one window says of one process.
+    """Comparison of one process with the others over one window.
 
     Attributes:
-      part: the part with most excess over the others, one of `PARTS`.
-      seconds: the median of that part.
-      others: the same of the others: the median of their medians.
-      ratio: its own time over the median of the processes.
-      is_slow: whether it is slow; see the top of the file.
+      part: the part with the largest excess over the other processes, one of `PARTS`.
+      seconds: the process's median time for that part.
+      others: the median of the other processes' median times for that part, in seconds.
+      ratio: the process's own time divided by the median of all processes.
+      is_slow: True if the process is slow; see the module.
       steps: the first and the last step of the window.
-      processes: how many were compared.
-      is_hidden: whether the part is the host's, and the devices had work of the step before meanwhile: no step waited for it.
+      processes: number of processes that were compared.
+      is_hidden: True if the part runs on the host while the devices still work on the step before, so no step waits for it.
     """
 
     process: int
@@ -70,14 +70,14 @@ def _ms(seconds: float) -> str:
 
 
 def judge(told: Mapping[int, Mapping[str, Any] | None], newer_than: int = 0) -> list[Verdict]:
-    """Compares all processes over the newest window of steps that all of them have told.
+    """Compares all processes over the newest window of steps that all of them have measured.
 
     Args:
-      told: what `StepParts.window` returned, by process.
+      told: {process: result of its `StepParts.window`}.
       newer_than: the window must end after this step.
 
     Returns:
-      A verdict on each process; none if there is only one, or no common window that is new enough.
+      A verdict for each process; empty if there is only one process, or no common window that is new enough.
     """
     by_step = {p: {one["step"]: one for one in window["windows"]} for p, window in told.items() if window}
     if len(by_step) < len(told) or len(told) < 2:
@@ -94,7 +94,7 @@ def judge(told: Mapping[int, Mapping[str, Any] | None], newer_than: int = 0) -> 
 
 
 def _device_times(device: float, probes: Mapping[int, Sequence[float] | None]) -> dict[int, list[float]]:
-    """Returns what each process's devices take for a step, as `spread` does: `device`, or more where its probe is slow."""
+    """Returns each process's device seconds per step, as the four values of `spread`: `device`, or more if its probe is slow."""
     found = {p: [device] * 4 for p in probes}
     known = {p: probe for p, probe in probes.items() if probe is not None}
     if len(known) < len(probes):
@@ -142,7 +142,7 @@ def _verdict(process: int, told: Mapping[str, Any], times: Mapping[int, Mapping[
 
 
 class SlowProcesses:
-    """Names a process when it becomes slow, when another part of it does, and when it is as fast as the others again."""
+    """Reports a process when it becomes slow, when its slow part changes, and when it is as fast as the others again."""
 
     def __init__(self) -> None:
         self._judged = 0
@@ -150,7 +150,7 @@ class SlowProcesses:
         self._named: dict[int, tuple[str, int]] = {}
 
     def update(self, told: Mapping[int, Mapping[str, Any] | None]) -> list[str]:
-        """Judges the newest window that all processes have told, once; see `judge`."""
+        """Judges the newest window that all processes have measured, once, and returns lines for the log; see `judge`."""
         lines = []
         for verdict in judge(told, self._judged):
             self._judged = verdict.steps[1]

@@ -22,12 +22,12 @@ _WATCHING = ("watchdog", "beats", "heartbeat", "phase:", "lock", "peer-watch", "
 
 
 def stacks(longest: int | None = None) -> str:
-    """Returns where each Python thread is, the innermost call first: the main thread, then those that read input, then others.
+    """Returns the stacks of Python threads, innermost call first: main thread, threads that read input, other threads.
 
-    Only names and line numbers: reading source files could hang too.
+    Threads that only watch are left out. The stacks have only names and line numbers, because reading source files could hang.
 
     Args:
-      longest: the number of characters at most; None for all.
+      longest: maximum number of characters; None for no limit.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -46,21 +46,21 @@ def _calls(frame: types.FrameType | None) -> str:
 
 
 class HeldInterpreter:
-    """Writes this process's stacks into a file when its Python threads can't run, because C code holds the interpreter's lock.
+    """Writes this process's stacks into a file when its Python threads can't run, because C code holds the GIL.
 
-    A thread of faulthandler's, which needs no lock, writes unless `alive` was called in time. There is only one in a process:
-    whoever else calls `faulthandler.dump_traceback_later` takes it over.
+    A faulthandler thread, which doesn't need the GIL, writes unless `alive` is called in time. A process has only one such
+    thread: another call of `faulthandler.dump_traceback_later` takes it over.
     """
 
     def __init__(self, path: epath.Path, seconds: float):
-        """Opens the file. In an object store nothing can be appended to: then it is a file in the machine's folder for such.
+        """Opens the file. In place of one in an object store, which can't be appended to, opens a local temporary file.
 
         Args:
-          path: the file; its directory is made.
-          seconds: the time without a call of `alive` after which the stacks are written.
+          path: the file; its directory is created.
+          seconds: seconds without a call of `alive` after which the stacks are written.
 
         Raises:
-          OSError: the file can't be made.
+          OSError: the file can't be created.
         """
         self._seconds = seconds
         self._path = path
@@ -75,11 +75,11 @@ class HeldInterpreter:
             self._file = open(path, "a", opener=reading.opened)  # noqa: SIM115
 
     def alive(self) -> None:
-        """Begins the time anew. Called by a Python thread now and then."""
+        """Restarts the time limit. Called regularly by a Python thread."""
         faulthandler.dump_traceback_later(self._seconds, file=self._file)
 
     def close(self) -> None:
-        """Stops, and removes the file, and the directory that was made for it, if nothing was written."""
+        """Stops. If nothing was written, removes the file, and its directory if that was created for it."""
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
         with contextlib.suppress(OSError):

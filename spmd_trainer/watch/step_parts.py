@@ -1,8 +1,8 @@
-"""What each part of a training step takes on this process: input, dispatch, and what its devices take.
+"""Measures the time of each part of a training step on this process: input, dispatch and devices.
 
-All processes of a synchronous job take equally long for a step, so a step's time doesn't say who is slow. The parts do: input is
-how long the loop waited for its own next batch, dispatch what the host did itself, from callbacks to the call of the compiled
-step. What the loop waited for the devices, or for the input of other processes, belongs to none of them.
+All processes of a synchronous job take equally long for a step, so a step's time doesn't show which process is slow. The parts
+show it. Input is the time that the loop waited for its own next batch. Dispatch is the time of the host's own work, from
+callbacks to the call of the compiled step. Waiting for the devices, or for other processes' input, belongs to neither of them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Parts(NamedTuple):
     """One training step on this process, in seconds.
 
     Attributes:
-      input: what the loop waited for this process's own batch.
-      dispatch: what the host did itself.
-      whole: from the beginning of one step to that of the next.
+      input: time that the loop waited for this process's own batch.
+      dispatch: time of the host's own work.
+      whole: time from the beginning of this step to the beginning of the next step, or of a pause.
     """
 
     step: int
@@ -45,9 +45,9 @@ class Parts(NamedTuple):
 
 
 def spread(values: Iterable[float]) -> list[float]:
-    """Returns values below which lie 15%, 25%, 50% and 85% of the given ones, rounded to microseconds.
+    """Returns the 15th, 25th, 50th and 85th percentiles of times in seconds, rounded to microseconds.
 
-    Of 20 values, 17 are as large as the first or larger. A slow garbage collection, or a burst of load, changes none of them.
+    Of 20 times, 17 are at least as large as the first result. A slow garbage collection, or a burst of load, changes no result.
     """
     ordered = sorted(values)
     count = len(ordered)
@@ -61,7 +61,7 @@ def spread(values: Iterable[float]) -> list[float]:
 
 
 class StepParts(Callback, StepWatch):
-    """Takes the times of the training loop. Each method reads a clock once or twice."""
+    """Measures the parts of the training loop's steps. Each method reads a clock once or twice."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class StepParts(Callback, StepWatch):
         clock: Clock = time.monotonic,
         cpu_clock: Clock = time.thread_time,
     ):
-        """Begins with no step.
+        """Starts without measurements.
 
         Args:
-          repeats: takes the steps, some of them twice; None takes each once.
-          watch: looks at the devices; None for none, unless the run has several processes. Closed at the end of the run.
+          repeats: takes the steps, some of them twice; None takes each step once.
+          watch: measures the devices; closed at the end of the run. None: `on_open` makes one if there are several processes.
           clock: returns the time in seconds, as `time.monotonic`.
           cpu_clock: returns the CPU seconds of the calling thread, as `time.thread_time`.
         """
@@ -91,7 +91,7 @@ class StepParts(Callback, StepWatch):
         self._step_seconds = 0.0
 
     def on_open(self, run: Run) -> None:
-        """Follows the run's steps. Only several processes need to know what their devices take: to be compared."""
+        """Begins to follow the run's steps. Measures device times only if there are several processes to compare."""
         run.step_watch = self
         if self._watch is None and jax.process_count() > 1:
             self._watch = DeviceWatch.of(run.mesh.local_devices)
@@ -107,29 +107,29 @@ class StepParts(Callback, StepWatch):
         """Notes that the step before has ended, and that the loop asks for the next batch.
 
         Args:
-          began: when, by the clock.
-          for_others: how long this process's input has waited for other processes' since the run began, in seconds.
+          began: the current time, in seconds of the clock.
+          for_others: seconds that this process's input has waited for other processes' input since the run began.
         """
         self.end(began)
         self._began, self._for_others, self._waited = began, for_others, 0.0
         self._step = 0
 
     def took_input(self, now: float, for_others: float) -> None:
-        """Notes that the batch is there. Arguments as in `begin`."""
+        """Notes that the batch has arrived. `now`: the current time; `for_others`: as in `begin`."""
         if self._began is not None:
             wait = now - self._began
             own = max(0.0, wait - (for_others - self._for_others))
             self._own_input, self._waited = own, wait - own
 
     def around(self, fn: StepFn, run: Run) -> StepFn:
-        """Returns what takes the steps; see `RepeatCheck.around`."""
+        """Returns the function that takes the steps; see `RepeatCheck.around`."""
         return self._repeats.around(fn, run)
 
     def dispatching(self) -> None:
         self._mark, self._cpu_mark = self._clock(), self._cpu_clock()
 
     def dispatched(self, step: int, packed: Any) -> None:
-        """Notes that the call has returned.
+        """Notes that the call of the compiled step has returned.
 
         Args:
           packed: an output of the step that isn't donated to the next one, a tree of arrays.
@@ -149,7 +149,7 @@ class StepParts(Callback, StepWatch):
         self._mark = self._clock()
 
     def reports(self, report: Callable[[int, Scalars], object]) -> Callable[[int, Scalars], None]:
-        """Returns `report`, which takes a step's scalars when the wait for them has ended; what it does is the host's own."""
+        """Wraps `report`, which takes a step's scalars when they have arrived. Its time counts as the host's own work."""
 
         def timed(step: int, scalars: Scalars) -> None:
             self._waited += self._clock() - self._mark
@@ -159,7 +159,7 @@ class StepParts(Callback, StepWatch):
         return timed
 
     def end(self, now: float | None = None) -> None:
-        """Notes that the step has ended, before a pause for instance. What follows until `begin` belongs to no step."""
+        """Notes that the step has ended, e.g. before a pause. The time until the next `begin` belongs to no step."""
         if self._began is None or not self._step:  # there was no batch
             return
         whole = (self._clock() if now is None else now) - self._began
@@ -169,16 +169,16 @@ class StepParts(Callback, StepWatch):
         self._step_seconds = whole if not self._step_seconds else min(whole, 1.1 * self._step_seconds)
 
     def steps(self) -> list[Parts]:
-        """Returns the last steps, the oldest first. Any thread may ask."""
+        """Returns the last steps, the oldest first. Any thread may call this."""
         return list(self._steps)
 
     def window(self) -> dict[str, object] | None:
-        """Returns the last windows of 20 steps for `slow.judge`; None before the first is full. Any thread may ask.
+        """Returns the last windows of 20 steps for `slow.judge`; None before the first is full. Any thread may call this.
 
         Returns:
-          JSON: 'host'; 'device' and 'probe', what `DeviceWatch` has seen, each None or as `spread`; 'dry', the share of its looks
-          that found devices without work; 'windows', for each {'step': the last one, 'input', 'dispatch', 'own' (both of a step
-          together) and 'whole', each as `spread`}. Times are in seconds.
+          JSON: 'host', the host's name; 'device' and 'probe', `spread` of the times of `DeviceWatch`, or None; 'dry', the share
+          of its measurements that found the devices idle; 'windows', for each window 'step', its last step, and `spread` of
+          'input', 'dispatch', 'own' (sum of both) and 'whole'. Times are in seconds.
         """
         steps = self.steps()
         windows = [_window(steps[end - WINDOW : end]) for end in _ends(steps)]
@@ -195,7 +195,7 @@ class StepParts(Callback, StepWatch):
 
 
 def _ends(steps: Sequence[Parts]) -> list[int]:
-    """Returns where windows of consecutive steps end that are told: the indices after their last steps, in order."""
+    """Returns the ends of the windows that are reported: the index after the last step of each, in ascending order."""
     found = set()
     for stride in STRIDES:
         at = [i + 1 for i in range(len(steps) - 1, WINDOW - 2, -1) if steps[i].step % stride == 0]

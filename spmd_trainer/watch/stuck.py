@@ -1,7 +1,7 @@
-"""Beats, which say where a process of a run is; and who is behind the others when the run makes no progress.
+"""Beats (heartbeats), which say where a process of a run is, and which process is behind when the run makes no progress.
 
-All processes of a run take the same steps in the same order, and most of what they do needs all of them. So when one stops, the
-others stop too, a little later: whoever has got the least far is the one that they wait for.
+All processes of a run take the same steps in the same order, and most of their work needs all of them. So when one process stops,
+the others stop a little later, and wait for the process that has made the least progress.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ _NAMED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """Where a process is.
+    """Heartbeat of a process: where it is in the run.
 
     Attributes:
-      number: counts the beats of this process, from 1; 0 stands for a process that has not beaten yet.
-      step: the last training step that it has handed to its devices.
+      number: counts the beats of this process, from 1; 0 for a process that has sent no beat yet.
+      step: the last training step that the process has dispatched.
       finished: the last step whose scalars have arrived.
-      activity: what it does, e.g. 'training step 12'.
-      part: what its time counts as, one of `callbacks.PARTS`, or what it waits for: `DEVICES`, `OTHERS_INPUT`, `OTHERS`.
-      seconds: how long that part has lasted.
-      phase: what goes on within the activity, e.g. 'evaluating heldout at step 20'; empty for nothing of its own.
-      batches: batches that the phase has finished.
-      window: what another part of the trainer says of this process's last steps, or None; JSON.
-      stacks: its Python stacks, if it is behind the others; else empty.
+      activity: the current activity, e.g. 'training step 12'.
+      part: how the current time is accounted for, one of `callbacks.PARTS`, or the reason for waiting: `DEVICES`,
+        `OTHERS_INPUT`, `OTHERS`.
+      seconds: seconds that the part has lasted.
+      phase: a phase within the activity, e.g. 'evaluating heldout at step 20'; '' if there is none.
+      batches: number of batches that the phase has finished.
+      window: JSON with the times of this process's last steps, see `StepParts.window`; or None.
+      stacks: the process's Python stacks if it is behind the others; otherwise ''.
     """
 
     process: int
@@ -56,12 +57,12 @@ class Beat:
 
     @property
     def progress(self) -> tuple[object, ...]:
-        """What changes when the process gets on; equal beats by this measure have no progress between them."""
+        """The fields that change when the process makes progress. If they are equal in two beats, there was no progress."""
         return (self.step, self.finished, self.activity, self.part, self.phase, self.batches)
 
     @property
     def where(self) -> str:
-        """Where it is, e.g. 'training step 12, input' or 'evaluation at step 20, evaluating heldout at step 20, 3 batches'."""
+        """Its place as text: 'training step 12, input', 'evaluation at step 20, evaluating heldout at step 20, 3 batches', ..."""
         parts = [self.activity]
         if self.part != self.activity:
             parts.append(self.part)
@@ -94,11 +95,12 @@ def not_yet(process: int) -> Beat:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A process as another one sees it.
+    """A process as another process sees it.
 
     Attributes:
-      still: seconds since something has changed in its beats.
-      silent: seconds since its last beat came.
+      beat: its last beat.
+      still: seconds since its beats last showed progress.
+      silent: seconds since its last beat arrived.
     """
 
     beat: Beat
@@ -108,11 +110,11 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Who is behind.
+    """The processes that are behind.
 
     Attributes:
-      behind: their indices, ascending; empty if nobody can be named.
-      text: a clause that names them and says where they and the others are.
+      behind: their indices, ascending; empty if none can be named.
+      text: a clause that names them, and says where they and the other processes are.
     """
 
     behind: tuple[int, ...]
@@ -120,23 +122,24 @@ class Verdict:
 
 
 def standing_still(seen: Sequence[Seen]) -> float:
-    """Returns the seconds since any process has made progress; 0 for no processes."""
+    """Returns the seconds since the last progress of any process; 0 for no processes."""
     return min((one.still for one in seen), default=0.0)
 
 
 def find(seen: Sequence[Seen], silent_after: float) -> Verdict:
-    """Says who is behind. The first of these rules that names some processes, but not all of them, decides.
+    """Finds the processes that are behind, by rules. The first rule that applies to some, but not to all processes decides.
 
-    Behind are those whose beats have stopped; those that have dispatched the fewest steps; those that have finished the fewest;
-    those that have not come where others wait for all; those with the fewest batches of the activity that all are in; those
-    that do something alone, such as reading input, while others are where processes wait for each other; those that are
-    elsewhere than more than half of all.
+    The rules, in order: the process's beats have stopped (this rule may apply to all processes); it has dispatched the fewest
+    steps; it has finished the fewest steps; it has not reached the point where other processes wait for all; it has finished the
+    fewest batches of the activity that all are in; it does something alone, such as reading input, while other processes wait;
+    more than half of all processes are at the same place, and it is elsewhere.
 
     Args:
-      silent_after: a process that has not beaten for this many seconds has stopped, or its interpreter is held.
+      seen: the processes.
+      silent_after: seconds without a beat after which a process counts as stopped, or its interpreter as held by C code.
 
     Returns:
-      The verdict. Of a single process it says where it is, and names it only if it is silent.
+      The verdict. For a single process it says where the process is, and names it only if its beats have stopped.
     """
     rules: tuple[Callable[[Sequence[Seen]], Sequence[Seen]], ...] = (
         lambda all_: [one for one in all_ if one.silent > silent_after],
@@ -172,7 +175,7 @@ def _minority(seen: Sequence[Seen]) -> Sequence[Seen]:
 
 
 def _named(seen: Sequence[Seen], behind: Sequence[Seen], silent_after: float) -> str:
-    """Returns 'process 1 is behind: training step 12, input, for 10m; processes 0, 2 are in training step 13'."""
+    """Returns 'behind: process 1 in training step 12, input, for 10m. Processes 0, 2 are in training step 13, step'."""
     listed = []
     for one in sorted(behind, key=lambda one: one.beat.process):
         name, where = f"process {one.beat.process}", one.beat.where
@@ -197,7 +200,7 @@ def _nobody(seen: Sequence[Seen]) -> str:
 
 
 def _places(seen: Sequence[Seen]) -> str:
-    """Returns 'process 0 is in training step 13, step; processes 2, 3 are in training step 14, step'."""
+    """Returns 'Process 0 is in training step 13, step; processes 2, 3 are in training step 14, step'."""
     places: dict[str, list[int]] = {}
     for one in sorted(seen, key=lambda one: one.beat.process):
         places.setdefault(one.beat.where, []).append(one.beat.process)

@@ -1,4 +1,4 @@
-"""Reports a run that makes no progress: who is behind, in which phase, with stacks. Ends it after --hang_seconds."""
+"""Reports a run that makes no progress: which process is behind, its phase and its stacks. Ends the run after --hang_seconds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HangError(UserError):
 
 
 class Watchdog(Callback):
-    """Beats, and watches the beats of all processes, from threads of its own, from `on_open` to the end of the run."""
+    """Sends beats, and watches the beats of all processes, in separate threads, from `on_open` to the end of the run."""
 
     turn = Turn.FIRST
 
@@ -61,16 +61,16 @@ class Watchdog(Callback):
         report: Callable[[str], object] = logging.error,
         job: link.JobLink = link.job,
     ):
-        """Watches nothing yet.
+        """Stores the arguments; `on_open` starts the threads.
 
         Args:
-          seconds: if no process makes progress for longer, that is reported, and again after twice, four times, ... as long. 0
-            reports none.
-          hang_seconds: after so long the process ends with `link.STATUS_HANG`; 0 for never. Before its first step the time is
-            `_FIRST_STEP` times as long.
-          window: returns the times of this process's last steps, for `slow.judge`; see `StepParts.window`. Any thread asks.
-          report: takes the text of a report.
-          job: how this process leaves its job.
+          seconds: seconds without progress of any process after which a report is made, and again after twice, four times, ...
+            as long. 0: no reports.
+          hang_seconds: seconds without progress after which the process ends with `link.STATUS_HANG`; 0 for never. Before the
+            first step the time is `_FIRST_STEP` times as long.
+          window: returns the times of this process's last steps, for `slow.judge`; see `StepParts.window`. Called by any thread.
+          report: called with the text of a report.
+          job: the link through which this process leaves its job.
 
         Raises:
           ValueError: `seconds` or `hang_seconds` is negative.
@@ -113,7 +113,7 @@ class Watchdog(Callback):
         self._thread.start()
 
     def on_start(self, run: Run) -> None:
-        """From now on, as the directory is the run's own, stacks are written even while C code holds the interpreter."""
+        """Begins to write stacks while C code holds the interpreter. From now on the run's directory is this run's own."""
         if self._board is None:
             return
         try:
@@ -126,9 +126,9 @@ class Watchdog(Callback):
         self._finished = step
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Ends the threads, unless the run is about to be ended because of a hang.
+        """Ends the threads. If this process is about to end because of a hang, waits for that first.
 
-        The first process that leaves breaks the others' steps. That is not the reason that they are to give.
+        The first process that leaves makes the steps of the others fail. They should report the hang, not that failure.
         """
         if isinstance(error, HangError):
             return
@@ -148,7 +148,7 @@ class Watchdog(Callback):
             self._held.close()
 
     def check(self, digest: Digest, run: Run) -> None:
-        """Reports if it is time to. The thread calls this."""
+        """Reports a lack of progress if a report is due. Called by the watchdog's thread."""
         if digest.still <= self._seconds:
             if self._next > self._seconds:
                 logging.warning("the run makes progress again")
@@ -183,7 +183,7 @@ class Watchdog(Callback):
                 self._end(digest, run)
 
     def _beat(self, run: Run) -> Beat:
-        """Returns where this process is. Any thread may ask."""
+        """Returns the next beat of this process. Any thread may call this."""
         part, since = run.times.current
         if part == "input" and run.input is not None and run.input.waits_for_others:
             part = OTHERS_INPUT
@@ -207,7 +207,7 @@ class Watchdog(Callback):
         )
 
     def _stacks_if_behind(self) -> str:
-        """Returns the stacks of this process if it has been the one that is behind for half of the shortest limit."""
+        """Returns this process's stacks if it is behind, and the run has been still for half of the shortest limit; else ''."""
         latest = None if self._board is None else self._board.latest()
         limit = min(limit for limit in (self._seconds, self._hang_seconds) if limit)
         if self._count == 1 or latest is None or self._index not in latest.behind or latest.still < limit / 2:
@@ -215,7 +215,7 @@ class Watchdog(Callback):
         return stacks(LONGEST)
 
     def _say(self, digest: Digest, run: Run, why: str) -> None:
-        """Reports on the log, and in a file of the run's directory."""
+        """Writes a report to the log, and to a file in the run's directory."""
         first = f"no progress for {format_duration(digest.still)} ({why}): {digest.text}"
         lines = [first]
         for process in digest.behind:
@@ -241,7 +241,7 @@ class Watchdog(Callback):
         file.flush()
 
     def _end(self, digest: Digest, run: Run) -> None:
-        """Ends this process with what can still be written. Returns only if ending fails."""
+        """Writes what can still be written, and ends this process. Returns only if that fails."""
         run.hangs = True
         self._job.begin_to_leave()
         limit = f"--hang_seconds={self._hang_seconds:g}"

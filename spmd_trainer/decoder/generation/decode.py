@@ -39,9 +39,9 @@ _tokenizer: contextvars.ContextVar[Tokenizer | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def tokenizer_of_texts(tokenizer: Tokenizer | None) -> Iterator[None]:
-    """In this context, decodes use this tokenizer, which stop strings and the default end-of-text need.
+    """Sets the tokenizer that `decode` uses within this context. Stop strings and the default end-of-text need it.
 
-    A decode reads it while it is traced.
+    `decode` reads the tokenizer while it is traced.
     """
     token = _tokenizer.set(tokenizer)
     try:
@@ -55,19 +55,20 @@ def decode(model: Any, batch: NestedMap, settings: GenerationSettings) -> tuple[
 
     Args:
       model: a praxis language model with the methods that `loop.generate` needs.
-      batch: ids int32 [B, P], prompts at the left; prefix_lengths int32 [B], or paddings [B, P]. Rows whose
-        eval_sample_weights [B] are 0 are not continued. A row's random numbers depend on its prompt_index [B], or on its index
-        in the batch otherwise.
-      settings: how to continue; S is their `num_samples` and N their `max_tokens`.
+      batch: ids int32 [B, P], B prompts, each at the left of its row; prefix_lengths int32 [B], or paddings [B, P]. Rows with
+        eval_sample_weights [B] of 0 are not continued. A row's random numbers depend on its prompt_index [B] if given,
+        otherwise on its index in the batch.
+      settings: the settings; S is their `num_samples` and N their `max_tokens`.
 
     Returns:
-      Scalars (value, weight): num_decoded, and generated_tokens per row. The batch with the results: output_ids int32
-      [B, S, P + N], prompts and their continuations; decode_lengths int32 [B, S]; logprobs float32 [B, S, P + N], 0 for
-      prompts; prefix_ids int32 [B, S, P]; prefix_lengths int32 [B]; original_lengths int32 [B, S]. The samples of a prompt
-      are sorted by the sum of their logprobs, the largest first. And no further metrics.
+      1. Scalars (value, weight): num_decoded, and generated_tokens per row.
+      2. The batch with the results: output_ids int32 [B, S, P + N], prompts and their continuations; decode_lengths int32
+        [B, S]; logprobs float32 [B, S, P + N], 0 for prompts; prefix_ids int32 [B, S, P]; prefix_lengths int32 [B];
+        original_lengths int32 [B, S]. The samples of a prompt are sorted by the sum of their logprobs, the largest first.
+      3. An empty dict of further metrics.
 
     Raises:
-      UserError: a setting is wrong, or stop strings have no tokenizer.
+      UserError: a setting is wrong, or stop strings are set and no tokenizer is.
     """
     vocab_size = model.lm_tpl.spec.vocab_size
     settings.check(vocab_size)
@@ -102,10 +103,10 @@ def decode(model: Any, batch: NestedMap, settings: GenerationSettings) -> tuple[
 
 
 def refuse_decoder_tpl(given: Any) -> None:
-    """Checks that praxis' own decode settings, which have no effect here, are at their defaults.
+    """Checks that praxis' decode settings (`decoder_tpl`), which have no effect here, are at their defaults.
 
     Raises:
-      UserError: a setting was changed; names the one to set instead.
+      UserError: a setting was changed; the message names the setting to use instead.
     """
     if type(given) is decoder_hparams.GreedyDecoderHParams:
         changed = {
@@ -131,7 +132,7 @@ def refuse_decoder_tpl(given: Any) -> None:
 
 
 def text_before_stops(model: Any, tokenizer: Tokenizer | None) -> Callable[[np.ndarray], str] | None:
-    """Returns a function from ids [n] to the text before the first stop string; None for a model without stop strings."""
+    """Returns a function from ids [n] to the text before the first stop string; None without stop strings or tokenizer."""
     stops = tuple(getattr(getattr(model, "generation", None), "stop", ()))
     if not stops or tokenizer is None:
         return None
@@ -139,7 +140,7 @@ def text_before_stops(model: Any, tokenizer: Tokenizer | None) -> Callable[[np.n
 
 
 def eos_ids(settings: GenerationSettings, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Returns the tokens that end a row: those of the settings, or the tokenizer's end-of-text."""
+    """Returns the tokens that end a row: `settings.eos_ids`, or else the tokenizer's end-of-text; () without both."""
     if settings.eos_ids is not None:
         return tuple(settings.eos_ids)
     return () if tokenizer is None else (tokenizer.eos_id,)
@@ -158,14 +159,18 @@ def _stops(settings: GenerationSettings, vocab_size: int) -> StopTable | None:
 
 
 def _keys(key: jax.Array, batch: NestedMap, samples: int) -> jax.Array:
-    """Returns a key per continuation, [B * S, ...]."""
+    """Returns a PRNG key for each continuation, [B * S, ...]."""
     rows = batch.get("prompt_index", jnp.arange(len(batch.ids)))
     keys = jax.vmap(lambda row: sampling.row_keys(row, jnp.arange(samples)))(sampling.row_keys(key, rows))
     return keys.reshape(-1, *keys.shape[2:])
 
 
 def _best_first(generated: Sequence[jax.Array]) -> list[jax.Array]:
-    """Sorts the samples of tokens [B, S, N], lengths [B, S] and log-probabilities [B, S, N] by the sum of the latter."""
+    """Sorts the samples of each prompt by the sum of their log-probabilities, the largest first.
+
+    Args:
+      generated: tokens [B, S, N], lengths [B, S] and log-probabilities [B, S, N].
+    """
     order = jnp.argsort(-jnp.sum(generated[2], axis=-1), axis=1, stable=True)
     return [jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1) for x in generated]
 
@@ -173,8 +178,8 @@ def _best_first(generated: Sequence[jax.Array]) -> list[jax.Array]:
 def _behind_prompts(
     prompts: jax.Array, lengths: jax.Array, continuations: jax.Array, fill: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes each continuation [B, S, N] directly after its prompt [B, P]. Returns where the prompts are, and the rows; both
-    [B, S, P + N].
+    """Writes each continuation [B, S, N] directly after its prompt [B, P], and `fill` after it. Returns a mask that is True in
+    prompts, and the rows; both [B, S, P + N].
     """
     width, steps = prompts.shape[1], continuations.shape[2]
     shape = (*continuations.shape[:2], width + steps)

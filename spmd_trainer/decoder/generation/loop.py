@@ -16,12 +16,13 @@ from spmd_trainer.decoder.generation.stop_strings import START, StopTable
 
 
 class Generated(NamedTuple):
-    """Continuations, one per row.
+    """Continuations, one per row, of at most N = `max_tokens` tokens.
 
     Attributes:
       tokens: int32 [B, N]; `pad_id` after a row's end.
-      lengths: int32 [B]: tokens generated, including the one that ended the row.
-      log_probs: float32 [B, N]: of each token under the model, before temperature, top_k and the like; 0 after a row's end.
+      lengths: int32 [B], number of generated tokens, including the token that ended the row.
+      log_probs: float32 [B, N], log-probability of each token under the model, before any settings such as the temperature
+        apply; 0 after a row's end.
     """
 
     tokens: jax.Array
@@ -30,13 +31,13 @@ class Generated(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The loop's carry, besides the cache.
+    """The loop's carry, apart from the decode cache.
 
     Attributes:
-      step: number of tokens generated.
-      done: bool [B]: the row has ended.
-      stop_states: int32 [B]: see `StopTable`.
-      seen: bool [B, V]: tokens of the prompt and of the generated text; None without a repetition penalty.
+      step: number of tokens generated so far.
+      done: bool [B], True for rows that have ended.
+      stop_states: int32 [B], each row's state in the `StopTable`.
+      seen: bool [B, V], True for tokens in the prompt or the generated text; None without a repetition penalty.
       generated: the tokens so far.
     """
 
@@ -61,7 +62,7 @@ def generate(
     """Continues prompts. Call it in a method of the model, with the collection DECODE_CACHE mutable. Returns B * S
     continuations; continuations of one prompt are adjacent.
 
-    Each row ends at one of `eos_ids`, at a stop string, or after `max_tokens`. The loop ends with the last row.
+    Each row ends at one of `eos_ids`, at a stop string, or after `max_tokens`. The loop ends when all rows have ended.
 
     Args:
       model: the model. `model.lm` has prefill(ids, lengths, cache_length) and extend_step(tokens), which return the next
@@ -70,9 +71,9 @@ def generate(
       lengths: int32 [B], tokens of each prompt, 1 or more.
       settings: the settings; S is their `num_samples`.
       eos_ids: tokens that end a row.
-      stops: the stop strings' table; None without any.
-      keys: random keys of the continuations [B * S, ...]; greedy decoding needs none.
-      ended: bool [B]: True for rows that only fill the batch and are not continued.
+      stops: table of the stop strings; None without stop strings.
+      keys: PRNG keys of the continuations, [B * S, ...]; None for greedy decoding.
+      ended: bool [B], True for padding rows, which are not continued; None continues all rows.
     """
     samples, steps = settings.num_samples, settings.max_tokens
     logits = model.lm.prefill(ids, lengths, ids.shape[1] + steps)

@@ -15,11 +15,11 @@ REMOVED = -jnp.inf  # the logit of a token that can't be drawn
 
 
 def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns one key for each row.
+    """Returns a PRNG key for each row.
 
     Args:
-      key: the key of the whole decode, typed or raw.
-      rows: int [B]: a number that identifies each row, e.g. its prompt's index in the dataset.
+      key: the PRNG key of the whole decode, typed or raw.
+      rows: int [B], a number that identifies each row, e.g. its prompt's index in the dataset.
     """
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
 
@@ -32,8 +32,8 @@ def next_tokens(
     Args:
       logits: floating [B, V].
       settings: temperature, top_k and top_p.
-      keys: the rows' keys [B, ...] (`row_keys`). Greedy decoding needs none.
-      step: number of the generated token, folded into the keys.
+      keys: the rows' PRNG keys [B, ...] (`row_keys`); None for greedy decoding.
+      step: index of the generated token, folded into the keys.
     """
     if settings.greedy:
         return most_likely(logits)
@@ -48,7 +48,7 @@ def next_tokens(
 
 
 def most_likely(logits: jax.Array) -> jax.Array:
-    """Returns the index of the first of the largest logits [..., V], int32 [...].
+    """Returns the index of the largest of the logits [..., V], int32 [...]; the lowest index if several are equal.
 
     If the vocabulary is split over devices, XLA computes this as two reductions, a maximum (also needed for the
     log-probability) and a minimum. For argmax it would gather values and indices.
@@ -87,17 +87,17 @@ def warp(logits: jax.Array, settings: GenerationSettings) -> jax.Array:
 
 
 def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
-    """Keeps the k largest logits [B, V] and those equal to the k-th."""
+    """Keeps the k largest logits of [B, V], and logits equal to the k-th. Sets the others to minus infinity."""
     smallest = jax.lax.top_k(logits, k)[0][..., -1:]
     return jnp.where(logits < smallest, REMOVED, logits)
 
 
 def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
-    """Keeps the most likely tokens until their probabilities sum to more than p.
+    """Keeps the most likely tokens until their probabilities sum to more than p. Sets other logits to minus infinity.
 
-    As in transformers: tokens are removed from the least likely on while their cumulative probability is at most 1 - p. The
-    most likely token always stays. Among equal logits, lower ids are removed first (a stable sort); transformers may keep
-    others of them, because torch's sort is not stable.
+    As in transformers, tokens are removed in ascending order of probability while the sum of the removed probabilities is at
+    most 1 - p. The most likely token always stays. Among equal logits, lower ids are removed first (a stable sort);
+    transformers may remove other ids, because torch's sort is not stable.
 
     Args:
       logits: float32 [B, V].
@@ -112,5 +112,5 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
 
 
 def penalise_repetition(logits: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
-    """Divides the positive logits [B, V] of seen tokens (bool [B, V]) by the penalty, and multiplies their negative ones."""
+    """Divides positive logits [B, V] of `seen` tokens (bool [B, V]) by the penalty, and multiplies negative logits by it."""
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)

@@ -84,7 +84,7 @@ class GenerationSettings:
         """Checks every field.
 
         Raises:
-          UserError: a field has an invalid value; names the field, the value and the valid ones.
+          UserError: a field has an invalid value; the message names the field, the value and the valid values.
         """
         for name, least in (("max_tokens", 1), ("top_k", 0), ("num_samples", 1)):
             value = getattr(self, name)
@@ -121,7 +121,7 @@ class GenerationSettings:
 def from_folder(folder: str | os.PathLike[str], **changes: Any) -> GenerationSettings:
     """Returns the settings in a Hugging Face folder's generation_config.json, or the defaults without this file.
 
-    As in transformers, a file without do_sample decodes greedily, and one that samples without naming top_k has top_k = 50.
+    As in transformers, a file without do_sample decodes greedily, and a file that samples without top_k gets top_k = 50.
     Unsupported options that change tokens are logged as a warning.
 
     Args:
@@ -129,7 +129,7 @@ def from_folder(folder: str | os.PathLike[str], **changes: Any) -> GenerationSet
       **changes: fields of GenerationSettings that take precedence.
 
     Raises:
-      UserError: the file can't be read or is not a JSON object.
+      UserError: the file can't be read, is not a JSON object, or an option has a value of the wrong type.
     """
     path = os.path.join(os.fspath(folder), GENERATION_CONFIG_FILE)
     if not reading.exists(path):

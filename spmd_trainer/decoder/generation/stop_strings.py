@@ -1,9 +1,9 @@
 """Stop strings: a table finds them inside the jitted loop; the text is cut before them afterwards.
 
 The stop strings form an Aho-Corasick automaton over bytes (Aho and Corasick, 1975). A token advances it by all of its bytes
-at once. Tokens that move every state alike share a column of the table, since most tokens have no byte in common with the
-stop strings. Memory is S x C + V int32 for S states (at most the total bytes of the stop strings + 1), C distinct columns and
-V tokens: 0.6 MB for a vocabulary of 151,936 and a few words.
+at once. Tokens with the same transitions from all states share a column of the table; most tokens do, because they have no
+byte in common with the stop strings. The memory is S x C + V int32 values for S states (at most the total bytes of the stop
+strings + 1), C distinct columns and V tokens: 0.6 MB for a vocabulary of 151,936 and a few words.
 
 Bytes, not characters, because a character may be split over several tokens.
 """
@@ -29,8 +29,8 @@ class StopTable(NamedTuple):
     """An automaton over tokens. Its last state, 'found', is never left.
 
     Attributes:
-      next_state: int32 [S, C]: the state after a token of a column.
-      column: int32 [V]: each token's column.
+      next_state: int32 [S, C], the next state for each state and each column of tokens.
+      column: int32 [V], each token's column.
     """
 
     next_state: np.ndarray
@@ -38,7 +38,7 @@ class StopTable(NamedTuple):
 
     @property
     def found(self) -> int:
-        """The state after a stop string."""
+        """Index of the state 'found', which is reached at the end of a stop string."""
         return len(self.next_state) - 1
 
     def advance(self, states: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -47,12 +47,12 @@ class StopTable(NamedTuple):
 
 
 def stop_table(stops: Iterable[str], texts: Sequence[bytes], vocab_size: int) -> StopTable:
-    """Builds the table.
+    """Builds the automaton that finds stop strings.
 
     Args:
       stops: the stop strings, none empty.
       texts: the bytes of each token, e.g. `token_bytes(tokenizer)`.
-      vocab_size: the model's vocabulary size. Tokens beyond `texts` have no bytes.
+      vocab_size: the model's vocabulary size. Tokens beyond the end of `texts` count as empty.
     """
     by_byte = _byte_automaton([stop.encode() for stop in stops])
     known = [*texts[:vocab_size], *[b""] * (vocab_size - len(texts))]
@@ -66,7 +66,7 @@ def stop_table(stops: Iterable[str], texts: Sequence[bytes], vocab_size: int) ->
 
 
 def cut(tokenizer: Tokenizer, ids: np.ndarray, *, stops: Sequence[str], texts: Sequence[bytes]) -> str:
-    """Returns the text of generated tokens before the first stop string in it, or all of it.
+    """Returns the text of generated tokens, cut before the first stop string.
 
     Args:
       tokenizer: the tokenizer.
@@ -97,7 +97,7 @@ def _decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 
 def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
-    """Returns int32 [S, 256]: the state after each byte. State 0 is the start; the last one, never left, is 'found'."""
+    """Returns the next state for each state and byte, int32 [S, 256]. State 0 is the start; the last state is 'found'."""
     children: list[dict[int, int]] = [{}]
     ends = set()
     for stop in stops:
@@ -129,7 +129,7 @@ def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
 
 
 def _moves(by_byte: np.ndarray, texts: Sequence[bytes]) -> np.ndarray:
-    """Returns int32 [tokens, S]: the state that each token leads to from each state."""
+    """Returns the next state for each token and each state, int32 [tokens, S]."""
     lengths = np.array([len(text) for text in texts])
     order = np.argsort(-lengths, kind="stable")  # so that the tokens with an i-th byte are a prefix
     padded = np.zeros((len(texts), max(1, lengths.max(initial=0))), np.uint8)

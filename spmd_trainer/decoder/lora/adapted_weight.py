@@ -1,4 +1,4 @@
-"""A weight with its adapters, and matrix products with both."""
+"""A weight with its adapters, and the operations on both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ class Factor:
         return self.array if order == list(range(len(order))) else lax.transpose(self.array, order)
 
     def edited(self, edit: dims_lib.Edit, starts: Sequence[Any]) -> Factor:
-        """Returns the factor after an edit of its weight's dimensions. `starts`: start indices of a dynamic slice."""
+        """Returns the factor after an edit (a slice, squeeze or reshape) of its weight's dimensions.
+
+        Args:
+          edit: the edit.
+          starts: start indices, if the edit is a dynamic slice.
+        """
         if isinstance(edit, dims_lib.Reshape):
             return self._reshaped(edit)
         if edit.name not in self.names:
@@ -64,7 +69,7 @@ class Product:
     """A matrix product with a weight, described by the names of the weight's dimensions.
 
     Attributes:
-      batch, contracted, free: names in the order of the product.
+      batch, contracted, free: names of the weight's dimensions by their role in the product, in the product's order.
       transposed: True if the product contracts the weight's outputs.
     """
 
@@ -74,24 +79,24 @@ class Product:
     transposed: bool
 
     def factors(self, weight: AdaptedWeight) -> tuple[Factor, Factor]:
-        """Returns the adapter to multiply with first, and the other one."""
+        """Returns the adapter matrices in the order of multiplication: a and b, or b and a if transposed."""
         return (weight.b, weight.a) if self.transposed else (weight.a, weight.b)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdaptedWeight:
-    """A weight W with its adapters. Stands for the array W + scale * a b.
+    """A weight W with its adapters. Stands for the array W + scale * a b, times `gain` with DoRA.
 
     Attributes:
-      w: the weight.
-      a: [*stack, *inputs, rank].
-      b: [*stack, rank, *outputs].
-      magnitude: of DoRA, [*stack, *outputs]; None without.
-      gain: of DoRA, [*stack, *outputs]: magnitude / norm of each output's weights; None until computed.
+      w: the weight, an array.
+      a: the adapter a, [*stack, *inputs, rank].
+      b: the adapter b, [*stack, rank, *outputs].
+      magnitude: DoRA's magnitude, [*stack, *outputs]; None without DoRA.
+      gain: DoRA's factor of the outputs, [*stack, *outputs]: magnitude / norm of each output's weights; None until computed.
       dims: the dimensions of `w`.
       path: the variable's path.
-      roles: roles of the variable's dimensions in the model's products.
+      roles: roles of the variable's dimensions (stack, inputs, outputs) in the model's products.
       scale: factor of the product a b.
     """
 
@@ -106,7 +111,10 @@ class AdaptedWeight:
     scale: float = dataclasses.field(metadata={"static": True})
 
     def follows(self, move: dims_lib.Move) -> bool:
-        """Returns True if a move applies to each adapter separately: no reshape joins dimensions of one with others."""
+        """Returns True if each adapter matrix can follow a `Move`, the effect of an operation on the weight's dimensions.
+
+        A reshape prevents this if it joins dimensions that the matrix has with dimensions that it lacks.
+        """
         for factor in (self.a, self.b, self.magnitude, self.gain):
             names = set(() if factor is None else factor.names)
             for edit in move.edits:
@@ -118,7 +126,13 @@ class AdaptedWeight:
         return True
 
     def moved(self, w: jax.Array, move: dims_lib.Move, starts: Sequence[Any] = ()) -> AdaptedWeight:
-        """Returns the weight after an operation whose result is `w` and whose effect on the dimensions is `move`."""
+        """Applies an operation on the weight to its adapters. Returns the new weight.
+
+        Args:
+          w: the operation's result for the array W.
+          move: the operation's effect on the dimensions.
+          starts: start indices, if the operation is a dynamic slice.
+        """
         inputs = {dim.name for dim in self.dims if dim.origins & frozenset(self.roles.inputs)}
         if any(isinstance(edit, dims_lib.Slice) and edit.name in inputs for edit in move.edits):
             self = with_gain(self)  # a norm is over all inputs
@@ -131,7 +145,7 @@ class AdaptedWeight:
         return dataclasses.replace(self, w=w, dims=move.dims, **parts)
 
     def plan(self, contracted: Sequence[int], batch: Sequence[int]) -> Product | None:
-        """Plans a product with the adapters alongside a product with W; returns None if they don't allow it.
+        """Plans the adapters' products that accompany a product with W. Returns None if the adapters' dimensions don't fit.
 
         Args:
           contracted: the dimensions of `w` that the product contracts.
@@ -193,7 +207,7 @@ def norm(weight: AdaptedWeight) -> Factor:
 def einsum(
     operands: Sequence[tuple[jax.Array, Sequence[Name]]], out: Sequence[Name], precision: Any, dtype: Any
 ) -> jax.Array:
-    """Returns `jnp.einsum` of arrays with named dimensions; `out` names those of the result."""
+    """Returns `jnp.einsum` of arrays with named dimensions. `out`: names of the result's dimensions."""
     letters: dict[Name, str] = {}
     for _, names in operands:
         for name in names:

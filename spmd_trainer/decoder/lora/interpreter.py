@@ -1,7 +1,7 @@
 """Evaluates a model's jaxpr with adapted weights in place of arrays.
 
-Operations without adapted weights are bound unchanged. Loops, branches and rematerialised parts with adapted weights are
-entered and keep their form: a scan stays a scan, and a `jax.checkpoint` keeps its policy.
+Operations that read no adapted weight are bound unchanged. Loops, branches and rematerialised parts that read adapted weights
+are rebuilt in the same form: a scan stays a scan, and a `jax.checkpoint` keeps its policy.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def is_adapted(x: Any) -> bool:
 
 @dataclasses.dataclass
 class Interpreter:
-    """Evaluates jaxprs.
+    """Evaluates jaxprs with adapted weights.
 
     Attributes:
       on_merge: called with (path, operation) when a weight had to be merged with its adapters.
       dropout: probability of dropping an element of the adapters' input.
-      key: key of the dropout masks; None drops nothing.
-      rows: int32 [rows], each row's adapter; None with one adapter.
+      key: PRNG key of the dropout masks; None drops nothing.
+      rows: int32 [rows], index of each row's adapter, -1 for none; None with one adapter.
       multiplied: if a list, collects (path, shape of the other operand) of each matrix product with adapters.
     """
 
@@ -128,7 +128,7 @@ class Interpreter:
         return cast(jax.Array, found)
 
     def _grouped(self, eqn: Any, rows: Any, weight: Any, sizes: jax.Array, *pair: jax.Array) -> jax.Array:
-        """Multiplies sorted rows with experts' weights, of which each has its own adapter."""
+        """Evaluates a `grouped_dot`: multiplies sorted rows by the experts' weights. Each expert has a separate adapter."""
         found = None
         if not is_adapted(rows):
             found = products.multiply_grouped(
@@ -144,7 +144,7 @@ class Interpreter:
         return cast(jax.Array, found)
 
     def _adapters_of_pairs(self, path: str, num_pairs: int, pair: jax.Array | None = None) -> jax.Array | None:
-        """Returns the adapter of each sorted row: that of its token's row of the batch, dimension 0 of the pairs."""
+        """Returns the index of each sorted row's adapter, taken from its token's row of the batch; None with one adapter."""
         if self.rows is None:
             return None
         if pair is None:
@@ -217,7 +217,7 @@ class Interpreter:
         return list(lax.switch(index, [branch(jaxpr) for jaxpr in eqn.params["branches"]], *operands))
 
     def _inside(self, key: jax.Array | None) -> Interpreter:
-        """Returns an interpreter for a part of the program, with a separate key."""
+        """Returns an interpreter for a part of the program, with another dropout key."""
         return dataclasses.replace(self, key=key, _num_keys=0)
 
     def _fresh_key(self) -> jax.Array | None:
@@ -233,7 +233,10 @@ class Interpreter:
         return lambda x: x if key is None else self._masked(x, jax.random.bernoulli(key, 1 - self.dropout, x.shape))
 
     def _pairs_dropper(self, path: str, pair: jax.Array | None = None) -> Callable[[jax.Array], jax.Array]:
-        """Returns the dropout of sorted rows. The mask of a row follows from its pair: the order of rows depends on the mesh."""
+        """Returns the dropout function for sorted rows.
+
+        The mask of a row depends on its (token, expert) pair, because the order of the rows depends on the mesh.
+        """
         key = self._mask_key(path)
         if key is None:
             return lambda x: x
@@ -258,9 +261,10 @@ class Interpreter:
 
 
 def _stacked(weight: AdaptedWeight) -> AdaptedWeight | None:
-    """Returns a weight that is scanned over dimension 0, as one slice: the scan takes the slices of its arrays.
+    """Prepares a weight for a scan over its dimension 0, so that a slice of its arrays is an adapted weight.
 
-    The scanned dimension is moved to the front of the adapters. None unless both have it.
+    The scanned dimension is moved to the front of the adapters' arrays, and left out of their names. Returns None if an adapter
+    lacks the dimension.
     """
     name = weight.dims[0].name
     if name not in weight.a.names or name not in weight.b.names:
@@ -277,9 +281,9 @@ def _stacked(weight: AdaptedWeight) -> AdaptedWeight | None:
 
 
 def _for_base_only(policy: Callable[..., Any] | None, jaxpr: Any) -> Callable[..., Any] | None:
-    """Returns a `jax.checkpoint` policy that saves the base's matrix products only, not the adapters'.
+    """Returns a `jax.checkpoint` policy that saves matrix products of the base, but not of the adapters.
 
-    Otherwise a policy that saves matrix products would save three for each weight.
+    A policy that saves matrix products would otherwise save three for each weight.
     """
     if policy is None:
         return None
@@ -299,7 +303,7 @@ def _signature(params: Mapping[str, Any], avals: Sequence[Any]) -> Any:
 
 
 def is_gather(eqn: Any) -> bool:
-    """Returns True for a function that gathers a split variable from all devices (one operand, one result)."""
+    """Returns True for an equation that all-gathers a sharded variable (one operand, one result)."""
     if eqn.primitive.name == "all_gather":
         return bool(eqn.params["tiled"])
     if eqn.primitive.name != "custom_vjp_call" or len(eqn.invars) != 1 or len(eqn.outvars) != 1:

@@ -1,4 +1,4 @@
-"""A model with adapters, as a `Model`: traces the base and replaces its weights in matrix products."""
+"""`LoraModel`, a `Model` with adapters. It traces the base and replaces the weights in its matrix products."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _mesh: contextvars.ContextVar[jax.sharding.AbstractMesh | None] = contextvars.Co
 
 @contextlib.contextmanager
 def traced_on(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """In this context, initialisation traces the forward pass for this mesh, to see how the model uses the targets."""
+    """Sets the mesh for which `init_variables` traces the forward pass, to find how the model uses the targets."""
     token = _mesh.set(mesh.abstract_mesh)
     try:
         yield
@@ -52,13 +52,13 @@ def traced_on(mesh: jax.sharding.Mesh) -> Iterator[None]:
 
 @dataclasses.dataclass
 class LoraModel:
-    """A frozen base with adapters, as a `Model`.
+    """A `Model` that consists of a frozen base and adapters. The targets are the base's variables that have adapters.
 
     Attributes:
       base: the model without adapters.
       settings: the adapters' settings.
       fprop_dtype: dtype of the base's computations; steps cast variables to it.
-      dims: target -> its dimensions; None before the model has been traced.
+      dims: path of each target -> roles of its dimensions; None before the model has been traced.
     """
 
     base: Model
@@ -103,7 +103,7 @@ class LoraModel:
     def forward(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, do_eval: bool, mutable: Sequence[str]
     ) -> ForwardResult:
-        """Runs the base with adapters. Writes to the base's own variables are dropped. See `Model`."""
+        """Runs the base with adapters; see `Model`. Drops the base's updates of its variables, which are frozen."""
         if self.settings.reference:
             inputs = self._with_reference(mdl_vars, inputs, key)
 
@@ -121,7 +121,7 @@ class LoraModel:
 
     def prepare(self, mdl_vars: NestedJTensor) -> NestedJTensor:
         """Returns the variables for a run that starts on a loaded base: sets DoRA's magnitudes to the norms of the base's
-        weights. `mdl_vars`: the variables at logical shapes. Under jit.
+        weights. `mdl_vars`: the variables at logical shapes. Call it under jit.
         """
         if not self.settings.dora:
             return mdl_vars
@@ -138,10 +138,10 @@ class LoraModel:
         )
 
     def merged(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        """Returns the base's variables with the adapters added, W + scale * a b, as the base has them.
+        """Returns the base's variables merged with the adapters: W + scale * a b, times the gain of DoRA. Call it under jit.
 
         Args:
-          mdl_vars: all variables at logical shapes. Under jit.
+          mdl_vars: all variables at logical shapes.
 
         Returns:
           The variables without 'params/lora'; computed in float32, returned in the base's dtypes.
@@ -163,9 +163,10 @@ class LoraModel:
         return jax.tree.unflatten(jax.tree.structure(base), leaves)
 
     def matrix_dims(self) -> dict[str, MatrixDims]:
-        """Returns the targets, as paths such as 'params/lm/mlp/w', and the roles of each one's dimensions.
+        """Returns {path of a target, such as 'params/lm/mlp/w': roles of its dimensions}.
 
-        The model must have been traced: `init_variables`, `forward` or `decode`, e.g. by a partitioner's `setup`.
+        Raises:
+          RuntimeError: none of `init_variables`, `forward` and `decode` has been traced, e.g. by a partitioner's `setup`.
         """
         if self.dims is None:
             raise RuntimeError("the adapters' targets are unknown until init_variables has been traced")
@@ -174,12 +175,12 @@ class LoraModel:
     def split_like_base(
         self, hparams: NestedWeightHParams, base: NestedWeightHParams, reasons: PyTree
     ) -> tuple[NestedWeightHParams, PyTree]:
-        """Lays out each adapter like its weight. Returns the WeightHParams of all variables with their layout, and the reasons.
+        """Shards each adapter like its weight. Returns the WeightHParams of all variables with split mappings, and the reasons.
 
         Args:
           hparams: WeightHParams of all variables.
-          base: WeightHParams of the base, with their layout.
-          reasons: the reason for each variable's layout, same structure as `base`.
+          base: WeightHParams of the base, with split mappings.
+          reasons: text with the reason for each variable's split mapping, same structure as `base`.
         """
         weights = dict(masks.with_paths(base))
         found = {
@@ -193,7 +194,7 @@ class LoraModel:
         return variables.with_adapters(base, next(parts)), variables.with_adapters(reasons, next(parts))
 
     def _found_dims(self, values: NestedJTensor, inputs: PyTree, key: jax.Array) -> dict[str, MatrixDims]:
-        """Traces the base with variables cast as in a step, and returns the roles of the targets' dimensions."""
+        """Returns `matrix_dims()`. Before, traces the base if this is not yet done, with variables cast as in a step."""
 
         def run(base_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> ForwardResult:
             if self.settings.reference:
@@ -224,7 +225,10 @@ class LoraModel:
         self._others = {path: frozenset(found[path].others) for path in self.dims}
 
     def _traced(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, PyTree]:
-        """Traces the base. If a loss in blocks hides a target's product, this loss is computed from logits."""
+        """Traces the base. Returns its jaxpr and the shapes of its results.
+
+        If a loss that is computed in blocks hides a target's matrix product, traces again with a loss computed from logits.
+        """
         jaxpr, shapes = matrix_uses.traced(fn, args, shown=False)
         paths = {i: path for i, (path, _) in enumerate(_named_values(args[0])) if path in self.matrix_dims()}
         found = matrix_uses.find_uses(jaxpr, paths)
@@ -239,7 +243,7 @@ class LoraModel:
     def _run(
         self, fn: Callable[..., Any], mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, dropping: bool
     ) -> Any:
-        """Calls `fn(base variables, inputs, key)` with adapted weights as the targets."""
+        """Calls `fn(base variables, inputs, key)` with the targets replaced by adapted weights."""
         if self.settings.adapters is not None:
             self._check_rows(fn, mdl_vars, inputs, key)
         found, shapes = self._evaluated(fn, mdl_vars, inputs, key, dropping=dropping)
@@ -256,7 +260,7 @@ class LoraModel:
         dropping: bool,
         multiplied: list[tuple[str, tuple[int, ...]]] | None = None,
     ) -> tuple[list[Any], PyTree]:
-        """Returns the leaves of the results, some of them adapted weights, and the results' shapes."""
+        """Returns the leaves of the results of `fn`, some of which may be adapted weights, and the results' shapes."""
         base_vars = variables.base_only(mdl_vars)
         args = (base_vars, inputs, key)
         if self.dims is None:
@@ -271,12 +275,12 @@ class LoraModel:
         return interpreter.run(jaxpr.jaxpr, jaxpr.consts, leaves), shapes
 
     def _check_rows(self, fn: Callable[..., Any], mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> None:
-        """Checks that dimension 0 of every target's other operand is the batch.
+        """Checks that the model multiplies every target by an array with the batch as dimension 0.
 
-        Also traces the model with twice the rows: dimension 0 must double, and all others must stay.
+        Traces the model with the batch, and with twice its rows: dimension 0 must double, and the others must stay the same.
 
         Raises:
-          UserError: another dimension depends on the number of rows; names the target.
+          UserError: an array has another form; the message names the target.
         """
         rows = self._rows(inputs)
         assert rows is not None
@@ -357,7 +361,7 @@ def _is_box(x: Any) -> bool:
 
 
 def _named_values(base_vars: PyTree) -> list[tuple[str, Any]]:
-    """Returns (path, value) of each variable, in the order of its leaves. A partitioner's box counts as a value."""
+    """Returns (path, value) of each variable, in the order of `jax.tree.leaves`. A boxed variable counts as one value."""
     named = jax.tree_util.tree_leaves_with_path(base_vars, is_leaf=_is_box)
     return [(path_str(path), x) for path, x in named]
 

@@ -1,4 +1,4 @@
-"""A matrix product with an adapted weight: the base's product and two small ones."""
+"""Matrix products with an adapted weight: the base's product, plus two small products with the adapters."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def multiply(
     drop: Callable[[jax.Array], jax.Array],
     rows: jax.Array | None,
 ) -> jax.Array | None:
-    """Multiplies with W + scale * a b without forming it. Returns the product with the dimensions of the `dot_general`; None
-    if the adapters don't allow it.
+    """Multiplies by W + scale * a b without forming this sum. Returns the product with the dimensions of the `dot_general`, or
+    None if the adapters' dimensions don't fit it.
 
     Args:
       x: the other operand.
       weight: the weight.
       params: parameters of the `dot_general`.
       weight_is_left: True if the weight is the left operand.
-      drop: applied to the adapters' input.
-      rows: int32 [rows], each row's adapter; None with one adapter. Dimension 0 of `x` are the rows.
+      drop: dropout function, applied to the adapters' input.
+      rows: int32 [rows], index of each row's adapter, -1 for none; None with one adapter. Dimension 0 of `x` is the batch.
     """
     contract, batch = params["dimension_numbers"]
     (xc, wc), (xb, wb) = (pair[::-1] if weight_is_left else pair for pair in (contract, batch))
@@ -72,16 +72,17 @@ def multiply_grouped(
     drop: Callable[[jax.Array], jax.Array],
     chosen: jax.Array | None,
 ) -> jax.Array | None:
-    """Multiplies sorted rows with experts' weights W + scale * a b without forming them; None if the adapters don't allow it.
+    """Multiplies sorted rows by the experts' weights W + scale * a b without forming these sums. Returns [S, X, M, N], or None if
+    the adapters' dimensions don't fit. See `grouped_dot` for the shapes.
 
     Args:
       rows: [S, X, M, K].
       weight: [E, K, N].
-      sizes: rows of each expert, see `grouped_dot`.
-      eqn: the product without adapters.
-      drop: applied to the adapters' input.
-      chosen: int32 [S, X, M], each row's adapter, -1 for none; None with one adapter. The adapters of an expert are multiplied as
-        one of their ranks' sum, of which each row keeps its own: the arithmetic grows with their number.
+      sizes: number of rows of each expert.
+      eqn: the `grouped_dot` equation without adapters.
+      drop: dropout function, applied to the adapters' input.
+      chosen: int32 [S, X, M], index of each row's adapter, -1 for none; None with one adapter. An expert's adapters are
+        concatenated along the rank, and each row keeps the part of its adapter. So the FLOPs grow with the number of adapters.
     """
     (_, contracted), (_, batch) = GROUPED_NUMBERS
     plan = weight.plan(contracted, batch)
@@ -121,7 +122,7 @@ def _delta(
     weight_is_left: bool,
     out_names: list[Any],
 ) -> jax.Array:
-    """Returns scale * (x a) b, in the order of the base's product."""
+    """Returns scale * (x a) b, with its dimensions in the order `out_names`, that of the base's product."""
     first, second = plan.factors(weight)
     precision, dtype = params["precision"], params["preferred_element_type"]
     if rows is not None:

@@ -12,14 +12,14 @@ from spmd_trainer.step.product_results import MatrixDims, Uses
 
 
 def choose_targets(settings: Lora, uses: Mapping[str, Uses]) -> dict[str, MatrixDims]:
-    """Returns the targets and the roles of their dimensions.
+    """Returns {path of a variable that gets adapters: roles of its dimensions}.
 
     Args:
       settings: the settings.
-      uses: path -> how the model uses the variable, for all variables that learn without adapters.
+      uses: path -> how the model uses the variable, for all floating-point parameters of the base.
 
     Raises:
-      UserError: a regex matches no variable, or one that adapters don't fit.
+      UserError: a regex matches no variable, or a variable that can't have adapters; or 'all-linear' finds no variable.
     """
     fitting = [path for path, use in uses.items() if use.fits]
     if not settings.regexes:

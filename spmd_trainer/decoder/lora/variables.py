@@ -1,4 +1,4 @@
-"""The adapters' variables: paths, shapes, initial values and layout."""
+"""The adapters' variables: paths, shapes, initial values and sharding."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ def with_adapters(mdl_vars: PyTree, adapters: Mapping[str, Mapping[str, Any]]) -
 
 
 def factor_dims(roles: MatrixDims, name: str) -> tuple[Any, ...]:
-    """Returns the names of an adapter's dimensions: dimensions of the weight, and 'rank'."""
+    """Returns the names of an adapter's dimensions: indices of the weight's dimensions, and 'rank'. `name`: e.g. 'a'."""
     if name == A:
         return (*roles.stack, *roles.inputs, RANK)
     return (*roles.stack, RANK, *roles.outputs) if name == B else (*roles.stack, *roles.outputs)
 
 
 def names_of(settings: Lora) -> tuple[str, ...]:
-    """Returns the adapter names of each weight, e.g. ('a', 'b')."""
+    """Returns the names of each weight's adapter variables, e.g. ('a', 'b')."""
     return (A, B, MAGNITUDE) if settings.dora else (A, B)
 
 
 def adapter_hparams(
     settings: Lora, roles: MatrixDims, name: str, base: base_layer.WeightHParams
 ) -> base_layer.WeightHParams:
-    """Returns the WeightHParams of an adapter, without a layout (`split_like_base`).
+    """Returns the WeightHParams of an adapter, without a split mapping, which `split_like_base` adds.
 
     Args:
       settings: the settings.
@@ -108,8 +108,8 @@ def split_like_base(
     Args:
       settings, roles, name: as for `adapter_hparams`.
       adapter: the WeightHParams of the adapter.
-      base: WeightHParams of the base's variable, with its layout.
-      path: the base's path.
+      base: WeightHParams of the base's variable, with its split mapping.
+      path: path of the base's variable.
     """
     mapping = dict(enumerate(base.full_split_dims_mapping))
     reason = f"follows {path}"
@@ -143,15 +143,16 @@ def initial_adapters(
     hparams: Mapping[str, base_layer.WeightHParams],
     key: jax.Array,
 ) -> dict[str, jax.Array]:
-    """Returns the initial adapters of a weight: a uniform in +-1/sqrt(inputs), as PEFT draws it, b 0, and the norms of `w`.
+    """Returns the initial adapters of a weight by name. As in PEFT, 'a' is uniform in +-1/sqrt(inputs), and 'b' is 0. For DoRA,
+    'magnitude' is the norm of each output's weights.
 
     Args:
       settings: the settings.
-      roles: the dimensions of `w`.
+      roles: roles of the dimensions of `w`.
       path: the variable's path, which the random numbers depend on.
       w: the weight.
       hparams: WeightHParams of the adapters by name.
-      key: the key of the initialisation.
+      key: PRNG key of the initialisation.
     """
     bound = 1 / math.sqrt(math.prod(w.shape[i] for i in roles.inputs))
     own = jax.random.fold_in(key, zlib.crc32(f"{LORA}/{path}".encode()))

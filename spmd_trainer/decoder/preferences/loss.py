@@ -68,7 +68,7 @@ class PreferenceLoss:
         """Checks every field.
 
         Raises:
-          UserError: a field has an invalid value; names the field, the value and the valid ones.
+          UserError: a field has an invalid value; the message names the field, the value and the valid values.
         """
         require_one_of(f"{_NAME}.loss", self.loss, LOSSES)
         for name in ("beta", "label_smoothing", "target_margin"):
@@ -88,12 +88,12 @@ class PreferenceLoss:
             )
 
     def __call__(self, logps: jax.Array, lengths: jax.Array, reference_logps: jax.Array | None = None) -> PairLosses:
-        """Computes the loss of each pair. Returns the losses and rewards. The rewards have no gradient.
+        """Computes the loss and the rewards of each pair. The rewards have no gradient.
 
         Args:
           logps: float32 [pairs, 2], log-probabilities of the chosen and the rejected answer.
-          lengths: [pairs, 2], tokens of the answers. Answers of rows that only fill a batch may have 0.
-          reference_logps: float32 [pairs, 2], the reference's log-probabilities. Not used by 'simpo'.
+          lengths: [pairs, 2], number of tokens in the answers; may be 0 in padding rows.
+          reference_logps: float32 [pairs, 2], log-probabilities under the reference model. Not used by 'simpo'.
         """
         lengths = jnp.maximum(lengths, 1).astype(logps.dtype)
         if not self.needs_reference:

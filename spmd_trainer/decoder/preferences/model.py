@@ -12,7 +12,7 @@ NestedMap with B pairs of `inputs.PreferenceInput`:
     pair_index           [B], the pair's number in its files; unused
 
 The model runs on the 2 B rows in the order chosen 0, rejected 0, chosen 1, ..., so that no row leaves its device. A batch
-without `chosen` is one of a language model, and gives praxis' loss and metrics.
+without `chosen` is a batch of a language model, for which the model computes praxis' loss and metrics.
 
 The variables are those of praxis' `LanguageModel` with the same `lm_tpl`, so that checkpoints and Hugging Face folders fit.
 """
@@ -104,12 +104,12 @@ class PreferenceLanguageModel(layers.LanguageModel):
         return scalars, NestedMap(logps=logps, rewards=found.rewards, loss=found.loss)
 
     def with_reference(self, input_batch: NestedMap) -> NestedMap:
-        """Returns the batch with this model's own log-probabilities, without dropout, as the reference's.
+        """Returns the batch with this model's log-probabilities, computed without dropout, as those of the reference.
 
-        Used if the step itself computes the reference with the frozen base of adapters. Call it with the base's variables.
+        For training with adapters, where the frozen base is the reference model. Call it with the base's variables.
 
         Args:
-          input_batch: pairs. A batch of a language model, or one with a reference, is returned unchanged.
+          input_batch: pairs. A batch without pairs, or with `reference_logps`, is returned unchanged.
 
         Returns:
           A new batch with `reference_logps` float32 [B] in `chosen` and `rejected`. They have no gradient.
@@ -155,14 +155,18 @@ def _rows(batch: NestedMap) -> NestedMap:
 
 
 def _answer_logps(predictions: Any, batch: NestedMap) -> tuple[jax.Array, jax.Array]:
-    """Returns the answers' log-probabilities and their number of tokens, float32 [B, 2]."""
+    """Returns the log-probabilities and the numbers of tokens of the answers, float32 [B, 2] each."""
     weights = _rows(batch).weights.astype(jnp.float32)
     logps = jnp.sum(-predictions.per_example_xent.astype(jnp.float32) * weights, axis=-1)
     return logps.reshape(-1, 2), jnp.sum(weights, axis=-1).reshape(-1, 2)
 
 
 def _as_float32(x: jax.Array) -> jax.Array:
-    """Returns float32 log-probabilities; an int32 holds the bits of float32."""
+    """Returns log-probabilities as float32. An int32 array holds the bits of float32 values.
+
+    Raises:
+      UserError: the array has another dtype.
+    """
     if x.dtype == jnp.int32:
         return jax.lax.bitcast_convert_type(x, jnp.float32)
     if x.dtype != jnp.float32:

@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json."""
+"""Reads and makes PEFT's adapter_config.json."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def read(directory: epath.PathLike) -> dict[str, Any]:
-    """Returns the content of adapter_config.json of supported adapters.
+    """Returns the content of a folder's adapter_config.json, and checks that it describes supported adapters.
 
     Raises:
       HfNotFoundError: the file is missing.
-      HfError: it describes another method than LoRA or DoRA, or has options that are not supported.
+      HfError: the file describes another method than LoRA or DoRA, or has options that are not supported.
       CheckpointReadError: storage does not answer, or refuses.
     """
     where = os.path.join(os.fspath(directory), CONFIG)
@@ -98,7 +98,7 @@ def make(
 
     Args:
       lora: the settings.
-      modules: ends of the names of the base's modules, by which PEFT finds them.
+      modules: PEFT's `target_modules`: names of the base's modules, or ends of names.
       base: the folder of the base.
       fan_in_fan_out: True if the base's weights are [in, out], as GPT-2's are.
     """

@@ -70,7 +70,7 @@ def _specs(job: Job) -> dict[str, VariableSpec]:
 
 
 def _plan(job: Job, path: epath.Path, base: str | os.PathLike[str] | None) -> dict[str, _Content]:
-    """Checks everything that can be checked before writing. Returns {subfolder: content}."""
+    """Makes all checks that need no writing. Returns {subfolder: content}; '' is the folder itself."""
     settings, spec = job.task.lora, spec_of_task(job.task)
     if settings is None:
         raise HfError("--export_adapter: the model has no adapters (task.lora is None); leave the flag out")

@@ -1,4 +1,4 @@
-"""Folders of PEFT as checkpoints of adapters, for `init_from_checkpoint_rules` and `--restore_checkpoint_dir`."""
+"""PEFT folders as checkpoints of adapters, for `init_from_checkpoint_rules` and `--restore_checkpoint_dir`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class PeftSource(CheckpointSource):
-    """Adapters of PEFT, with the dtypes of the stored tensors.
+    """PEFT adapters as a checkpoint, with the dtypes of the stored tensors.
 
     Attributes:
       variables: the adapters by path, with the tensors that hold them.
@@ -53,7 +53,7 @@ class PeftSource(CheckpointSource):
 
 
 def is_folder(directory: epath.PathLike) -> bool:
-    """Returns True if a directory holds adapters of PEFT, or directories that do, and no model.
+    """Returns True if a directory or one of its subdirectories holds PEFT adapters, and the directory is not a model folder.
 
     Raises:
       CheckpointReadError: storage does not answer, or refuses.
@@ -65,7 +65,7 @@ def is_folder(directory: epath.PathLike) -> bool:
 
 
 def _folders_in(path: str) -> list[str]:
-    """Returns the names of the directories below that hold adapters."""
+    """Returns the names of the subdirectories that hold PEFT adapters."""
     try:
         names = step_files.read(f"listing {path}", lambda: reading.names(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -81,21 +81,21 @@ def _folders_in(path: str) -> list[str]:
 def open_source(
     directory: epath.Path, step: int | None, variables: TrainState, task: SingleTask | None
 ) -> PeftSource | None:
-    """Opens adapters of PEFT. Called by every process.
+    """Opens PEFT adapters. Called by every process.
 
-    For a task with several adapters (`task.lora.adapters`), each has a folder of its name in the directory.
+    For a task with several adapters (`task.lora.adapters`), the directory has a folder for each, named as the adapter.
 
     Args:
       directory: the folder, or the directory of folders.
       step: must be None or 0, because a folder has no steps.
-      variables: a TrainState of VariableSpecs: the model.
-      task: the task; None refuses adapters.
+      variables: a TrainState with the VariableSpecs of the model's variables.
+      task: the task; None raises an error if the directory holds adapters.
 
     Returns:
-      The source, or None if the directory holds no adapters of PEFT.
+      The source, or None if the directory holds no PEFT adapters.
 
     Raises:
-      HfError: they can't be opened, or are not those that `task.lora` describes.
+      HfError: the adapters can't be opened, or differ from `task.lora`.
       CheckpointReadError: storage does not answer, or refuses.
     """
     if not decided_by_process_0(lambda: is_folder(directory)):

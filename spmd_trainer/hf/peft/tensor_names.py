@@ -22,10 +22,10 @@ _ADAPTERS, _BASE = "mdl_vars/params/lora/", "mdl_vars/params/"
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Position of one of several adapters in a variable, whose first dimension counts them.
+    """Position of one of several adapters in a variable that stacks them along its first dimension.
 
     Attributes:
-      index: position.
+      index: index of the adapter.
       count: number of adapters.
     """
 
@@ -34,7 +34,7 @@ class Slot:
 
 
 def base_path(path: str) -> tuple[str, str]:
-    """Returns the path of the weight that an adapter belongs to, and which part it is: 'a', 'b' or 'magnitude'."""
+    """Returns the path of the weight that an adapter belongs to, and the adapter's part: 'a', 'b' or 'magnitude'."""
     weight, _, part = path.removeprefix(_ADAPTERS).rpartition("/")
     return _BASE + weight, part
 
@@ -53,9 +53,9 @@ def variables_of(
     Args:
       paths: the adapters' paths in the state.
       base: the base's variables with their tensors, see `hf.tensor_names.variables_of`.
-      dims: which dimensions of each variable of the base are inputs and outputs; {'params/...': MatrixDims}.
+      dims: roles (stack, inputs, outputs) of the dimensions of each variable of the base; {'params/...': MatrixDims}.
       rank: the adapters' rank.
-      slot: position among several adapters; None: the only one.
+      slot: position among several adapters; None for a single adapter.
       prefix: prefix of the tensors' names.
 
     Raises:
@@ -90,12 +90,12 @@ def modules_of(variables: Iterable[Variable], every: Iterable[Variable]) -> list
 
 
 def module_of(name: str) -> str:
-    """Returns the module of the base that a tensor of adapters belongs to."""
+    """Returns the name of the base's module that the adapter tensor `name` belongs to."""
     return name[name.index(PREFIX) + len(PREFIX) :].rpartition(".lora_")[0]
 
 
 def is_transposed(variables: Iterable[Variable], base: Mapping[str, Variable]) -> bool:
-    """Returns True if the base's weights below the adapters are [in, out], as those of transformers' Conv1D are."""
+    """Returns True if the adapted weights of the base are [in, out], as in transformers' Conv1D."""
     for variable in variables:
         weight, part = base_path(variable.path)
         if part == "a":

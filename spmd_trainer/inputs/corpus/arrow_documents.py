@@ -1,4 +1,4 @@
-"""Arrow files in the stream or file format, e.g. of `datasets.Dataset.save_to_disk`. Needs pyarrow: extra `data`."""
+"""Arrow files in the stream or file format, e.g. from `datasets.Dataset.save_to_disk`. Needs pyarrow: extra `data`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def files_of_folder(folder: str) -> list[str]:
 
 
 class _Batches(NamedTuple):
-    """Record batches of a file: how many, and a function that reads one."""
+    """The record batches of a file: `size` is their number, and `get(n)` reads batch n."""
 
     size: int
     get: Callable[[int], Any]

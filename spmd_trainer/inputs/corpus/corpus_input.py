@@ -1,12 +1,14 @@
 """Language-model input over text files: JSON lines, Parquet, Arrow, ArrayRecord, TFRecord, plain text, and mixtures.
 
-The rows form one sequence, the same in every process: documents are mixed by weight, tokenised, and packed window by
-window. Global batch n holds the next G = batch_size * num_infeed_hosts rows; process h takes the rows [h * batch_size,
-(h + 1) * batch_size) of it. A position says where the current window begins in each source and how many of its rows
-are taken. It is valid for any number of processes and any batch size, also for files that can only be read in order.
+The rows form one sequence, the same in every process: documents are mixed by weight, tokenised, and packed window by window
+(see `windows`). Global batch n holds the next G = batch_size * num_infeed_hosts rows; process h takes the rows [h * batch_size,
+(h + 1) * batch_size) of it. A position holds the place in each source where the current window begins, and the number of rows
+taken from that window. It is valid for any number of processes and any batch size, also for files that can only be read in
+order.
 
-Every process reads and tokenises all documents of text, until they are in a token store: `--mode=tokenise` writes one
-ahead, `tokenise_ahead` during training. Of a store, a process reads the lengths of documents, and the tokens of its own rows.
+Without a token store, every process reads and tokenises all documents. `--mode=tokenise` writes a store before training,
+`tokenise_ahead` during training. From a store, a process reads the lengths of all documents, but only the tokens of its own
+rows.
 """
 
 from __future__ import annotations
@@ -45,10 +47,10 @@ _SAVED_SETTINGS = (
 class CorpusInput(text_base.TokenizedInput):
     """Language-model input over documents from files of many kinds, packed into rows (see the module docstring).
 
-    Training never ends, unless the sources have `epochs`. Evaluation gives every document once, then StopIteration
-    until `reset()`. The last batch is filled up with rows of weight 0, and all processes have the same number of
-    batches. A batch has the same arrays as one of `TextInput`. Documents without text are left out. A thread makes the
-    next window while the current one is used.
+    Training never ends, unless the sources have `epochs`. Evaluation gives every document once, then raises StopIteration until
+    `reset()`. The last batch is filled up with rows of weight 0, and all processes have the same number of batches. A batch has
+    the same arrays as a batch of `TextInput`. Documents without text are left out. A window is a group of consecutive documents
+    that are packed and shuffled together; a thread makes the next window while the current one is used.
 
     Attributes:
       source: `Documents`, or a `Mixture` of them.
@@ -56,14 +58,14 @@ class CorpusInput(text_base.TokenizedInput):
       seq_len: tokens per row, T.
       packing: 'best_fit': several pieces of at most T tokens per row, each a segment. 'pad': one piece per row.
         'split': concatenates the documents and cuts every T tokens: no padding, and attention crosses documents.
-      segment_len: most tokens of a piece, T or fewer, for 'best_fit'. {0: 512, 10_000: 2048}: a curriculum of lengths. From
-        the rows of training step 10,000 on, but for a document that crosses into them, a document is cut every 2,048
-        tokens instead of every 512, and the pieces fill rows of T tokens as before: batches keep their shape, and a step
-        its tokens (dataset decomposition, Pouransari et al. 2024, arXiv:2405.13226, with the pieces in rows of one
-        length). Positions are then valid for the same rows of a global batch only.
+      segment_len: for 'best_fit': most tokens of a piece, at most T. A mapping {0: 512, 10_000: 2048} is a curriculum of
+        lengths: documents are cut every 512 tokens, and from the rows of training step 10,000 on every 2,048 (except a document
+        that lies across that step). Rows still have T tokens, so the shape of a batch and the tokens of a step stay the same
+        (dataset decomposition, Pouransari et al. 2024, arXiv:2405.13226, with the pieces in rows of one length). A saved
+        position is then valid only for the same number of rows per global batch.
       shuffle: None shuffles training data. False keeps the documents of each source in order.
-      window_rows: rows packed and shuffled together; more rows pack better and take more memory. None: 256, or fewer
-        (at least 32) if 256 would hold more than 4,194,304 tokens.
+      window_rows: rows of a window; more rows pack better and take more memory. None: 256, or fewer (at least 32) if 256 would
+        hold more than 4,194,304 tokens.
       bad_records: 'raise': a record that can't be read or encoded raises an error with its file and number. 'skip':
         leaves the record out, counts it in `skipped` and logs it.
     """
@@ -154,17 +156,17 @@ class CorpusInput(text_base.TokenizedInput):
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Bad records left out so far, by source."""
+        """Number of bad records left out so far, by source."""
         return {name: cursor.skipped for name, cursor in self._read_so_far.items()}
 
     @property
     def documents_of(self) -> dict[str, int]:
-        """Documents read so far, by source."""
+        """Number of documents read so far, by source."""
         return {name: cursor.documents for name, cursor in self._read_so_far.items()}
 
     @property
     def tokens_of(self) -> dict[str, int]:
-        """Tokens read so far, start and end tokens included, by source."""
+        """Number of tokens read so far, start and end tokens included, by source."""
         return {name: cursor.tokens for name, cursor in self._read_so_far.items()}
 
     def input_specs(self) -> NestedMap:
@@ -181,12 +183,17 @@ class CorpusInput(text_base.TokenizedInput):
     def tokenise_ahead(
         self, stores: Mapping[str, str], helpers: Helpers, after: threading.Thread | None = None
     ) -> threading.Thread:
-        """Tokenises sources into stores while batches are taken, and reads them from there afterwards. Call it before the first.
+        """Starts a thread that tokenises sources into token stores. A source is read from its store once the store is finished.
+
+        Call it before the first batch.
 
         Args:
           stores: {source: folder of its store}, local, gs:// or s3://, the same on all processes of the job.
-          helpers: who does it.
-          after: what another input's call returned, the thread that does it: that comes first.
+          helpers: the processes that tokenise.
+          after: thread that this method returned for another input; the new thread waits for it.
+
+        Returns:
+          The thread.
         """
         found = []
         for number, one in enumerate(self.sources):
@@ -198,7 +205,7 @@ class CorpusInput(text_base.TokenizedInput):
         return prepared_source.tokenise(found, after, look_first=not self.is_training)
 
     def stop_tokenising(self) -> None:
-        """Ends what `tokenise_ahead` has started; finished parts are kept."""
+        """Stops the work that `tokenise_ahead` has started. Finished parts of the stores are kept."""
         for one in self.sources:
             if isinstance(one.source, PreparedSource):
                 one.source.stop()
@@ -236,16 +243,16 @@ class CorpusInput(text_base.TokenizedInput):
         self._go_to(cursors.beginning(len(self.sources)))
 
     def _batch(self, table: RowTable | PairTable, rows: np.ndarray) -> NestedMap:
-        """Returns a batch of rows of a window's table, integers [B]; -1: an empty row."""
+        """Returns the batch of the given rows of a window's table, integers [B]; -1 stands for an empty row."""
         return table.batch(rows)
 
     @property
     def _processor(self) -> Processor | None:
-        """Processor of sources that have none."""
+        """Processor for the sources that have none; None tokenises them as text."""
         return None
 
     def _bound(self, documents: Documents) -> Documents:
-        """Returns a source with its processor, made ready for this input."""
+        """Returns a source with its processor bound to this input's tokenizer and `seq_len`. Raises UserError on a mismatch."""
         processor = documents.processor or self._processor
         if processor is None:
             return documents
@@ -272,7 +279,7 @@ class CorpusInput(text_base.TokenizedInput):
         return any(mixture.steps_of(one.share) for one in self.sources)
 
     def _read_segment_len(self) -> dict[int, int]:
-        """Returns {step: most tokens of a segment}."""
+        """Returns the field `segment_len` as {step: most tokens of a segment}."""
         given = self.segment_len
         if given is None:
             return {0: self.seq_len}
@@ -322,7 +329,7 @@ class CorpusInput(text_base.TokenizedInput):
         return windows.Share(first, self.batch_size, self.global_batch_size, filled - skipped, skipped)
 
     def _next_window(self, at: cursors.InputPosition, given: int) -> windows.Window | None:
-        """Returns the window at a position, of which `given` rows of the batch are already there; None after the last."""
+        """Returns the window at a position, or None after the last window. `given`: rows that the global batch already has."""
         if self._maker is None:
             # No reference to this input: it could otherwise not be collected while a window is made.
             prefix = str(self.error(""))
@@ -372,7 +379,7 @@ class CorpusInput(text_base.TokenizedInput):
 
     @functools.cached_property
     def _data(self) -> dict[str, Any]:
-        """Everything besides the position that decides the batches, as JSON values."""
+        """Everything on which the batches depend, except the position, as JSON values."""
         settings = self._settings
         data: dict[str, Any] = {name: getattr(settings, name) for name in _SAVED_SETTINGS}
         if self.segment_len is not None:

@@ -31,14 +31,14 @@ class SourceCursor(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Where a window begins.
+    """Position where a window begins.
 
     Attributes:
       window: number of the window, from 0.
-      offset: tokens of the first document that belong to the window before (packing 'split').
+      offset: tokens of the first document that belong to the previous window (packing 'split').
       sources: progress in each source.
-      rows: rows of all windows before.
-      begins: totals of the mixture at which the weights of later steps began, see `Mixture.change_by`.
+      rows: rows in all previous windows.
+      begins: for weights that change by steps, the mixture's total at each change so far, see `Mixture.change_by`.
     """
 
     window: int
@@ -53,7 +53,7 @@ class InputPosition(NamedTuple):
 
     Attributes:
       cursor: where the current window begins.
-      row: rows taken of that window.
+      row: rows already taken from that window.
     """
 
     cursor: Cursor
@@ -61,12 +61,12 @@ class InputPosition(NamedTuple):
 
 
 def beginning(num_sources: int) -> InputPosition:
-    """Position before the first batch."""
+    """Returns the position before the first batch."""
     return InputPosition(Cursor(0, 0, (SourceCursor(),) * num_sources), 0)
 
 
 def to_json(position: InputPosition, names: Sequence[str]) -> str:
-    """Returns a position as JSON, under 200 characters per source. `names` are those of the sources."""
+    """Returns a position as JSON, under 200 characters per source. `names`: names of the sources."""
     cursor = position.cursor
     sources = {
         name: [*source.position, source.documents, source.tokens, source.skipped]
@@ -101,7 +101,7 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> InputPosition:
 def describe(
     settings: Mapping[str, Any], tokenizer: tokenizers.Tokenizer, sources: Sequence[OpenSource]
 ) -> dict[str, Any]:
-    """Returns everything besides the position that decides the batches, as JSON values."""
+    """Returns everything on which the batches depend, except the position, as JSON values."""
     name = getattr(tokenizer, "name", getattr(tokenizer, "model", type(tokenizer).__name__))
     return {
         "settings": dict(settings),
@@ -112,7 +112,7 @@ def describe(
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], sources: Sequence[OpenSource]) -> list[str]:
-    """Lists what has changed since a position was saved, one clause per change.
+    """Lists the changes since a position was saved, one clause per change.
 
     Args:
       before: the saved result of `describe`.

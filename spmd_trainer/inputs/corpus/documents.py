@@ -1,4 +1,4 @@
-"""Documents of a corpus: how users name them (`Documents`), and how the pipeline reads them (`Source`)."""
+"""Documents of a corpus: how the user describes them (`Documents`), and how the pipeline reads them (`Source`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Document:
     """One document.
 
     Attributes:
-      content: its text, UTF-8 (not validated yet), or for a `Processor` the record as JSON; or where its tokens are, for a
-        corpus tokenised ahead.
+      content: its text, UTF-8 (not validated yet); for a `Processor`, the record as JSON; from a token store, a reference to
+        its tokens.
       where: file and record, for messages: 'a.jsonl:3', 'x.parquet row group 2, row 17', 'a.arrayrecord record 5'.
         Lines and rows count from 1, records from 0.
     """
@@ -30,11 +30,12 @@ class Document:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that gives no document.
+    """A record that can't be used.
 
     Attributes:
       where: file and record, as in `Document`.
-      problem: a clause, e.g. 'is not JSON: ...' or 'has no column "text"'; or a sentence after a colon.
+      problem: continues the sentence after `where`, e.g. 'is not JSON: ...' or 'has no column "text"'; or a colon and a
+        sentence.
     """
 
     where: str
@@ -42,19 +43,22 @@ class BadRecord:
 
     @classmethod
     def of(cls, where: str, error: Exception) -> BadRecord:
-        """Makes one of an error, whose message may begin with `where`."""
+        """Makes a BadRecord of an error. If the error's message begins with `where`, that beginning is not repeated."""
         text = str(error)
         return BadRecord(where, text.removeprefix(where).strip() if text.startswith(where) else f": {text}")
 
     @property
     def text(self) -> str:
-        """The file, the record and the problem."""
+        """Message with the file, the record and the problem."""
         return f"{self.where}{'' if self.problem.startswith(':') else ' '}{self.problem}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeftOut(BadRecord):
-    """A record that a processor or a store leaves out. `size`: bytes that it counts for in the order of a store."""
+    """A record that a processor or a token store leaves out, also with `bad_records='raise'`.
+
+    `size`: bytes of the record that `order.size_of` counts.
+    """
 
     size: int
 
@@ -67,7 +71,7 @@ MAX_RECORD_BYTES = 2**25
 
 
 def too_long(where: str, longest: int, size: int | None = None) -> BadRecord:
-    """A record of more than `longest` bytes, which was not read whole. `size`: its bytes, if they are known."""
+    """Returns the BadRecord for a record of more than `longest` bytes, which was not read whole. `size`: its bytes, if known."""
     has = "more" if size is None else f"{size:,} bytes, more"
     return BadRecord(
         where, f"has {has} than max_record_bytes={longest:,}; raise it in Documents if the record is right"
@@ -75,12 +79,12 @@ def too_long(where: str, longest: int, size: int | None = None) -> BadRecord:
 
 
 class Processor(Protocol):
-    """Makes tokens of records that aren't texts: conversations, pairs of answers.
+    """Interface of processors, which tokenise records that aren't texts: conversations, pairs of answers.
 
     Attributes:
-      entries: entries of a record that it reads.
+      entries: keys of a record that the processor reads.
       gives_pairs: True if the tokens of a record are two sequences, for `PreferenceInput`.
-      seq_len: tokens per row; set by the input, and a setting where there is none.
+      seq_len: tokens per row. The input sets it; without an input (`--mode=tokenise`), the user does.
     """
 
     entries: ClassVar[tuple[str, ...]]
@@ -90,18 +94,18 @@ class Processor(Protocol):
     def seq_len(self) -> int: ...
 
     def bound(self, tokenizer: Any, seq_len: int) -> Processor:
-        """Returns it for a tokenizer and rows of `seq_len` tokens. Raises UserError if they can't be used."""
+        """Returns a copy that uses a tokenizer and rows of `seq_len` tokens. Raises UserError if they can't be used."""
 
     def encode(self, documents: Sequence[Document]) -> list[Tokens | BadRecord]:
-        """Returns the tokens of each record of JSON, with the labels that count; or why there are none."""
+        """Returns the tokens of each JSON record, and which of them count in the loss; a BadRecord if a record has none."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns everything besides the tokenizer that decides the tokens, as JSON values."""
+        """Returns everything on which the tokens depend, except the tokenizer, as JSON values."""
 
 
 class Source(abc.ABC):
-    """Documents in chunks (files, row groups, record batches), numbered from 0 within each chunk and across all
-    chunks.
+    """Base of the sources of documents. Documents come in chunks (files, row groups, record batches), and are numbered from 0
+    within each chunk and across all chunks.
 
     Reads are repeatable. One thread at a time may use a source.
     """
@@ -128,7 +132,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def chunk_sizes(self) -> np.ndarray | None:
-        """Returns the records of each chunk, int64 [num_chunks]; None if counting them means reading them all."""
+        """Returns the number of records in each chunk, int64 [num_chunks]; None if counting them means reading them all."""
 
     @abc.abstractmethod
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
@@ -158,26 +162,27 @@ class Source(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """A corpus as users name it.
+    """A corpus of documents, as the user describes it.
 
     Example: `Documents("gs://bucket/web/*.parquet", column="content")`.
 
     Attributes:
-      files: paths, globs and directories, one of them, or a function without arguments that returns them; local, gs://,
-        s3:// or hf://. A directory stands for all non-hidden files below it, except empty files whose names begin with '_'.
+      files: paths, globs and directories (a list or a single one), or a function without arguments that returns them; local,
+        gs://, s3:// or hf://. A directory stands for all non-hidden files below it, except empty files whose names begin with
+        '_'.
       column: column or key of the text; 'a.b' is key b of the object in a. In tar shards, the member's extension.
       kind: 'jsonl', 'parquet', 'arrow', 'arrayrecord', 'tfrecord', 'tar', 'text' or 'tokens'; None detects it from the
         files' names and first bytes.
-      shuffle: 'global': any order of all documents. 'auto': global if documents can be read by number, otherwise a
-        window (JSON lines in object stores take a window too: each document would cost a request). A number: shuffled
-        chunks, and windows of this many documents. None: in order. Only training shuffles, unless the input says
+      shuffle: 'global': a random order of all documents. 'auto': global if documents can be read by number, otherwise a window
+        (JSON lines in object stores take a window too: each document would cost a request). A number: shuffled chunks, and
+        shuffled windows of this many documents in each. None: in order. Only training shuffles, unless the input says
         otherwise.
       epochs: passes over the documents; None: endless in training, one otherwise.
       separator: text between the documents of a text file; None makes each file one document.
-      processor: makes tokens of records that aren't texts, e.g. `inputs.Chat()` of conversations. `column` then says nothing.
-      max_record_bytes: most bytes of a record before it is parsed: a line with its end, a tar member, a document of a text file,
-        an Example. A longer one counts as a bad record and is not read whole.
-      allow_binary: True reads files of any bytes as text, for the kind 'text'.
+      processor: makes tokens of records that aren't texts, e.g. `inputs.Chat()` of conversations. `column` is then ignored.
+      max_record_bytes: largest size of an unparsed record, in bytes: a line with its end, a tar member, a document of a text
+        file, an Example. A longer one counts as a bad record and is not read whole.
+      allow_binary: for the kind 'text': True also reads files that aren't text.
     """
 
     files: Any

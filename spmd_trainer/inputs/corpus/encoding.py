@@ -31,7 +31,10 @@ _Encoded = TypeVar("_Encoded")
 def encode_each(
     encode: Callable[[Sequence[Any], Sequence[str]], Sequence[_Encoded]], texts: Sequence[Any], wheres: Sequence[str]
 ) -> list[_Encoded | BadRecord]:
-    """Encodes texts together; one by one, to find out which are bad, if that fails. `wheres` names them."""
+    """Returns the encoding of each text, or a BadRecord if it can't be encoded. `wheres` names the texts in errors.
+
+    Encodes all texts in one call. If that call fails, encodes them one by one to find the bad ones.
+    """
     if not texts:
         return []
     try:
@@ -45,7 +48,7 @@ def encode_each(
 def encode_texts(
     tokenizer: tokenizers.Tokenizer, texts: Sequence[Any], wheres: Sequence[str]
 ) -> list[np.ndarray | BadRecord]:
-    """Returns the tokens of each text, UTF-8, or why there are none. `wheres` name them."""
+    """Returns the tokens of each UTF-8 text, or a BadRecord if it can't be encoded. `wheres` names the texts in errors."""
 
     def one_by_one(texts: Sequence[Any], wheres: Sequence[str]) -> list[np.ndarray]:
         return [tokenizer.encode(text, where) for text, where in zip(texts, wheres, strict=True)]
@@ -55,13 +58,13 @@ def encode_texts(
 
 @dataclasses.dataclass
 class Encoder:
-    """Encodes documents.
+    """Tokenises the documents of one source.
 
     Attributes:
       tokenizer: the tokenizer.
       limit: every token must be below this: the vocabulary size of the tokenizer, or of the model if smaller.
       processor: makes tokens of records that aren't texts.
-      room: bytes of records and their tokens that may still be kept.
+      room: bytes of memory that are left to keep records and their tokens.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -73,7 +76,8 @@ class Encoder:
     def encode(self, records: Sequence[Record]) -> list[Tokens | BadRecord]:
         """Returns each record's tokens without end-of-text, of `tokenizers.token_dtype`, or a BadRecord.
 
-        Stored tokens are returned as they are, or fetched if one of their store may be above the limit.
+        Stored tokens are returned as references. They are fetched and checked if the largest token of their store is not below
+        `limit`.
         """
         dtype = np.dtype(tokenizers.token_dtype(self.tokenizer.vocab_size))
         texts = [one for one in records if isinstance(one, Document) and isinstance(one.content, bytes)]
@@ -92,7 +96,10 @@ class Encoder:
         return found
 
     def _encode(self, documents: Sequence[Document]) -> Sequence[Tokens | BadRecord]:
-        """Makes tokens. Those of records are kept if there are few: a window of rows needs those of a small corpus many times."""
+        """Tokenises documents, and keeps the tokens of a processor's records while `room` lasts.
+
+        A window of rows may read the records of a small corpus many times.
+        """
         if self.processor is None:
             wheres = [one.where for one in documents]
             return encode_texts(self.tokenizer, [one.content for one in documents], wheres)
@@ -124,7 +131,7 @@ def _fetched(tokens: StoredTokens) -> np.ndarray | CountedTokens:
 
 
 class Encoded(NamedTuple):
-    """A document of a stream as tokens.
+    """The tokens of one document of a stream.
 
     Attributes:
       tokens: without end-of-text, at least one; None at the end of the stream.
@@ -160,7 +167,7 @@ class EncodedStream:
           name: the source's name, for messages; empty if it is the only one.
           bad_records: 'raise' raises an error at a bad record; 'skip' leaves it out, counts and logs it.
           bytes_ahead: approximate bytes of text to read ahead.
-          error: makes an error of a message.
+          error: makes an error from a message.
         """
         self._stream = stream
         self._encoder = encoder

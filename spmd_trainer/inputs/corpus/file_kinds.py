@@ -71,7 +71,7 @@ def kind_of_all(paths: Sequence[str]) -> str:
 
 
 def is_compressed(head: bytes) -> bool:
-    """True if a file begins as gzip or Zstandard."""
+    """Returns True if the first bytes of a file are those of gzip or Zstandard."""
     return head.startswith(_GZIP) or _is_zstandard(head)
 
 
@@ -86,13 +86,13 @@ def read_head(path: str) -> bytes:
 
 
 def kind_of_name(path: str) -> str | None:
-    """Returns the kind that a file's name tells; None if it tells none."""
+    """Returns the kind that the suffix of a file's name stands for, or None if the suffix is unknown."""
     name = _plain_name(path)
     return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
 
 
 def _plain_name(path: str) -> str:
-    """Returns a file's name in lower case, without its folder, the shard's number and the suffix of a compressed file."""
+    """Returns a file's name in lower case, without folder, shard number and the suffix of a compressed file."""
     name = _SHARD.sub("", os.path.basename(path).lower())
     for suffix in _COMPRESSED:
         name = name.removesuffix(suffix)
@@ -100,7 +100,7 @@ def _plain_name(path: str) -> str:
 
 
 def _kind(path: str) -> str | None:
-    """Returns the kind of a file; None for an empty file whose name says nothing."""
+    """Returns the kind of a file by its name, or else by its first bytes; None for an empty file without a known suffix."""
     if (named := kind_of_name(path)) is not None:
         return named
     suffix = os.path.splitext(_plain_name(path))[1]
@@ -155,7 +155,7 @@ def _is_zstandard(head: bytes) -> bool:
 
 
 def decompressed(file: BinaryIO, path: str) -> BinaryIO:
-    """Returns a reader of the uncompressed content. The file's first bytes decide.
+    """Returns a reader of a file's content, decompressed if the first bytes are those of gzip or Zstandard.
 
     Raises:
       UserError: the file is compressed by Zstandard, and pyarrow isn't installed.
@@ -173,7 +173,7 @@ def decompressed(file: BinaryIO, path: str) -> BinaryIO:
 
 
 class _Unpacked(io.RawIOBase):
-    """What a stream of pyarrow unpacks. Its errors that have no number are of damaged content."""
+    """The uncompressed content of a pyarrow stream. Raises EOFError for damaged content: pyarrow's OSErrors without an errno."""
 
     def __init__(self, stream: Any):
         self._stream = stream

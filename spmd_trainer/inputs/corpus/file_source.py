@@ -1,4 +1,4 @@
-"""Base classes of the sources over files, and the text of a record with named fields."""
+"""Base classes of the sources over files, and functions that make documents of records with named fields."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _ASKED = "set `column` (--column, or COLUMN of an experiment) to the one with th
 
 
 class OpenFiles:
-    """The files of a source, opened on first read. Raises if a file's size changes. Thread-safe."""
+    """The files of a source, opened on first read. Raises UserError if a file's size changes. Thread-safe."""
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int], most: int = _MAX_OPEN):
-        """`sizes` are the files' bytes when the source was opened; at most `most` stay open."""
+        """`sizes`: bytes of each file when the source was opened. At most `most` files stay open."""
         self._paths, self._sizes = tuple(paths), tuple(sizes)
         self._open: LRUCache[OpenFile] = LRUCache(most)
 
@@ -67,7 +67,7 @@ class OpenFiles:
 
 
 def changed(path: str, size: int) -> UserError:
-    """Error for a file whose size has changed since the source was opened."""
+    """Returns the error for a file that had `size` bytes when the source was opened, and has another size now."""
     return UserError(f"{path} had {size} bytes when this run started, and has changed; start the run again")
 
 
@@ -88,7 +88,7 @@ class FileSource(Source):
     max_record_bytes: int = MAX_RECORD_BYTES
 
     def __init__(self, paths: Sequence[str]):
-        """Takes the sizes of existing files.
+        """Reads the sizes of the files, which must exist.
 
         Raises:
           UserError: a file (named) can't be read.
@@ -99,7 +99,10 @@ class FileSource(Source):
         self.groups = [(index, 0) for index in range(len(self.paths))]
 
     def count_groups(self, rows_of: Callable[[int], Sequence[int]]) -> ShardIndex:
-        """Makes the row groups, or batches, of all files the chunks. `rows_of` returns the rows of each of a file's.
+        """Makes each row group or record batch of the files a chunk, and returns the index of their rows.
+
+        Args:
+          rows_of: returns the number of rows in each group of a file, given the file's number.
 
         Raises:
           UserError: there are no rows.
@@ -181,7 +184,7 @@ class NumberedFiles(FileSource):
     """A source over files whose documents can be read by number.
 
     Attributes:
-      shards: documents of each chunk.
+      shards: index of the documents of all chunks.
     """
 
     shards: ShardIndex
@@ -206,7 +209,7 @@ _KEPT_BYTES, _KEPT_RECORDS = 2**24, 1024
 
 
 class IndexedFiles(NumberedFiles):
-    """Records of files with known byte offsets, read by number. A chunk is a file."""
+    """Base of sources that know the byte offset of each record, and read records by number. A chunk is a file."""
 
     def __init__(self, paths: Sequence[str]):
         """Finds the records of all files.
@@ -276,8 +279,9 @@ def document_of(record: Any, column: Column, where: str) -> Record:
 
     Args:
       record: a mapping; any other value gives a BadRecord.
-      column: key of the text; 'a.b' is key b of the object in a. Keys that contain dots are tried first. Or the entries
-        of the record, without its nulls: a column of messages gives every message the same entries.
+      column: key of the text; 'a.b' is key b of the object in a, unless the record has the key 'a.b' itself. A tuple of keys:
+        the document is these entries of the record as JSON, without nulls (a Parquet column of messages gives every message the
+        same keys).
       where: file and record, for messages.
     """
     if isinstance(column, tuple):
@@ -296,7 +300,10 @@ def document_of(record: Any, column: Column, where: str) -> Record:
 
 
 def _entries_document(record: Mapping[str, Any], entries: tuple[str, ...], where: str) -> Record:
-    """Makes a document of the entries of a row of pyarrow. Bytes are UTF-8; other values that JSON lacks give a BadRecord."""
+    """Makes a document of the given entries of a pyarrow row, as JSON.
+
+    Bytes must be UTF-8 and become strings. Other values that JSON can't hold give a BadRecord.
+    """
     texts = []
     for name, value in _without_nulls(record).items():
         try:
@@ -366,7 +373,7 @@ def documents_of(batch: Any, column: Column, wheres: Sequence[str]) -> Iterator[
 
 
 def columns_of(path: str, column: Column, names: Sequence[str]) -> list[str]:
-    """Returns those of a file's columns that are read. Raises UserError if there is no `column`."""
+    """Returns the columns to read from a file, of its columns `names`. Raises UserError if `column` is missing."""
     if isinstance(column, tuple):
         return [name for name in names if name in column] or list(names)
     for one in (column, column.partition(".")[0]):
@@ -376,14 +383,14 @@ def columns_of(path: str, column: Column, names: Sequence[str]) -> list[str]:
 
 
 def no_column(path: str, column: str, names: Sequence[str]) -> UserError:
-    """Error for a file without `column`; lists the columns it has."""
+    """Returns the error for a file without `column`, which lists the columns of the file."""
     listed = ", ".join(map(repr, names))
     near = did_you_mean(column, names, otherwise="")
     return UserError(f"{path} has no column {column!r}{near}; its columns are {listed}; {_ASKED}")
 
 
 def damage() -> tuple[type[Exception], ...]:
-    """Exceptions that pyarrow raises for files it can't read."""
+    """Returns the exceptions that pyarrow raises for files it can't read."""
     try:
         import pyarrow
     except ImportError:

@@ -1,9 +1,10 @@
 """Mixes several sources of documents by weight.
 
-A source's *due time* is the total of the mixture at which its share reaches what it has given; the next document comes
-from the source with the earliest. With constant shares the due time is taken / share. Shares that change make the due
-time piecewise linear. It depends on nothing but what the source has given, so a position needs no more numbers than
-without changes, and each source has its share from every change on to within one document.
+The next document comes from the source with the earliest *due time*. A due time is a total of the mixture, in tokens or
+documents: the total at which the source's share of it equals the amount that the source has already given. With a constant
+share, the due time is amount / share. With a share that changes, the due time is piecewise linear in the amount. It depends
+only on the amount, so changing shares add no numbers to a saved position, and after each change every source keeps to its
+share within one document.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class Mixture:
     within one document, for any seed.
 
     Attributes:
-      sources: {name: (Documents, weight)} with weights above 0; or {name: Documents} for all: each source then weighs
-        its size, in bytes if `weigh_by` is 'tokens', otherwise in documents. A weight may change: {0: 0.7, 10**9: 0.2}
-        makes it 0.2 once all sources together have given 10**9 tokens (see `change_by`), and it may be 0 for a time. A
-        source that has ended counts as if it went on.
+      sources: {name: (Documents, weight)} with weights above 0; or {name: Documents} without weights: the weight of each source
+        is then its size, in bytes if `weigh_by` is 'tokens', otherwise in documents. A weight may change: {0: 0.7, 10**9: 0.2}
+        makes it 0.2 once all sources together have given 10**9 tokens (see `change_by`), and it may be 0 for a time. For this
+        total, a source that has ended counts as if it still gave its share.
       weigh_by: 'tokens' or 'documents': the unit of the shares.
-      change_by: from when on weights hold: 'totals' of tokens or documents, by `weigh_by`; or 'steps' of training: with
-        the first documents that are packed into rows after those of so many batches. A position is then valid for the
-        same rows of a global batch only.
+      change_by: unit of the keys of a changing weight. 'totals': tokens or documents of the mixture, as in `weigh_by`. 'steps':
+        training steps. A weight then begins with the first documents that are packed after the rows of this many batches, and a
+        saved position is valid only for the same number of rows per global batch.
       temperature: shares are proportional to weight ** (1 / temperature). Above 1 they are more equal.
       stopping_strategy: 'repeat': sources never end in training. 'drop': continue with the remaining sources when one
         ends. 'stop': end the mixture when a source ends. With 'drop' and 'stop', and always in evaluation, a source
@@ -71,12 +72,12 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class ChangingShare:
-    """A share that changes.
+    """Share of a source that changes during training.
 
     Attributes:
       begins: totals of the mixture, or steps, from which each share holds, ascending from 0.
       shares: the shares, 0 to 1.
-      change_by: what `begins` are.
+      change_by: unit of `begins`, see `Mixture.change_by`.
     """
 
     begins: tuple[int, ...]
@@ -84,14 +85,17 @@ class ChangingShare:
     change_by: str = TOTALS
 
     def so_far(self, begins: Sequence[int]) -> ChangingShare:
-        """Returns the share by totals. `begins` are those of the steps that have come, without the first."""
+        """Returns the share with `begins` as totals of the mixture.
+
+        `begins`: for a share that changes by steps, the total at which each step so far began, without the first step.
+        """
         if self.change_by == TOTALS:
             return self
         return ChangingShare((0, *begins), self.shares[: 1 + len(begins)])
 
     @functools.cached_property
     def targets(self) -> tuple[float, ...]:
-        """What the source should have given at each of `begins`."""
+        """Amounts that the source should have given at each of `begins`, in tokens or documents."""
         phases = zip(itertools.pairwise(self.begins), self.shares[:-1], strict=True)
         return tuple(itertools.accumulate((share * (end - begin) for (begin, end), share in phases), initial=0.0))
 
@@ -101,17 +105,17 @@ T = TypeVar("T")
 
 
 def holding(values: Mapping[int, T], place: int) -> T:
-    """Returns the value that holds at a place. `values`: by the place from which each holds, 0 among them."""
+    """Returns the value that holds at a place. `values`: {place from which it holds: value}, with the place 0."""
     return values[max(begin for begin in values if begin <= place)]
 
 
 def steps_of(share: Share) -> tuple[int, ...]:
-    """Returns the steps from which shares hold; none if they don't change by steps."""
+    """Returns the steps from which the shares hold; an empty tuple if the share doesn't change by steps."""
     return share.begins if isinstance(share, ChangingShare) and share.change_by == STEPS else ()
 
 
 def due_time(taken: int, share: Share) -> float:
-    """Returns how much the mixture has given when a source of this share is due to have given `taken`; infinity for never."""
+    """Returns the total of the mixture at which a source with this share should have given `taken`; infinity for never."""
     if not isinstance(share, ChangingShare):
         return taken / share
     # The last of equal targets: a source whose share is 0 for a time waits until that time is over.
@@ -126,11 +130,11 @@ class OpenSource:
 
     Attributes:
       name: its name in the mixture.
-      documents: as the user named it.
+      documents: the source as the user described it.
       source: reads its documents.
       share: fraction of the mixture, above 0; at any time all shares sum to 1.
-      shuffle: 'global', 'auto', documents per window, or None: in order.
-      epochs: epochs after which it ends; None: never.
+      shuffle: 'global', 'auto', number of documents per window, or None: in order.
+      epochs: number of epochs after which it ends; None: never.
     """
 
     name: str
@@ -146,14 +150,14 @@ class OpenSource:
 
     @property
     def made_by(self) -> dict[str, Any]:
-        """The settings besides the tokenizer that decide which tokens a record gives, as JSON values."""
+        """The settings, besides the tokenizer, on which the tokens of a record depend, as JSON values."""
         most, processor = self.documents.max_record_bytes, self.documents.processor
         # Left out at its default, so that positions that were saved before stay valid.
         limit = {} if most == MAX_RECORD_BYTES else {"max_record_bytes": most}
         return {**limit, **({} if processor is None else processor.fingerprint())}
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings that decide its order, as JSON values."""
+        """Returns the settings that decide the source's documents and their order, as JSON values."""
         named = {"column": self.documents.column, "separator": self.documents.separator}
         share: Any = self.share
         if isinstance(share, ChangingShare):
@@ -190,14 +194,14 @@ def open_mixture(
 
     Args:
       mixture: the mixture.
-      is_training: False gives every source an end.
+      is_training: False ends every source after its `epochs`, one by default.
       shuffle: False keeps the documents of every source in order.
       open_one: opens a source.
-      bound: returns a source with what the input knows about its processor.
+      bound: returns a source with its processor bound to the input's tokenizer and row length.
 
     Raises:
-      UserError: a source (named) can't be opened, lacks a weight while others have one, can't be shuffled as
-        requested, or sets `epochs` without effect; or no source has a weight for a time.
+      UserError: a source (named) can't be opened, lacks a weight while others have one, can't be shuffled as requested, or sets
+        `epochs` without effect; or all weights are 0 at some time.
     """
     given = {name: _entry(name, one) for name, one in mixture.sources.items()}
     entries = {name: (_named(name, mixture, bound, one), weight) for name, (one, weight) in given.items()}
@@ -215,7 +219,7 @@ def open_mixture(
 
 
 class Schedule:
-    """Chooses the source of the next document: the earliest `due_time`; the first of equals."""
+    """Chooses the source of the next document: the source with the earliest `due_time`, and the first of equals."""
 
     def __init__(self, shares: Sequence[Share], taken: Sequence[int]):
         """`taken` are the tokens or documents that each source has already given."""
@@ -227,7 +231,7 @@ class Schedule:
 
     @property
     def total(self) -> int | None:
-        """Total of the mixture when the next document is due, as if sources that have ended went on; None: never."""
+        """Total of the mixture when the next document is due, with ended sources counted as if they still gave; None: never."""
         return int(self._ahead[0][0]) if self._ahead and math.isfinite(self._ahead[0][0]) else None
 
     @property
@@ -314,7 +318,7 @@ def _weights(mixture: Mixture, given: Mapping[str, _Weights | None], opened: Map
 
 
 def _shares_of_phases(weights: Mapping[str, _Weights], mixture: Mixture) -> list[Share]:
-    """Returns the share of each source. Raises UserError if a weight gives none, or a time has no weight."""
+    """Returns the share of each source. Raises UserError if a weight is too small, or all weights are 0 at some time."""
     begins = sorted({begin for of_source in weights.values() for begin in of_source})
     phases: list[list[float]] = []
     for begin in begins:

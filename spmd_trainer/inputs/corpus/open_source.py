@@ -71,7 +71,7 @@ def open_documents(documents: Documents) -> Source:
 
 
 def open_files(documents: Documents, kind: str, paths: Sequence[str]) -> FileSource:
-    """Opens files of a known kind as `documents` says.
+    """Opens files of a known kind with the settings of `documents`.
 
     Raises:
       UserError: one (named) can't be read.
@@ -116,7 +116,10 @@ def _open_json_lines(paths: Sequence[str], column: Column, max_record_bytes: int
 
 
 def _prepared_folder(entries: Sequence[str]) -> str | None:
-    """Returns the folder of a prepared corpus if `files` is one. Raises UserError if there are other entries too."""
+    """Returns the folder if `files` is the folder of a prepared corpus (a token store), otherwise None.
+
+    Raises UserError if there are other entries too.
+    """
     found = [entry for entry in entries if _is_dir(entry) and reading.exists(os.path.join(entry, DESCRIPTION_FILE))]
     if found and len(entries) > 1:
         raise UserError(
@@ -126,7 +129,7 @@ def _prepared_folder(entries: Sequence[str]) -> str | None:
 
 
 def paths_of(entries: Sequence[str]) -> list[str]:
-    """Returns the files of `files.entries_of`, in order.
+    """Returns the paths of the files that the entries of `files.entries_of` give, in order.
 
     Raises:
       UserError: an entry matches no file, a directory and another entry give the same file, or all files are empty.
@@ -153,7 +156,7 @@ def _normal(path: str) -> str:
 
 
 def _refuse_prepared_parts(paths: Sequence[str]) -> None:
-    """Refuses the files of a prepared corpus given one by one: their records are tokens, not text."""
+    """Raises UserError if a path is a single file of a prepared corpus, which holds tokens instead of text."""
     for path in paths:
         if _PREPARED_PART.fullmatch(os.path.basename(path)):
             folder = os.path.dirname(path) or "."

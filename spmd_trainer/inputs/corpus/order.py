@@ -1,4 +1,4 @@
-"""Orders the documents of one source: epochs, each shuffled globally, within windows, or not at all.
+"""The order of the documents of one source: epochs, each in order, shuffled globally or shuffled within windows.
 
 The order is a pure function of the source, the seed and the settings. A position is four integers. A stream can begin
 at any position; it then reads again at most one window of documents.
@@ -25,13 +25,13 @@ _STORED_SIZE = 2**16
 
 
 class Position(NamedTuple):
-    """Position of a stream.
+    """Position in a `DocumentStream`.
 
     Attributes:
-      epoch: from 0.
+      epoch: number of the epoch, from 0.
       chunk: ordinal in the epoch's order of chunks; 0 if documents are read by number.
-      block: first document of the window, counted in the chunk; 0 without windows.
-      taken: documents taken from the window, the chunk or, if read by number, the epoch.
+      block: number of the window's first document in the chunk; 0 without windows.
+      taken: documents already taken from the window; without windows from the chunk, or by number from the epoch.
     """
 
     epoch: int = 0
@@ -91,8 +91,8 @@ class DocumentStream:
 
         Args:
           source: the documents.
-          shuffle: 'global'. An integer: shuffled chunks, with shuffled windows of this many documents in each. 'auto':
-            the same, with windows of at most `AUTO_WINDOW` documents. None: in order.
+          shuffle: 'global': a random order of all documents. An integer: shuffled chunks, with shuffled windows of this many
+            documents in each. 'auto': the same, with windows of at most `AUTO_WINDOW` documents. None: in order.
           seed: seed of the shuffles, 0 or more.
           epochs: number of epochs; None: endless.
           auto_window_bytes: a window of 'auto' also ends with the document that reaches this many bytes.
@@ -189,7 +189,7 @@ class DocumentStream:
 
 
 def size_of(record: Record) -> int:
-    """Bytes of a record's content."""
+    """Returns the bytes of a record's content; of a bad record, the length of its problem."""
     if isinstance(record, LeftOut):
         return record.size
     if isinstance(record, BadRecord):
@@ -202,7 +202,7 @@ def permutation(size: int, *seeds: int) -> Callable[[np.ndarray], np.ndarray]:
 
     Args:
       size: 1 or more. Above 65,536, entries are computed on demand and nothing is stored.
-      *seeds: 0 or more; other seeds give other permutations.
+      *seeds: integers, 0 or more, that choose the permutation.
     """
     if size == 1:  # each document of such a source is an epoch
         return np.zeros_like

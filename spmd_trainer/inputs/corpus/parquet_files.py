@@ -72,12 +72,12 @@ class ParquetFiles(FileSource):
 
 
 def leaves_of(file: Any) -> list[str]:
-    """Leaf columns of a pyarrow.parquet.ParquetFile: 'a.b' for entry b of the struct a."""
+    """Returns the leaf columns of a pyarrow.parquet.ParquetFile: 'a.b' for entry b of the struct a."""
     return [file.schema.column(i).path for i in range(len(file.schema))]
 
 
 def first_line(error: Exception) -> str:
-    """First line of pyarrow's message."""
+    """Returns the first line of pyarrow's message."""
     return str(error).partition("\n")[0].rstrip(".")
 
 
@@ -89,7 +89,7 @@ class ParquetDocuments(ParquetFiles):
     """Rows of Parquet files, read in order: a row group is decoded from its beginning. A chunk is a row group."""
 
     def __init__(self, paths: Sequence[str], column: Column = "text"):
-        """`column` is as in `Documents`. Raises as `ParquetFiles`."""
+        """Opens the files; `column` is as in `Documents`. Raises the errors of `ParquetFiles`."""
         super().__init__(paths, [column] if isinstance(column, str) else [])
         self._column = column
 

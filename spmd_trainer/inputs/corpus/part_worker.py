@@ -1,7 +1,7 @@
-"""Tokenises parts of a corpus, in a process that does nothing else: JSON, tokenizers and packing hold one interpreter's lock.
+"""Tokenises parts of a corpus in worker processes, because JSON, tokenizers and packing would share one interpreter lock.
 
-The process first reads a pickled `Task`. Each request is the number of a part, and its answer the part's record, or
-{"error": what is wrong with the corpus}.
+A worker first reads a pickled `Task`. Each request is the number of a part. The answer is JSON: the part's record (its
+statistics), or {"error": a message about the corpus}.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ _NICE = 10
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Documents `start` to `stop` of a chunk; `stop` None: to its end.
+    """One part of a store: documents `start` to `stop` of a chunk, or to the chunk's end if `stop` is None.
 
     Attributes:
-      chunk, start, stop: which documents.
-      path, size: the chunk's file, and its bytes when the source was opened; None of a source that isn't of files.
+      chunk, start, stop: the chunk's number, the first document, and the document after the last.
+      path, size: the chunk's file, and its bytes when the source was opened; None and 0 if the source isn't over files.
       inside: the chunk's number in the file.
     """
 
@@ -73,14 +73,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a worker needs to make parts.
+    """Settings with which a worker makes the parts of a store.
 
     Attributes:
       documents: the corpus.
-      kind: kind of its files, which the parts name; None: `documents` has the source itself.
+      kind: kind of the files that the parts name; None: `documents` itself is opened.
       tokenizer: the tokenizer.
-      folder: the store.
-      key: hash of all that decides a part's content.
+      folder: folder of the store.
+      key: hash of everything on which the content of the parts depends.
       parts: all parts of the store.
       bad_records: 'raise' or 'skip'.
     """
@@ -94,7 +94,9 @@ class Task:
     bad_records: str
 
     def source_of(self, part: Part) -> tuple[Source, int]:
-        """Returns the opened file of a part, and the number of its chunk there. Other files stay closed: there may be many.
+        """Opens the file of a part, and returns it with the number of the part's chunk in it.
+
+        Only the last file is kept, because a corpus may have many.
 
         Raises:
           UserError: it can't be read, or has changed.
@@ -124,15 +126,15 @@ class Task:
         return f"tokens-{number:05d}-of-{len(self.parts):05d}.arrow"
 
     def record_name(self, number: int) -> str:
-        """Returns the name of the file that says that a part is finished."""
+        """Returns the name of the JSON file that marks a part as finished."""
         return f"tokens-{number:05d}-of-{len(self.parts):05d}.json"
 
 
 class Worker:
-    """A worker process, as seen from its parent."""
+    """A worker process, as its parent uses it."""
 
     def __init__(self, task: Task, *, nice: bool):
-        """Prepares it. `nice`: it leaves the processors to others.
+        """Prepares the process. `nice`: run it at low priority (`os.nice`).
 
         Raises:
           TypeError, AttributeError, pickle.PicklingError: the tokenizer can't be sent to another process.
@@ -146,7 +148,7 @@ class Worker:
         """Makes a part and returns its record.
 
         Raises:
-          UserError: as `make_part`, or the process ended.
+          UserError: `make_part` failed, or the process ended.
         """
         try:
             found: dict[str, Any] = json.loads(self._process.ask(str(number).encode()))
@@ -163,14 +165,14 @@ class Worker:
 
 
 def remove_unfinished(folder: epath.Path) -> None:
-    """Removes what killed workers have left in a local store. Call it while nobody makes parts there."""
+    """Removes the unfinished parts of killed workers from a local store. Call it while no worker makes parts there."""
     if not is_remote(folder):
         for left in folder.glob(f"{_SCRATCH}*"):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def make_part(task: Task, number: int) -> dict[str, Any]:
-    """Tokenises a part, writes it with its record, and returns the record.
+    """Tokenises a part, writes it and its record (a JSON file of statistics), and returns the record.
 
     Raises:
       UserError: the corpus can't be read, or has a bad record and `bad_records` is 'raise'.
@@ -234,7 +236,10 @@ class Writer:
     """Writes a part of a store to a local file."""
 
     def __init__(self, path: str, dtype: np.dtype, *, counts: bool = False):
-        """Begins the file; `counts`: it says which tokens count. Raises UserError if pyarrow isn't installed."""
+        """Creates the file. Raises UserError if pyarrow isn't installed.
+
+        `counts`: add a column that marks the tokens that count in the loss.
+        """
         self._arrow = arrow = arrow_library()
         self._path, self._dtype = path, dtype
         columns = [("tokens", arrow.list_(arrow.from_numpy_dtype(dtype))), ("bytes", arrow.int32())]
@@ -246,7 +251,7 @@ class Writer:
         self._tokens = 0
 
     def add(self, tokens: np.ndarray | CountedTokens | None, size: int) -> None:
-        """Adds a document's tokens, of `size` bytes of text. None: a record that is left out."""
+        """Adds a document's tokens. `size`: bytes of its text. `tokens` is None for a record that is left out."""
         self._sizes.append(-1 - size if tokens is None else size)
         tokens = np.zeros(0, self._dtype) if tokens is None else tokens
         self._documents.append(tokens)
@@ -255,7 +260,7 @@ class Writer:
             self._write()
 
     def close(self) -> list[Batch]:
-        """Ends the file, and returns its batches."""
+        """Closes the file, and returns the descriptions of its record batches."""
         if self._documents:
             self._write()
         self._writer.close()
@@ -294,7 +299,7 @@ def arrow_library() -> Any:
 
 
 def main(pipe: Connection) -> None:
-    """Makes the parts that its parent asks for, and ends with its parent, also in the midst of a part."""
+    """Makes the parts that the parent process requests, and exits when the parent ends, even in the middle of a part."""
     content = pipe.recv_bytes()
     try:
         task: Task | str = pickle.loads(content)

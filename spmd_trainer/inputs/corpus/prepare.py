@@ -43,7 +43,7 @@ _LINE_EVERY = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """What to prepare.
+    """Settings of a preparation: the corpus, the tokenizer and the output.
 
     Attributes:
       documents: the corpus.
@@ -85,7 +85,7 @@ def parts_of(source: Source, documents_per_part: int) -> list[Part]:
 
 
 class Preparing:
-    """A store that is being made, perhaps by several processes."""
+    """A token store that is being made, perhaps by several processes."""
 
     def __init__(self, preparation: Preparation):
         """Opens the corpus and the folder; reads which parts are finished.
@@ -124,7 +124,7 @@ class Preparing:
         return [number for number in range(len(self.task.parts)) if number not in self._done]
 
     def look(self) -> None:
-        """Takes the parts that other processes have finished."""
+        """Looks for parts that other processes have finished, and records them as finished."""
         names: set[str] = set()
         with contextlib.suppress(FileNotFoundError):  # a folder of an object store appears with its first file
             names |= set(reading.names(os.fspath(self.folder)))
@@ -144,9 +144,9 @@ class Preparing:
 
         Args:
           numbers: the parts.
-          workers: processes; 1 with `nice` False makes them in this one.
-          ends: ends the work; parts that are being made are left.
-          nice: the processes leave the processors to others.
+          workers: number of processes. If there is one worker or one part and `nice` is False, this process makes the parts.
+          ends: stops the work when it is set; unfinished parts are dropped.
+          nice: run the processes at low priority (`os.nice`).
 
         Raises:
           UserError: the corpus can't be read, or a record is bad and `bad_records` is 'raise'.
@@ -181,7 +181,7 @@ class Preparing:
                 worker.stop()
 
     def finish(self) -> Description:
-        """Writes the description of a store whose parts are all there, and returns it."""
+        """Writes `corpus.json` once all parts are finished, and returns its content."""
         task, records = self.task, [self._done[number] for number in range(len(self.task.parts))]
         chunks = [0] * self.source.num_chunks
         for part, record in zip(task.parts, records, strict=True):
@@ -204,7 +204,7 @@ class Preparing:
 
 
 def tokenise(config: TokeniseConfig) -> None:
-    """The program of `--mode=tokenise`: prepares a corpus and prints what it holds.
+    """Runs `--mode=tokenise`: prepares a corpus and prints its numbers of documents and tokens.
 
     Raises:
       UserError: see `prepare`.
@@ -229,7 +229,7 @@ def tokenise(config: TokeniseConfig) -> None:
 
 
 def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
-    """Tokenises the corpus with `workers` processes, and returns the description that it writes.
+    """Tokenises the corpus with `workers` processes, writes its `corpus.json`, and returns the content of that file.
 
     Raises:
       UserError: the corpus, the tokenizer or the output can't be used, or a record is bad and `bad_records` is
@@ -250,7 +250,7 @@ def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
 def _serve(
     worker: Worker, waiting: queue.SimpleQueue[int], made: queue.SimpleQueue[tuple[int, dict[str, Any]] | Exception]
 ) -> None:
-    """Lets a worker make parts until none waits."""
+    """Lets a worker make the waiting parts until none is left, and puts each result or the first error into `made`."""
     while True:
         try:
             number = waiting.get_nowait()
@@ -274,7 +274,7 @@ def _output_folder(preparation: Preparation) -> epath.Path:
 
 
 def deciding(documents: Documents, source: Source, tokenizer: Any, bad_records: str) -> list[Any]:
-    """Returns what decides the tokens of a store, as JSON values."""
+    """Returns everything on which the tokens of a store depend, as JSON values."""
     settings: list[Any] = [
         documents.column,
         documents.kind,
@@ -297,7 +297,7 @@ class Progress:
         self._start = self._last = time.monotonic()
 
     def log(self) -> None:
-        """Logs a line if it is time to, or if all is done."""
+        """Logs a line if 10 seconds have passed since the last line, or if all parts are finished."""
         now, left = time.monotonic(), len(self._preparing.missing)
         if now - self._last < _LINE_EVERY and left:
             return

@@ -1,10 +1,10 @@
-"""Tokenises a corpus while a run reads it: once for all processes, which then read it as tokens.
+"""Tokenises a corpus while a run reads it: once for all processes, which then read tokens instead of text.
 
-A run begins by reading the text, as without this: the first window of a global shuffle needs documents from everywhere. Meanwhile
-each process of the job tokenises its share of the parts in processes beside the trainer, into a folder that all can read. Once
-the last part is there, each process reads further documents as tokens. The batches are the same either way, so training never
-waits, and the processes need not change over together. If one of them can't go on, because a record is bad or the disk is full,
-all of the job go on reading text.
+A run begins by reading text, because the first window of a global shuffle needs documents from everywhere. Meanwhile each
+process of the job tokenises its share of the parts, in worker processes, into a folder that all processes can read. Once all
+parts are finished, each process reads further documents as tokens. The batches are the same either way, so training never
+waits, and the processes may switch at different times. If a process fails, because a record is bad or the disk is full, all
+processes of the job keep reading text.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _ROOM = 4
 
 @dataclasses.dataclass(frozen=True)
 class Helpers:
-    """Who tokenises.
+    """The processes that tokenise a corpus during a run.
 
     Attributes:
       index: number of this process in the job.
-      count: number of processes.
-      workers: processes beside this one that tokenise.
-      job: a name of the job that no other has.
-      limit: bytes that the stores in one local folder may have together; None: any. See `store_cache`.
+      count: number of processes in the job.
+      workers: number of worker processes that this process starts.
+      job: unique name of the job.
+      limit: largest total size of the stores in one local folder, in bytes; None: unlimited. See `store_cache`.
     """
 
     index: int
@@ -68,10 +68,10 @@ class Helpers:
 
 
 class PreparedSource(Source):
-    """A source that is read as text until its store is there.
+    """A source that is read as text until its token store is finished, and as tokens from then on.
 
     Attributes:
-      text: the source as it was opened.
+      text: the source that reads text.
     """
 
     def __init__(self, source: Source, preparation: Preparation, helpers: Helpers):
@@ -79,8 +79,8 @@ class PreparedSource(Source):
 
         Args:
           source: the opened corpus.
-          preparation: how it is tokenised, and where to.
-          helpers: who does it.
+          preparation: the tokenizer and the folder of the store.
+          helpers: the processes that tokenise.
         """
         self.text, self._preparation, self._helpers = source, preparation, helpers
         self._store: TokenStore | None = None
@@ -89,7 +89,7 @@ class PreparedSource(Source):
         self._ends = threading.Event()
 
     def stop(self) -> None:
-        """Ends the work and the use of the store; finished parts are kept."""
+        """Stops the tokenisation, and releases the store's lock. Finished parts are kept."""
         self._ends.set()
         if self._held is not None:
             self._held.close()
@@ -139,10 +139,10 @@ class PreparedSource(Source):
         return self.text.changed_text(before)
 
     def use_finished(self) -> bool:
-        """Reads the corpus as tokens from now on if its store is there; returns whether it is.
+        """Switches to reading tokens if the store is finished. Returns True if documents are read as tokens now.
 
         Raises:
-          UserError: the store is damaged, or is one of other files.
+          UserError: the folder can't be used, or the store is damaged or holds other documents.
         """
         folder = self._preparation.output
         if self._held is None and not is_remote(folder):  # before the first look, so that what is there stays
@@ -161,14 +161,20 @@ class PreparedSource(Source):
         return self._store is not None
 
     def try_finished(self) -> None:
-        """As `use_finished`, but logs what is wrong: `tokenise` makes the store again, or says why it can't."""
+        """Calls `use_finished`, and logs an error instead of raising it.
+
+        `tokenise` then makes the store again, or logs why it can't.
+        """
         try:
             self.use_finished()
         except Exception as error:  # also what an object store's library raises
             logging.warning("%s can't be read as tokens yet: %s", self.text.size_text, error)
 
     def tokenise(self) -> None:
-        """Tokenises the corpus together with the other processes, and reads it as tokens from then on."""
+        """Tokenises the corpus together with the other processes, and reads it as tokens from then on.
+
+        If this fails, logs the error and keeps reading text.
+        """
         folder = directory("--data_cache_dir", self._preparation.output)
         try:
             self._make(folder)
@@ -180,7 +186,7 @@ class PreparedSource(Source):
                 files.write_atomically(folder / _FAILED_FILE, [json.dumps({"job": self._helpers.job})])
 
     def _make(self, folder: epath.Path) -> None:
-        """Returns once the store is there and in use."""
+        """Makes the store together with the other processes, and returns once this process reads from it."""
         while not self._ends.is_set():
             if self._helpers.index:
                 while not self._says(folder / _MAKING_FILE):
@@ -202,7 +208,7 @@ class PreparedSource(Source):
         raise _Ended
 
     def _begin(self, folder: epath.Path) -> None:
-        """Makes the folder ready on process 0, which holds its lock, and tells the others.
+        """Prepares the folder on process 0, which holds the folder's lock, and tells the other processes to begin.
 
         Raises:
           UserError: the disk has no room.
@@ -222,7 +228,7 @@ class PreparedSource(Source):
         files.write_atomically(folder / _MAKING_FILE, [json.dumps({"job": self._helpers.job})])
 
     def _make_share(self, folder: epath.Path) -> None:
-        """Makes this process's parts, and waits for those of the others. Process 0 writes the description."""
+        """Makes this process's parts, and waits for the parts of the other processes. Process 0 writes `corpus.json`."""
         if self.use_finished():
             return
         preparing = Preparing(self._preparation)
@@ -243,12 +249,12 @@ class PreparedSource(Source):
             self._pause(folder)
 
     def _make_room(self, needed: int) -> None:
-        """Removes stores that nobody uses. This one is in use."""
+        """Removes unused stores until `needed` more bytes fit below the limit. This source's store is in use."""
         if self._helpers.limit is not None:
             store_cache.make_room(os.path.dirname(self._preparation.output), self._helpers.limit, needed)
 
     def _says(self, path: epath.Path) -> bool:
-        """Returns whether a file is there that a process of this job has written."""
+        """Returns True if the file exists and a process of this job has written it."""
         try:
             found = json_values.parse_object(json_values.content_of(path))
         except (OSError, ValueError):
@@ -256,7 +262,10 @@ class PreparedSource(Source):
         return found.get("job") == self._helpers.job
 
     def _looks(self, folder: epath.Path) -> bool:
-        """Returns whether the store is there and in use, after a pause if not. A damaged one is not there: it is made again."""
+        """Returns True if the store is finished and in use; otherwise pauses and returns False.
+
+        A damaged store counts as unfinished, because process 0 makes it again.
+        """
         with contextlib.suppress(UserError):
             if self.use_finished():
                 return True
@@ -271,18 +280,18 @@ class PreparedSource(Source):
 
 
 class _Ended(Exception):
-    """The run ends."""
+    """The run ends, so the tokenisation stops."""
 
 
 def tokenise(
     sources: Sequence[PreparedSource], after: threading.Thread | None = None, *, look_first: bool = False
 ) -> threading.Thread:
-    """Tokenises sources in a thread, which ends with the process: one after the other, because each takes all workers.
+    """Tokenises sources in a daemon thread, one after the other because each uses all workers. Returns the thread.
 
     Args:
       sources: the sources.
-      after: a thread that tokenises others, which come first.
-      look_first: look for finished stores before this returns, and not in the thread.
+      after: a thread that tokenises other sources; the new thread waits for it.
+      look_first: look for finished stores before this function returns, instead of in the thread.
     """
 
     def look() -> None:
@@ -306,9 +315,9 @@ def tokenise(
 
 
 def store_name(documents: Documents, source: FileSource, tokenizer: Any, bad_records: str) -> str:
-    """Returns the name of a corpus' store in a cache.
+    """Returns the name of a corpus' token store in the cache.
 
-    Other files, other versions of them, another tokenizer and other settings that change tokens have another name.
+    The name is a hash of the files' paths and versions, the tokenizer, and the settings on which the tokens depend.
     """
     decides = [
         deciding(documents, source, tokenizer, bad_records),
@@ -319,5 +328,5 @@ def store_name(documents: Documents, source: FileSource, tokenizer: Any, bad_rec
 
 
 def new_job_name() -> str:
-    """Returns a name that no other job has."""
+    """Returns a unique name for a job."""
     return f"{time.time_ns()}-{os.getpid()}-{os.urandom(4).hex()}"

@@ -100,7 +100,7 @@ def _first_line(error: Exception) -> str:
 
 
 class TfRecordDocuments(IndexedFiles):
-    """Examples of TFRecord files. A chunk is a file."""
+    """Texts of the tf.train.Examples in TFRecord files. A chunk is a file."""
 
     kind: ClassVar[str] = "tfrecord"
 

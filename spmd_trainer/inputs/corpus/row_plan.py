@@ -1,6 +1,6 @@
-"""Which tokens stand at which place of which row: packing, worked out on the lengths of documents alone.
+"""Packs documents into rows: plans the row and column of every token from the lengths of the documents alone.
 
-So a process needs the tokens of no other rows than its own.
+A process therefore fetches only the tokens of its own rows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PAIR = "pair"
 
 
 class RowTable(NamedTuple):
-    """All rows of an input, arrays [rows + 1, T], 0 in empty positions. The last row is empty.
+    """Rows of T tokens, arrays [rows + 1, T], 0 in empty positions. The last row is empty.
 
     Attributes:
-      ids: the token before each label, unsigned integers, like the next three.
-      labels: the tokens.
-      segment_ids: from 1 in each row.
-      segment_pos: from 0 in each segment.
+      ids: the token before each label. `ids`, `labels`, `segment_ids` and `segment_pos` are unsigned integers.
+      labels: the tokens to predict.
+      segment_ids: number of the segment, from 1 in each row.
+      segment_pos: position in the segment, from 0.
       counted: True for labels that count in the loss, bool; None: all do.
     """
 
@@ -53,10 +53,10 @@ class RowTable(NamedTuple):
 
 
 class PairTable(NamedTuple):
-    """Pairs of answers, each a row of two sequences; the last one is empty.
+    """Pairs of answers. Each pair has two sequences of T tokens; the last pair is empty.
 
     Attributes:
-      sequences: the chosen and the rejected answer of each pair, after its prompt.
+      sequences: for each pair, the prompt with the chosen answer, then the prompt with the rejected answer.
       places: source of each pair, and its place in the source (see `order.Taken`), int64 [pairs + 1, 3]; -1 for the last.
     """
 
@@ -72,12 +72,12 @@ class PairTable(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Row of each piece of a document.
+    """Places of pieces of documents in rows.
 
     Attributes:
       rows: row of each piece, int64 [pieces].
-      columns: its first column, int64 [pieces].
-      segments: its number in the row, from 1, int64 [pieces].
+      columns: first column of each piece in its row, int64 [pieces].
+      segments: segment number of each piece in its row, from 1, int64 [pieces].
       num_rows: number of rows.
     """
 
@@ -88,11 +88,11 @@ class Fit(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What stands around a document's tokens. The first token of the whole is an id, and no label.
+    """The tokens around a document's tokens. The first token of a framed document is an id, but not a label.
 
     Attributes:
-      before: the tokens before them.
-      after: the tokens after them.
+      before: the tokens before the document's tokens.
+      after: the tokens after the document's tokens.
     """
 
     before: tuple[int, ...] = ()
@@ -100,28 +100,28 @@ class Frame(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Labels that a document has more than tokens."""
+        """Number of labels of a framed document, less the number of the document's tokens."""
         return len(self.before) + len(self.after) - 1
 
 
 class FramedDocument(NamedTuple):
-    """A document's tokens, and what stands around them."""
+    """A document's tokens, and the frame around them."""
 
     tokens: Tokens
     frame: Frame
 
 
 class RowPlan(NamedTuple):
-    """Rows as pieces of documents, int64 [pieces] each. Tokens are labels, of a document with its frame.
+    """Plan that puts pieces of framed documents into rows. Arrays are int64 [pieces], and tokens are counted as labels.
 
     Attributes:
-      documents: the document of each piece.
-      starts: its first token.
-      sizes: its tokens, 1 or more.
-      rows: its row.
-      columns: the column of its first token.
-      segments: its segment in the row, from 1.
-      positions: the position of its first token in the segment.
+      documents: number of the document of each piece.
+      starts: number of the piece's first token in its document.
+      sizes: tokens in the piece, 1 or more.
+      rows: row of the piece.
+      columns: column of the piece's first token.
+      segments: number of the piece's segment in the row, from 1.
+      positions: position of the piece's first token in the segment.
       num_rows: number of rows.
     """
 
@@ -143,9 +143,9 @@ def pack(lengths: Sequence[int], seq_len: int, packing: str, piece: int | None =
     """Plans rows in which each piece of a document is a segment.
 
     Args:
-      lengths: labels of each document with its frame; at least one document.
+      lengths: number of labels of each framed document; at least one document.
       seq_len: tokens per row, T.
-      packing: 'best_fit': several pieces in a row. 'pad': one.
+      packing: 'best_fit': several pieces per row. 'pad': one piece per row.
       piece: most tokens of a piece; None: `seq_len`.
     """
     piece = piece or seq_len
@@ -159,13 +159,13 @@ def pack(lengths: Sequence[int], seq_len: int, packing: str, piece: int | None =
 
 
 def cut(lengths: Sequence[int], seq_len: int, offset: int, used: int) -> RowPlan:
-    """Plans rows that cut the documents, one after the other, every `seq_len` tokens. Each row is one segment.
+    """Plans rows that cut the concatenated documents every `seq_len` tokens. Each row is one segment.
 
     Args:
-      lengths: labels of each document with its frame.
+      lengths: number of labels of each framed document.
       seq_len: tokens per row, T. The last row may hold fewer.
       offset: tokens of the first document that are left out.
-      used: tokens that are cut into rows, 1 or more.
+      used: number of tokens to cut into rows, 1 or more.
     """
     begins = np.cumsum([0, *lengths]) - offset
     places = np.unique(np.concatenate([begins[:-1].clip(0), np.arange(0, used, seq_len)]))
@@ -185,7 +185,7 @@ def cut(lengths: Sequence[int], seq_len: int, offset: int, used: int) -> RowPlan
 
 
 def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocument], seq_len: int) -> RowTable:
-    """Makes some rows of a plan; fetches no other tokens than theirs.
+    """Makes some rows of a plan, and fetches only the tokens of these rows.
 
     Args:
       plan: the plan.
@@ -194,7 +194,7 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
       seq_len: tokens per row, T.
 
     Returns:
-      The rows in this order, then an empty row.
+      The rows in the order of `rows`, then an empty row.
 
     Raises:
       UserError: stored tokens can't be read.
@@ -227,9 +227,9 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
 
 
 def _values(pieces: Sequence[tuple[FramedDocument, int, int]], *, counted: bool = False) -> np.ndarray:
-    """Returns the tokens of all pieces, one after the other; with `counted`, whether each counts in the loss, bool: a frame's do.
+    """Returns the concatenated tokens of all pieces; with `counted`, whether each token counts in the loss, bool.
 
-    A piece is the tokens `start` to `stop` of a document with its frame: (document, start, stop).
+    A piece is (document, start, stop): the tokens `start` to `stop` of a framed document. All tokens of a frame count.
     """
     ranges = []
     for (tokens, frame), start, stop in pieces:
@@ -246,10 +246,10 @@ def _values(pieces: Sequence[tuple[FramedDocument, int, int]], *, counted: bool 
 
 
 def make_pairs(documents: Sequence[Tokens], places: Sequence[tuple[int, int, int]], seq_len: int) -> PairTable:
-    """Makes rows of pairs, fetching the tokens of no others.
+    """Makes the rows of some pairs, and fetches only their tokens.
 
     Args:
-      documents: the tokens of both sequences of each pair, one after the other; those of the answers count.
+      documents: for each pair, the concatenated tokens of both sequences, of which the answers' tokens count.
       places: see `PairTable`.
       seq_len: tokens per sequence, T.
     """
@@ -279,11 +279,11 @@ def lay_out(
     """Puts pieces into their rows.
 
     Args:
-      ids, labels: tokens of all pieces, one after the other, unsigned [sum of sizes].
+      ids, labels: concatenated tokens of all pieces, unsigned [sum of sizes].
       sizes: size of each piece, int64 [pieces].
-      fit: where each piece stands.
+      fit: place of each piece.
       seq_len: tokens per row.
-      positions: position of each piece's first token in its segment, one for all or int64 [pieces].
+      positions: position of each piece's first token in its segment, one integer for all or int64 [pieces].
       counted: True for labels that count in the loss, bool [sum of sizes]; None: all do.
     """
     within = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -308,8 +308,8 @@ def best_fit(sizes: list[int], room: int) -> Fit:
     """Packs pieces in order, each into the fullest row with room, or else into a new row.
 
     Args:
-      sizes: size of each piece, 1 to `room`.
-      room: size of a row.
+      sizes: tokens of each piece, 1 to `room`.
+      room: tokens per row.
     """
     rows_with: list[list[int]] = [[] for _ in range(room + 1)]
     some = 0  # bit r is set if a row has exactly r tokens free: the best fit is the lowest set bit from `size` on
@@ -339,8 +339,8 @@ def best_fit_decreasing(sizes: np.ndarray, room: int) -> Fit:
     Rows are ordered by their first pieces; pieces keep their order within a row.
 
     Args:
-      sizes: size of each piece, 1 to `room`.
-      room: size of a row.
+      sizes: tokens of each piece, 1 to `room`.
+      room: tokens per row.
     """
     lengths = np.asarray(sizes, np.int64)
     decreasing = np.argsort(-lengths, kind="stable")
@@ -359,6 +359,6 @@ def best_fit_decreasing(sizes: np.ndarray, room: int) -> Fit:
 
 
 def one_each(sizes: np.ndarray) -> Fit:
-    """Gives every piece a row."""
+    """Puts every piece into a separate row."""
     count = len(sizes)
     return Fit(np.arange(count), np.zeros(count, np.int64), np.ones(count, np.int64), count)

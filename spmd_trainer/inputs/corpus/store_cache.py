@@ -1,7 +1,7 @@
-"""Token stores in a local folder: who uses one, and which are removed when they are too large together.
+"""Locks the token stores in a local folder while they are used, and removes unused stores to limit their total size.
 
-A process that uses a store has a shared lock (flock) on a file in it, which ends with the process. Whoever removes the store
-needs that lock alone, and renames the store before anybody else can have it.
+A process that uses a store holds a shared lock (flock) on a file in the store until the process ends. To remove a store, a
+process needs an exclusive lock on this file, and renames the store while it holds the lock.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _REMOVED = ".removed-"
 
 
 def hold(folder: str) -> BinaryIO | None:
-    """Keeps a store from being removed until the returned file is closed, or this process ends. Makes the folder.
+    """Keeps a store from being removed until the returned file is closed, or this process ends. Makes the folder if missing.
 
     Returns:
-      The file; None if there is a folder that this process can't write, or that has no locks. Whoever can write it may remove it
-      then, where it has locks.
+      The locked file; None if the folder exists, but this process can't write to it, or its file system has no locks. Another
+      process may then remove the store.
 
     Raises:
       OSError: the folder can't be made.
@@ -63,14 +63,14 @@ def hold(folder: str) -> BinaryIO | None:
 
 
 def make_room(root: str, limit: int, needed: int = 0) -> None:
-    """Removes stores that nobody uses, the longest unused first, until all have at most `limit - needed` bytes together.
+    """Removes unused stores, the longest unused first, until all stores have at most `limit - needed` bytes together.
 
-    What isn't a store, or isn't ours in one, is left alone; links aren't followed.
+    Keeps other folders, and stores that hold files of other programs. Does not follow links.
 
     Args:
       root: the local folder of the stores.
-      limit: bytes.
-      needed: bytes for which there must be room.
+      limit: largest total size of the stores, in bytes.
+      needed: bytes to leave free below the limit.
     """
     with os.scandir(root) as entries:
         for entry in entries:
@@ -92,7 +92,7 @@ def make_room(root: str, limit: int, needed: int = 0) -> None:
 
 
 def _stores(root: str) -> Iterator[tuple[float, str, int]]:
-    """Yields of each store when it was used last, in seconds since 1970; its folder; its bytes."""
+    """Yields (time of last use in seconds since 1970, folder, size in bytes) of each store."""
     with os.scandir(root) as entries:
         folders = [one.path for one in entries if _STORE.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
     for folder in folders:
@@ -114,7 +114,7 @@ def _stores(root: str) -> Iterator[tuple[float, str, int]]:
 
 
 def _remove(folder: str) -> bool:
-    """Removes a store unless it is in use; returns whether it is gone."""
+    """Removes a store unless it is in use. Returns True if the store is gone."""
     path = os.path.join(folder, _IN_USE)
     try:
         with open(path, "a+b") as file:
@@ -132,7 +132,7 @@ def _remove(folder: str) -> bool:
 
 
 def _is_at(file: BinaryIO, path: str) -> bool:
-    """Returns whether an open file is still the one at its path."""
+    """Returns True if an open file is still the file at its path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

@@ -26,7 +26,10 @@ T = TypeVar("T")
 
 
 class Header(tarfile.TarInfo):
-    """A tar header that must be intact: tarfile treats a damaged one, or a single empty block, as the end of the file."""
+    """A tar header that raises tarfile.ReadError if it is damaged.
+
+    tarfile treats a damaged header, or a single empty block, as the end of the file.
+    """
 
     @classmethod
     def fromtarfile(cls, archive: Any) -> Any:
@@ -67,7 +70,7 @@ def samples(
       size: bytes of the file; None if it is compressed.
 
     Raises:
-      tarfile.ReadError: a member reaches beyond the end of the file by its declared size.
+      tarfile.ReadError: by its declared size, a member ends after the end of the file.
       UserError: a sample has two members with one extension, or a wanted member is a link.
     """
     current: tuple[str, dict[str, T | None]] | None = None
@@ -103,14 +106,14 @@ def samples(
 
 
 def _content(longest: int, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | int:
-    """Returns the content of a member; its size if that is above `longest`."""
+    """Returns the content of a member; only its size in bytes if the size is above `longest`."""
     if member.size > longest:
         return int(member.size)
     return cast(tarfile.ExFileObject, archive.extractfile(member)).read()
 
 
 class _Stream:
-    """A file whose end is an error to read beyond: tarfile would read on until it has what a header declares."""
+    """A file that raises EOFError at its end. tarfile would keep reading until it has the bytes that a header declares."""
 
     def __init__(self, file: BinaryIO):
         self._file = file

@@ -38,7 +38,7 @@ class LineIndex(NamedTuple):
 
     Attributes:
       starts: first byte of each line, and the file's end, int64 [lines + 1]. Empty lines belong to the line before.
-      empty: for each empty line, the index of the line after it, int64 [empty lines], ascending.
+      empty: for each empty line, the index of the next line that isn't empty, int64 [empty lines], ascending.
     """
 
     starts: np.ndarray
@@ -55,7 +55,7 @@ def index_lines(path: str, size: int, longest: int = MAX_RECORD_BYTES) -> LineIn
 
     Raises:
       OSError: the file can't be read.
-      UserError: a line goes on for `_LONG_LINES` times as many bytes as `longest`.
+      UserError: a line has no end within about `_LONG_LINES * longest` bytes.
     """
 
     def find() -> np.ndarray:
@@ -112,7 +112,7 @@ class JsonLines(IndexedFiles):
         """Indexes the lines. `column` and `max_record_bytes` are as in `Documents`.
 
         Raises:
-          UserError: a file can't be read, or a line in it goes on for a multiple of `max_record_bytes`.
+          UserError: a file can't be read, or has a line without an end within a multiple of `max_record_bytes`.
         """
         self._column = column
         self.max_record_bytes = max_record_bytes
@@ -136,7 +136,7 @@ class JsonLines(IndexedFiles):
 
 
 class StreamedJsonLines(FileSource):
-    """JSON lines read in order: compressed files, and object stores, where each line would cost a request."""
+    """JSON lines read in order: compressed files, and files in object stores, where each line would cost a request."""
 
     kind: ClassVar[str] = "jsonl"
 
@@ -171,10 +171,10 @@ class StreamedJsonLines(FileSource):
 
 
 def _lines(file: BinaryIO, path: str, longest: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yields the lines with their numbers and ends; None for one of more than `longest` bytes, whose rest is read in pieces.
+    """Yields each line's number, from 1, and the line with its newline; None instead of a line of more than `longest` bytes.
 
     Raises:
-      UserError: a line goes on for `_LONG_LINES` times as many bytes.
+      UserError: a line has no end within about `_LONG_LINES * longest` bytes.
     """
     number = 0
     while line := file.readline(longest + 1):
@@ -191,7 +191,7 @@ def _lines(file: BinaryIO, path: str, longest: int) -> Iterator[tuple[int, bytes
 
 
 def _refuse_endless(path: str, number: int, size: int, longest: int) -> None:
-    """Refuses line `number`, of which `size` bytes were read without finding its end."""
+    """Raises UserError if `size` bytes of line `number`, read without finding its end, are too many."""
     if size > _LONG_LINES * longest:
         raise UserError(
             f"{path}:{number} has more than {size:,} bytes, {_LONG_LINES} times max_record_bytes={longest:,}, and is not "
@@ -208,7 +208,7 @@ def record_of(line: bytes, column: Column, where: str) -> Record:
 
 
 def value_of(line: bytes, where: str) -> Any:
-    """Returns the value of a line of JSON, or a BadRecord."""
+    """Returns the value of a line of JSON, or a BadRecord if the line can't be parsed."""
     try:
         return json_values.parse(line.decode(), finite=False)
     except UnicodeDecodeError as error:
@@ -232,8 +232,8 @@ class TextDocuments(IndexedFiles):
         Args:
           paths: the files.
           separator: text between the documents of a file, not part of them; None: each file is one document.
-          json_too: take a file of JSON for text, with its braces and quotes.
-          any_bytes: take files of any bytes for text.
+          json_too: read JSON files as text, with their braces and quotes.
+          any_bytes: also read files that aren't text.
 
         Raises:
           UserError: a file can't be read or is not text by its first bytes, or `separator` is empty.
@@ -247,7 +247,7 @@ class TextDocuments(IndexedFiles):
         super().__init__(paths)
 
     def require_separator(self) -> None:
-        """Raises UserError if there is a separator, and none of the files has it."""
+        """Raises UserError if a separator is set, and none of the files contains it."""
         # An empty file counts as one document too.
         if self._separator is not None and self.num_bytes and np.all(self.shards.counts == 1):
             raise UserError(
@@ -307,7 +307,7 @@ def refuse_unless_text(head: bytes, path: str, *, is_utf8: bool = True) -> None:
     Args:
       head: its first `file_formats.HEAD_BYTES`.
       path: the file.
-      is_utf8: also refuse UTF-16 and NUL.
+      is_utf8: also refuse UTF-16 and NUL bytes.
 
     Raises:
       UserError: its first bytes show another format.

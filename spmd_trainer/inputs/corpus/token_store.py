@@ -1,13 +1,15 @@
-"""Documents as tokens: Arrow files that `--mode=tokenise` writes, and that are read by byte ranges.
+"""Token stores: tokenised documents in Arrow files, which `--mode=tokenise` writes and inputs read by byte ranges.
 
-A store is a folder: its parts, Arrow IPC files with the columns `tokens`, a list of uint16 or uint32, and `bytes`, the size of
-the text, int32; and `corpus.json`, which says how many documents and tokens each record batch has and where they are in the file.
-Of conversations and pairs, a third column `counted`, lists of booleans, marks the tokens that count in the loss.
-An Arrow file keeps the tokens of a batch in one piece, so any part of a document is a range of bytes, in object stores too, and
-any Arrow library reads the files as they are.
+A store is a folder of parts and a file `corpus.json`. A part is an Arrow IPC file with the columns `tokens` (lists of uint16
+or uint32) and `bytes` (int32, the size of the text in bytes). For conversations and pairs, a third column `counted` (lists of
+booleans) marks the tokens that count in the loss. `corpus.json` holds the numbers of documents and tokens of each record
+batch, and the byte offsets of its columns in the file.
 
-Documents are numbered as in the original source, so every shuffle gives the same order. One without text is empty. So is a bad
-record that was left out, whose `bytes` are -1 less its size.
+An Arrow file stores the tokens of a record batch contiguously, so any part of a document is a byte range, also in object
+stores. Any Arrow library can read the files.
+
+Documents are numbered as in the original source, so every shuffle gives the same order. A document without text is empty. A
+bad record that was left out is empty too, and its `bytes` are -1 minus its size.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ class Batch(NamedTuple):
     """A record batch of a part.
 
     Attributes:
-      documents: how many it has.
-      tokens: how many they have together.
-      offsets_at: byte of the file where their ends begin: little-endian int32 [documents + 1], the first one 0.
-      tokens_at: byte of the file where their tokens begin.
-      sizes_at: byte of the file where the sizes of their texts begin: little-endian int32 [documents].
-      counted_at: byte of the file where the bits of their tokens begin, the lowest of a byte first; None: all count.
+      documents: number of documents.
+      tokens: number of tokens of all documents.
+      offsets_at: byte offset in the file of the documents' ends: little-endian int32 [documents + 1], the first one 0.
+      tokens_at: byte offset in the file of the tokens.
+      sizes_at: byte offset in the file of the sizes of the texts: little-endian int32 [documents].
+      counted_at: byte offset in the file of the bits that mark tokens that count, the lowest bit of a byte first; None: all
+        count.
     """
 
     documents: int
@@ -71,7 +74,7 @@ class Description:
       chunks: documents per chunk of the original source.
       parts: {name of the file: its batches}, in order.
       statistics: counts of documents, tokens, bytes and skipped records; documents by length; the largest token.
-      processor: fingerprint of the processor; None: of text.
+      processor: fingerprint of the processor; None for text.
     """
 
     tokenizer: dict[str, Any]
@@ -82,7 +85,7 @@ class Description:
     processor: dict[str, Any] | None = None
 
     def lines(self) -> list[str]:
-        """Lines of the file. What text doesn't have is left out."""
+        """Returns the lines of the file. Fields that are None, as for text, are left out."""
         parts = {name: [[n for n in one if n is not None] for one in batches] for name, batches in self.parts.items()}
         content = {"format": FORMAT, **dataclasses.asdict(self), "parts": parts}
         return json.dumps({name: value for name, value in content.items() if value is not None}).splitlines()
@@ -117,7 +120,7 @@ class Description:
 
 
 class TokenStore(NumberedFiles):
-    """The documents of a store. Reading them reads their lengths; `tokens.fetch` reads tokens.
+    """Source of the documents of a token store. Its methods read only the documents' lengths; `tokens.fetch` reads tokens.
 
     Attributes:
       description: the store's `corpus.json`.
@@ -131,7 +134,7 @@ class TokenStore(NumberedFiles):
 
         Args:
           folder: the folder.
-          names_left_out: a record that was left out is a BadRecord; otherwise it is an empty document.
+          names_left_out: True gives a `LeftOut` for a record that was left out; False gives an empty document.
 
         Raises:
           UserError: the folder is not a store, or a file is missing or has other documents than `corpus.json` says.
@@ -179,7 +182,7 @@ class TokenStore(NumberedFiles):
         """Compares the fingerprint of the input's tokenizer, and its processor, with those of the store.
 
         Raises:
-          UserError: they differ; says how.
+          UserError: they differ; lists the differences.
         """
         made, now = self.description.processor or {}, {} if processor is None else processor.fingerprint()
         for what, before, after in (("tokenizer", self.description.tokenizer, tokenizer), ("processor", made, now)):
@@ -223,7 +226,7 @@ class TokenStore(NumberedFiles):
         return np.frombuffer(self._files.read(part, at, at + 4 * count), "<i4")
 
     def _spans(self, number: int, inside: np.ndarray) -> tuple[list[int], list[int]]:
-        """Returns the first token of some documents of a batch, and the one after their last."""
+        """Returns the first token of some documents of a batch, and the token after the last of each, as numbers in the batch."""
         order = np.sort(inside)
         starts: dict[int, int] = {}
         ends: dict[int, int] = {}
@@ -241,7 +244,7 @@ class TokenStore(NumberedFiles):
         return [starts[one] for one in inside.tolist()], [ends[one] for one in inside.tolist()]
 
     def _read_ends(self, number: int, start: int, stop: int) -> np.ndarray:
-        """Returns the ends of documents `start` to `stop` of a batch, counted from 0, which is the end of none."""
+        """Returns entries `start` to `stop` of a batch's offsets: entry 0 is 0, and entry n + 1 is the end of document n."""
         part, batch = self._batches[number]
         if not is_remote(self.paths[part]):
             content = self._files.read(part, batch.offsets_at + 4 * start, batch.offsets_at + 4 * stop)
@@ -250,7 +253,7 @@ class TokenStore(NumberedFiles):
         return self._ends.get(part, self._all_ends)[begin + start : begin + stop]
 
     def _all_ends(self, part: int) -> np.ndarray:
-        """Returns the ends of a remote part's documents: a shuffle needs them one by one, and each would cost a request."""
+        """Returns the offsets of a remote part. A shuffle needs them one by one, and each would cost a request."""
         batches = [batch for of, batch in self._batches if of == part]
 
         def read() -> np.ndarray:
@@ -274,7 +277,7 @@ class TokenStore(NumberedFiles):
         return [np.frombuffer(content, dtype) for content in self._contents(spans)]
 
     def fetch_counted(self, ranges: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
-        """Returns which of the tokens that `fetch` gives count, bool [n] each."""
+        """Returns, for each range of `fetch`, which of its tokens count in the loss, bool [n]."""
         spans = []
         for number, start, stop in ranges:
             part, batch = self._batches[number]
@@ -308,9 +311,9 @@ class TokenStore(NumberedFiles):
 
 
 def _together(spans: Sequence[tuple[int, int, int]], near: int) -> list[list[int]]:
-    """Groups (file, start, stop) into requests: places in `spans`, in the order of the files.
+    """Groups byte ranges (file, start, stop) into requests. Returns the indices in `spans` of each request's ranges.
 
-    A request leaves out gaps of more than `near` bytes, and of more than a quarter of what it fetches.
+    Ranges share a request if the gap between them is at most `near` bytes, and at most a quarter of the bytes wanted.
     """
     found: list[list[int]] = []
     file, end, wanted = -1, 0, 0

@@ -1,4 +1,4 @@
-"""Tokens of documents: in memory, or where a store has them."""
+"""Tokens of documents: arrays in memory, or references to a token store."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredTokens:
-    """Where the tokens of a document are.
+    """Reference to the tokens of a document in a token store.
 
     Attributes:
-      store: their store.
+      store: the store.
       batch: number of the record batch in the store.
-      start: number of the first one in the batch.
-      size: how many they are.
+      start: number of the document's first token in the batch.
+      size: number of tokens.
       nbytes: bytes of the document's text if they are known, else of the tokens.
     """
 
@@ -40,8 +40,8 @@ class CountedTokens:
     """Tokens of a document in memory, of which some count in the loss.
 
     Attributes:
-      tokens: unsigned [n].
-      counted: True for those that count, bool [n].
+      tokens: unsigned integers [n].
+      counted: True for tokens that count in the loss, bool [n].
     """
 
     tokens: np.ndarray
@@ -67,7 +67,7 @@ def fetch(ranges: Sequence[tuple[Tokens, int, int]], *, counted: bool = False) -
 
     Args:
       ranges: (document, start, stop) of each.
-      counted: return which of them count, bool [n], instead.
+      counted: True returns which of these tokens count in the loss, bool [n], instead of the tokens.
 
     Raises:
       UserError: a file of a store can't be read or has changed; names it.

@@ -1,6 +1,6 @@
-"""Windows: consecutive documents of all sources, packed into rows together.
+"""Windows: groups of consecutive documents of the mixture, packed into rows together.
 
-A window depends only on where it begins, and so does the beginning of the next. A restored input therefore makes the
+A window, and the position at its end, depend only on the position at its beginning. A restored input therefore makes the
 same windows again, for any batch size and number of processes. Each process makes its own rows of a window.
 """
 
@@ -54,12 +54,13 @@ class WindowSettings:
 
 
 class Share(NamedTuple):
-    """Which rows of a window are this process's, in the order in which the input gives them.
+    """This process's share of the rows of a window, in the order in which the input gives them.
 
     Attributes:
-      first, rows: its rows of each batch: their first one, and how many.
-      batch_size: rows of a batch of all processes.
-      filled: rows of the current batch that come before the window, less those that are left out of it.
+      first: number of the process's first row in each global batch.
+      rows: number of its rows in each global batch.
+      batch_size: rows of a global batch.
+      filled: rows of the current global batch that precede the window, less `skipped`.
       skipped: rows of the window that are left out, because they were given before a restart.
     """
 
@@ -70,7 +71,7 @@ class Share(NamedTuple):
     skipped: int
 
     def of(self, num_rows: int) -> np.ndarray:
-        """Returns the numbers of its rows in a window of `num_rows`, ascending, int64."""
+        """Returns the numbers of the process's rows in a window of `num_rows` rows, ascending, int64."""
         numbers = np.arange(self.skipped, num_rows)
         places = (numbers + self.filled) % self.batch_size
         return numbers[(places >= self.first) & (places < self.first + self.rows)]
@@ -80,10 +81,10 @@ class Window(NamedTuple):
     """The rows of one window.
 
     Attributes:
-      begin: where it begins.
-      end: where the next window begins.
-      table: this process's rows; the last one is empty.
-      places: where each row that the input gives is in `table`, int64 [num_rows]; -1: it is another process's.
+      begin: position where the window begins.
+      end: position where the next window begins.
+      table: this process's rows; the last row is empty.
+      places: for each row in the order of the input, its row in `table`, int64 [num_rows]; -1 for another process's row.
       num_tokens: tokens in the rows of all processes.
     """
 
@@ -95,7 +96,7 @@ class Window(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all processes."""
+        """Number of rows of all processes."""
         return len(self.places)
 
 
@@ -112,8 +113,8 @@ class _PendingDocument(NamedTuple):
 
     Attributes:
       framed: its tokens, and the tokens around them.
-      size: labels that they give.
-      place: its source, and its place there, see `order.Taken`.
+      size: number of its labels.
+      place: number of its source, and its place in the source, see `order.Taken`.
       before: positions of the sources before it was read.
     """
 
@@ -129,7 +130,7 @@ class WindowMaker:
     def __init__(
         self, sources: Sequence[OpenSource], settings: WindowSettings, begin: Cursor, error: Callable[[str], UserError]
     ):
-        """Opens every source at the position where the first window begins. `error` makes an error of a message."""
+        """Opens every source at the position where the first window begins. `error` makes an error from a message."""
         self._settings = settings
         self._begin = begin
         self._error = error
@@ -176,7 +177,7 @@ class WindowMaker:
         self._cancelled.set()
 
     def next_window(self, share: Share) -> Window | Cursor:
-        """Returns the next window with the rows of `share`, or the end after the last.
+        """Returns the next window with the rows of `share`; after the last window, the position at the end of the input.
 
         Raises:
           UserError: a source can't be read or has a bad record, or all sources are empty.
@@ -214,7 +215,7 @@ class WindowMaker:
         return window
 
     def _schedule_by(self, begins: Sequence[int]) -> Schedule:
-        """Returns the schedule by the weights of the steps that have come. `begins` are the totals at which they began."""
+        """Returns the schedule with the shares that hold now. `begins`: see `ChangingShare.so_far`."""
         shares = [share.so_far(begins) if isinstance(share, ChangingShare) else share for share in self._shares]
         return Schedule(shares, [self._weighed(one) for one in self._cursors])
 
@@ -239,7 +240,7 @@ class WindowMaker:
         return pending, False
 
     def _size(self, one: _PendingDocument) -> int:
-        """Returns the positions of rows that a document fills."""
+        """Returns the number of positions in rows that a document fills."""
         seq_len, packing = self._settings.seq_len, self._settings.packing
         if packing == PAIR:
             return seq_len
@@ -274,7 +275,7 @@ class WindowMaker:
         return plan, self._after(plan, 0, tuple(self._cursors))
 
     def _after(self, plan: RowPlan, offset: int, sources: tuple[SourceCursor, ...]) -> Cursor:
-        """Returns where the next window begins."""
+        """Returns the position where the next window begins."""
         window, rows, begins = self._begin.window + 1, self._begin.rows + plan.num_rows, self._begin.begins
         come = sum(begin <= rows for begin in self._weights_from)
         if come > 1 + len(begins):  # the weights of steps that have come hold from here on
@@ -298,7 +299,7 @@ class WindowMaker:
 
 
 def _frame(source: OpenSource, settings: WindowSettings) -> Frame:
-    """Returns what stands around the documents of a source: around texts, end-of-text and the start token."""
+    """Returns the frame of a source's documents: end-of-text and the start token for texts, empty with a processor."""
     if source.documents.processor is not None:
         return Frame()
     end, start = settings.eos_id, settings.start_id
@@ -308,7 +309,7 @@ def _frame(source: OpenSource, settings: WindowSettings) -> Frame:
 
 
 def make_ahead(maker: WindowMaker, share: Share, name: str, reading: threading.Lock) -> Ahead:
-    """Makes the next window in a thread, which ends with it.
+    """Makes the next window in a new thread, and returns its future.
 
     Args:
       maker: makes the window.

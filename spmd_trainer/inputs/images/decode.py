@@ -52,7 +52,7 @@ class RandomResizedCrop:
                 raise UserError(f"RandomResizedCrop({field}={value!r}); give (low, high) with 0 < low <= high{end}")
 
     def box(self, rows: int, columns: int, bits: np.random.BitGenerator) -> Box:
-        """Draws the part of an image of this size."""
+        """Draws the part to scale, of an image of `rows` x `columns` pixels."""
         low, high = map(math.log, self.ratio)
         for _ in range(_TRIES):
             area = rows * columns * (self.scale[0] + uniform(bits) * (self.scale[1] - self.scale[0]))
@@ -72,11 +72,11 @@ class Decoder:
 
     Attributes:
       shape: height, width and channels of the result: 1 channel is grey, 3 are RGB and 4 RGBA.
-      resize: 'crop': scale the largest centre with the shape's aspect. 'stretch': scale the whole image. 'exact':
+      resize: 'crop': scale the largest central part with the shape's aspect ratio. 'stretch': scale the whole image. 'exact':
         refuse images of another shape. `RandomResizedCrop`: scale a random part.
-      flip: probability that left and right are exchanged.
+      flip: probability of a horizontal flip.
       augment: a function (image uint8 `shape`, generator) -> image uint8 `shape`, called last.
-      seed: with an image's index, the seed of all that is random.
+      seed: seeds, together with an image's index, all random choices for the image.
     """
 
     shape: tuple[int, int, int]
@@ -86,11 +86,15 @@ class Decoder:
     seed: int = 0
 
     def decode(self, content: bytes, index: int) -> np.ndarray:
-        """Returns the image at an index of the order, uint8 `shape`.
+        """Decodes the content of an image file, and returns the image, uint8 `shape`.
+
+        Args:
+          content: bytes of the file.
+          index: index of the image in the order of images; it seeds the random choices.
 
         Raises:
           DecodingError: `augment` raised an error, or its result isn't an image of the shape.
-          UserError: it isn't an image, is damaged, or has another shape; the message is a clause, 'is not a whole
+          UserError: the content isn't an image, is damaged, or has another shape; the message is a clause, 'is not a whole
             image: ...'.
         """
         tf = import_tensorflow()
@@ -112,7 +116,7 @@ class Decoder:
         return image if self.augment is None else self._augmented(self.augment, image, np.random.Generator(bits))
 
     def _box(self, rows: int, columns: int, bits: np.random.BitGenerator) -> Box:
-        """Chooses the part of an image of this size that is scaled."""
+        """Returns the part to scale, of an image of `rows` x `columns` pixels."""
         if isinstance(self.resize, RandomResizedCrop):
             return self.resize.box(rows, columns, bits)
         if self.resize == STRETCH:
@@ -138,13 +142,13 @@ class Decoder:
 
 
 def uniform(bits: np.random.BitGenerator) -> float:
-    """Draws from [0, 1). Unlike the streams of a Generator, numpy guarantees that those of its bits never change."""
+    """Draws from [0, 1). numpy never changes the raw bits of a BitGenerator, unlike the streams of a Generator."""
     return float(int(bits.random_raw()) >> 11) / 2**53
 
 
 @functools.lru_cache(maxsize=16)
 def _scaling(height: int, width: int) -> Any:
-    """Compiles the scaling of a part of an image to one graph, which is faster than eager calls."""
+    """Compiles the scaling of a part of an image into one TensorFlow graph, which is faster than eager calls."""
     tf = import_tensorflow()
 
     def scale(image: Any, box: Any) -> Any:

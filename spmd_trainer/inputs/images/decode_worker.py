@@ -1,7 +1,7 @@
-"""Decodes images in processes beside the trainer: `augment` in Python would hold its interpreter's lock.
+"""Decodes images in worker processes, because an `augment` in Python would hold the trainer's interpreter lock (GIL).
 
-Threads of the trainer read the files and send their content. Grain's own worker processes aren't used: they open every
-source again, start again at each `reset`, and live on if the trainer is killed.
+Threads of the trainer read the files and send their content. Grain's own worker processes aren't used: they open every source
+again, start again at each `reset`, and keep running if the trainer is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INDEX_BYTES = 8
 
 
 class DecodeWorkers:
-    """Processes that decode images as `decoder` does. Each starts with its first image, and after its death with another one."""
+    """Worker processes that decode images. Each starts with its first image; if it dies, it starts again with the next one."""
 
     def __init__(self, count: int, decoder: Decoder):
         """Prepares `count` processes. Raises UserError if `augment` can't be sent to them."""
@@ -50,7 +50,10 @@ class DecodeWorkers:
         self._death = None
 
     def decode(self, content: bytes, index: int) -> np.ndarray:
-        """As `Decoder.decode`. Several threads may call it. Also raises DecodingError if a process ends, until `revive`."""
+        """Decodes an image as `Decoder.decode` does, with the same errors. Thread-safe.
+
+        Also raises DecodingError if the process ends, and then for all later images until `revive` is called.
+        """
         worker = self._idle.get()
         try:
             # Threads have later images ahead, which may be as deadly.

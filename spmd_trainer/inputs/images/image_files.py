@@ -35,7 +35,7 @@ class ParquetImages(ParquetFiles, ImageSource):
     """Rows of Parquet files. A chunk is a row group; it is read as a whole, so rows are shuffled within row groups."""
 
     def __init__(self, paths: Sequence[str], column: str | None = None, label: str | None = None):
-        """Reads the files' footers. `column` and `label` are as in `Images`. Raises as `ParquetFiles`."""
+        """Reads the files' footers. `column` and `label` are as in `Images`. Raises the errors of `ParquetFiles`."""
         self._column, self.label = column or _COLUMN, label
         super().__init__(paths, [self._column] if label is None else [self._column, label])
         self._tables: LRUCache[Any] = LRUCache(_HELD)
@@ -73,7 +73,7 @@ class ParquetImages(ParquetFiles, ImageSource):
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:
-    """Value of a column in a row; 'a.b' is entry b of the struct a."""
+    """Returns the value of a column in a row; 'a.b' is entry b of the struct a."""
     if column in row:
         return row[column]
     value: Any = row
@@ -166,7 +166,7 @@ class TarImages(NumberedFiles, ImageSource):
         return value
 
     def _find(self, index: int) -> np.ndarray:
-        """Returns begin and size of each sample's image and label, int64 [samples, 4]."""
+        """Returns the first byte and the size of each sample's image, then those of its label, int64 [samples, 4]."""
         path = self.paths[index]
         self.refuse_changed(index)
         logging.info("finding the samples of %s", path)
@@ -198,7 +198,7 @@ class TarImages(NumberedFiles, ImageSource):
             yield from samples(archive, path, {*self._images, self._label}, _member, self.sizes[index])
 
     def _sample(self, file: int, number: int) -> tuple[str, list[str]]:
-        """Rereads the file for an error message: name of a sample and the extensions of its members."""
+        """Returns the name of a sample and the extensions of its members, for an error message. Reads the file again."""
         name, members = next(itertools.islice(self._walk(file), number, None))
         return name, list(members)
 

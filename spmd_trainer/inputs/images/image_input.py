@@ -1,9 +1,9 @@
 """Input over images in Parquet files and tar shards, decoded ahead by threads or processes. Needs the extra `grain`.
 
-Batch n is a function of n and the settings, as in every `IndexedInput`: chunk sizes are known, so the image at any
-index of a mixture of shuffled sources is computed without reading, and what happens to it at random depends on the
-seed and the index alone. A position is one number for any number of processes and any batch size, and each process
-reads and decodes only the images of its own rows.
+Batch n is a function of n and the settings, as in every `IndexedInput`. Chunk sizes are known, so the number of the image at
+any index of a mixture of shuffled sources is computed without reading files. Random changes of an image depend only on the seed
+and the index. A position is one number, valid for any number of processes and any batch size. Each process reads and decodes
+only the images of its own rows.
 """
 
 from __future__ import annotations
@@ -87,25 +87,25 @@ class ImageInput(examples.ExamplesInput):
                 transform=lambda batch: {**batch, "image": batch.image.astype("float32") / 255},
             )]
 
-    A batch has `image` uint8 [B, height, width, channels], `label` int32 [B] if the sources have labels, and
+    A batch of B rows has `image` uint8 [B, height, width, channels], `label` int32 [B] if the sources have labels, and
     `eval_sample_weights` float32 [B].
 
     Attributes:
       source: `Images`, or a `Mixture` of them; its weights are shares of images.
       shape: height, width and channels of an image: 1 channel is grey, 3 are RGB.
-      resize: 'crop': scale the largest centre with the shape's aspect. 'stretch': scale the whole image. 'exact': an
-        image of another shape is bad. `RandomResizedCrop(scale, ratio)`, for training: scale a random part.
-      flip: for training: probability that left and right of an image are exchanged.
-      augment: for training: a function (image uint8 [height, width, channels], numpy Generator) -> such an image,
-        called last. Its draws from the generator depend on the seed and the image's index in the order alone.
-        A restored position compares only its name.
+      resize: 'crop': scale the largest central part with the shape's aspect ratio. 'stretch': scale the whole image. 'exact':
+        an image of another shape is bad. `RandomResizedCrop(scale, ratio)`, for training: scale a random part.
+      flip: for training: probability of a horizontal flip.
+      augment: for training: a function (image uint8 [height, width, channels], numpy Generator) -> image of the same shape and
+        dtype, called last. Its draws from the generator depend only on the seed and the image's index in the order. Restoring a
+        position compares only the function's name.
       classes: names of the classes: a label is the index of its name. None: labels are integers, as numbers or as
         text.
       bad_records: 'raise': an image that can't be decoded or lacks a label raises an error with its file and member.
         'skip': its row is black with label 0 and weight 0, is counted in `skipped` and logged; other rows keep their
         places.
       threads: Grain's threads that read and decode; 0 decodes in the thread that makes the batch.
-      workers: processes that decode and augment instead of the threads, which read for them. The batches are the same.
+      workers: number of processes that decode and augment; the threads then only read files. The batches are the same.
     """
 
     source: Any = None
@@ -161,7 +161,7 @@ class ImageInput(examples.ExamplesInput):
 
     @property
     def num_examples(self) -> int:
-        """Images of all sources, each counted once."""
+        """Number of images in all sources, each counted once."""
         return self.order.num_images
 
     @property
@@ -173,7 +173,7 @@ class ImageInput(examples.ExamplesInput):
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Bad images in the batches so far, by source."""
+        """Number of bad images in the batches so far, by source."""
         return dict(self._skipped)
 
     def batch_at(self, position: int) -> NestedMap:
@@ -203,7 +203,10 @@ class ImageInput(examples.ExamplesInput):
         return functools.lru_cache(maxsize=16)(self.examples_at)
 
     def _row(self, number: int, index: int) -> _Row:
-        """Reads and decodes the image at an index of the order; after the end, the last one."""
+        """Reads image `number`, and decodes it as the image at `index` of the order.
+
+        A number after the last image gives the last image.
+        """
         source, image = self.order.source_of(min(number, self.num_examples - 1))
         try:
             found: ImageRecord = _images_of(self.sources[source]).image(image)

@@ -17,15 +17,15 @@ from spmd_trainer.inputs.shards import ShardIndex
 
 
 class SourceOrder:
-    """Order of one source's images: epochs, shuffled as `documents.Documents.shuffle` says."""
+    """Order of one source's images: epochs, each shuffled or not, see `documents.Documents.shuffle`."""
 
     def __init__(self, sizes: np.ndarray, shuffle: str | int | None, seed: int):
         """Sets the order.
 
         Args:
           sizes: images of each chunk, int64 [chunks].
-          shuffle: 'global'. An integer: shuffled chunks, with shuffled windows of this many images in each. 'auto':
-            the same with windows of `order.AUTO_WINDOW` images. None: in order.
+          shuffle: 'global': a random order of all images. An integer: shuffled chunks, with shuffled windows of this many
+            images in each. 'auto': the same with windows of `order.AUTO_WINDOW` images. None: in order.
           seed: 0 or more.
         """
         self.size = int(sizes.sum())
@@ -76,9 +76,8 @@ class SourceOrder:
 class ImageOrder:
     """Order of the images of all sources, numbered across the sources.
 
-    The next image always comes from the source furthest behind its share, as in `mixture.Schedule`: source j gives its
-    image k when k / share[j] is the smallest. Bisection therefore finds the images that each source has given at any
-    index.
+    The next image always comes from the source furthest behind its share, as in `mixture.Schedule`: source j gives its image k
+    when k / share[j] is the smallest. Bisection therefore finds the number of images that each source has given at any index.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class ImageOrder:
         return sources, places
 
     def _taken_before(self, index: int) -> list[int]:
-        """Images that each source has given at an index, or slightly before it."""
+        """Returns the number of images that each source has given at an index, or slightly before it."""
         low, high = 0.0, 1.0
         while sum(self._taken_at(high)) <= index and (self.endless or high < self._last):
             low, high = high, high * 2
@@ -150,7 +149,7 @@ class ImageOrder:
         return max(limit / share for limit, share in zip(self._limits, self._shares, strict=True) if limit is not None)
 
     def _taken_at(self, time: float) -> list[int]:
-        """For each source, the number of images k with k / share below `time`."""
+        """Returns, for each source, the number of images k with k / share below `time`, at most the source's limit."""
         return [
             _count(time, share) if limit is None else min(limit, _count(time, share))
             for share, limit in zip(self._shares, self._limits, strict=True)
@@ -176,7 +175,7 @@ def constant_share(one: OpenSource) -> float:
 
 
 def _count(time: float, share: float) -> int:
-    """Number of integers k >= 0 with k / share < time."""
+    """Returns the number of integers k >= 0 with k / share < time."""
     count = max(0, int(time * share))
     while count and (count - 1) / share >= time:
         count -= 1

@@ -1,4 +1,4 @@
-"""Images of an input: how users name them (`Images`), their records, and the base of their sources."""
+"""Images of an input: how the user describes them (`Images`), their records, and the base of their sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmd_trainer.inputs.corpus.file_source import FileSource
 
 @dataclasses.dataclass(frozen=True)
 class Images(Documents):
-    """Images in Parquet files or in tar shards, as users name them.
+    """Images in Parquet files or in tar shards, as the user describes them.
 
     Example: `Images("gs://bucket/train/*.tar", label="cls")`.
 
@@ -63,7 +63,7 @@ class ImageSource(FileSource):
 
     @abc.abstractmethod
     def chunk_sizes(self) -> np.ndarray:
-        """Returns the images of each chunk, int64 [num_chunks]."""
+        """Returns the number of images in each chunk, int64 [num_chunks]."""
 
     @abc.abstractmethod
     def image(self, number: int) -> ImageRecord:

@@ -1,4 +1,6 @@
-"""Pax's `automl`: algorithms, rewards and policies of a search, and the decorator `parameter_sweep`. `--mode=sweep` runs it.
+"""Pax's `automl`: algorithms, rewards and early-stopping policies of a search, and the decorator `parameter_sweep`.
+
+`--mode=sweep` runs a search.
 
 The algorithms and policies are PyGlove's (extra `pyglove`), which is imported when they are used.
 """
@@ -55,10 +57,10 @@ COMBINED_DECISION_POINT_NAMES = "COMBINED_DECISION_POINT_NAMES"
 
 
 class RandomSearch(BaseAlgorithm):
-    """Random values.
+    """Search that draws random values.
 
     Attributes:
-      seed: its seed; None for another one each time.
+      seed: seed of the random search; None for a different seed in each run.
     """
 
     seed: int | None = None
@@ -71,7 +73,7 @@ class RandomSearch(BaseAlgorithm):
 
 
 class Sweeping(BaseAlgorithm):
-    """All combinations, in order."""
+    """Search that tries all combinations, in order."""
 
     def __call__(self) -> Any:
         import pyglove as pg
@@ -104,12 +106,12 @@ class RegularizedEvolution(BaseAlgorithm):
 
 
 class SingleObjective(BaseReward):
-    """One metric as the reward; its negative, to minimise it.
+    """Reward that is one metric, negated if the goal is 'minimize'.
 
     Attributes:
       metric: the metric.
       goal: 'maximize' or 'minimize'.
-      reward_for_nan: the reward of a trial whose metric is NaN; None for NaN, the worst.
+      reward_for_nan: the reward of a trial whose metric is NaN; None keeps NaN, the worst reward.
     """
 
     metric: Metric | None = None
@@ -129,24 +131,24 @@ class SingleObjective(BaseReward):
 
     @property
     def used_metrics(self) -> Sequence[Metric]:
-        """The metric."""
+        """The metric, as a list."""
         assert self.metric is not None  # checked above
         return [self.metric]
 
 
 class MultiObjectiveAggregator(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCMeta):
-    """Makes one reward of several metrics."""
+    """Base of aggregators that combine the values of several metrics into one reward."""
 
     @abc.abstractmethod
     def __call__(self, values: Sequence[float]) -> float:
-        """Returns the reward."""
+        """Returns the reward for the values of the metrics."""
 
 
 class WeightedSumAggregator(MultiObjectiveAggregator):
-    """The weighted sum over the sum of the weights.
+    """Aggregator that returns the weighted sum of the values, divided by the sum of the weights.
 
     Attributes:
-      weights: a weight for each metric.
+      weights: one weight per metric.
     """
 
     weights: Sequence[float] | None = None
@@ -159,11 +161,11 @@ class WeightedSumAggregator(MultiObjectiveAggregator):
 
 
 class MultiObjective(BaseReward):
-    """Several metrics as one reward.
+    """Reward that combines several metrics.
 
     Attributes:
       metrics: the metrics.
-      aggregator_tpl: config of what makes one value of theirs.
+      aggregator_tpl: config of the aggregator that combines their values; may be None with one metric.
       goal, reward_for_nan: as in `SingleObjective`.
     """
 
@@ -200,7 +202,7 @@ def _check_goal(goal: str) -> None:
 def weighted_sum_reward(
     metrics_and_weights: Sequence[tuple[Metric, float]], goal: str = "maximize", reward_for_nan: float | None = None
 ) -> pax_fiddle.Config[MultiObjective]:
-    """Returns the reward that is a weighted mean of metrics."""
+    """Returns the config of a reward that is the weighted mean of metrics."""
     metrics, weights = zip(*metrics_and_weights, strict=True)
     aggregator = pax_fiddle.Config(WeightedSumAggregator, weights=list(weights))
     return pax_fiddle.Config(
@@ -209,17 +211,17 @@ def weighted_sum_reward(
 
 
 class LastReportedMetricValues(CrossStepMetricAggregator):
-    """The metrics of the last step."""
+    """Aggregator that takes the metrics of the last step."""
 
     def __call__(self, metrics_across_steps: Sequence[tuple[int, Metrics]]) -> Metrics:
         return metrics_across_steps[-1][1]
 
 
 class AverageMetricValues(CrossStepMetricAggregator):
-    """The mean of each metric.
+    """Aggregator that takes the mean of each metric over the steps.
 
     Attributes:
-      last_n: of the last so many values of it; None for all.
+      last_n: how many of a metric's last values to average; None for all.
     """
 
     last_n: int | None = None
@@ -234,38 +236,38 @@ class AverageMetricValues(CrossStepMetricAggregator):
 
 
 class _MetricsWithExtremeValue(CrossStepMetricAggregator):
-    """The metrics of the step at which one of them is extreme; of equal ones the last.
+    """Aggregator that takes the metrics of the step at which one metric is extreme; of several such steps, the last.
 
     Attributes:
-      metric: this one; None for the reward.
+      metric: the metric to compare; None for the reward.
     """
 
     metric: Metric | None = None
     _sign = 1
 
     def __call__(self, metrics_across_steps: Sequence[tuple[int, Metrics]]) -> Metrics:
-        """Returns the metrics of that step."""
+        """Returns the metrics of the step with the extreme value."""
         metric = self.metric or Metric("reward")
         keyed = [(self._sign * metric.get_value(found), at) for at, (_, found) in enumerate(metrics_across_steps)]
         return metrics_across_steps[max(keyed)[1]][1]
 
 
 class MetricsWithMaxValue(_MetricsWithExtremeValue):
-    """The metrics of the step at which one of them is highest."""
+    """Aggregator that takes the metrics of the step at which one metric is highest."""
 
 
 class MetricsWithMinValue(_MetricsWithExtremeValue):
-    """The metrics of the step at which one of them is lowest."""
+    """Aggregator that takes the metrics of the step at which one metric is lowest."""
 
     _sign = -1
 
 
 class _AtSteps(BaseEarlyStoppingPolicy):
-    """What the policies share that look at a trial at some steps.
+    """Base of the policies that check a trial at given steps.
 
     Attributes:
-      metric: what they look at; None for the reward.
-      maximize: whether high is good.
+      metric: the metric to check; None for the reward.
+      maximize: True if higher values are better.
     """
 
     metric: Metric | None = None
@@ -297,7 +299,7 @@ class EarlyStoppingByRank(_AtSteps):
     """Stops a trial that is not among the best ones at a step.
 
     Attributes:
-      step_ranks: (step, rank or share of the trials, least number of other trials) triples.
+      step_ranks: (step, threshold, minimum number of other trials) triples. The threshold is a rank or a share of the trials.
     """
 
     step_ranks: Sequence[tuple[int, int | float, int]] | None = None
@@ -318,7 +320,7 @@ def hyperparameter_tuning(
     reward_for_nan: float | None = None,
     **about: Any,
 ) -> SearchHParams:
-    """Returns a search of all combinations for the best value of a metric; `about`: further fields of `SearchHParams`."""
+    """Returns a search over all combinations, with one metric as the reward. `about`: further fields of `SearchHParams`."""
     reward = pax_fiddle.Config(SingleObjective, metric=metric, goal=goal, reward_for_nan=reward_for_nan)
     return _sweeping(reward, max_num_trials=max_num_trials, **about)
 
@@ -340,14 +342,14 @@ def parameter_sweep(
         class Mine(Base): ...
 
     Args:
-      combinations: names of class attributes, then rows of their values, a trial each. None: all combinations of the attributes
-        that are `pg.oneof(...)`.
-      metric: what to compare trials by; None for the loss.
+      combinations: a row with names of class attributes, then one row of their values per trial. None: all combinations of the
+        attributes that are `pg.oneof(...)`.
+      metric: the metric to compare trials by; None for the loss.
       goal: 'maximize' or 'minimize'.
       **about: further fields of `SearchHParams`.
 
     Raises:
-      ValueError: the rows are not of one length, or name an attribute that the experiment lacks.
+      ValueError: the rows differ in length, or name an attribute that the experiment lacks.
     """
     rows = list(combinations or ())
     if combinations is not None and (len(rows) < 2 or not rows[0] or len({len(row) for row in rows}) != 1):

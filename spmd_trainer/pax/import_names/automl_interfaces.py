@@ -1,4 +1,4 @@
-"""Pax's `automl_interfaces`: what an experiment's `search()` returns, and the bases of what that is made of."""
+"""Pax's `automl_interfaces`: the `SearchHParams` that an experiment's `search()` returns, and base classes of its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Metrics = dict[str, float]
 
 
 class MetricAggregator(enum.StrEnum):
-    """How one value is made of several metrics that match."""
+    """How to combine several matching metrics into one value."""
 
     MAX = "max"
     MIN = "min"
@@ -32,7 +32,7 @@ _AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 
 class MetricType(enum.Enum):
-    """Where a metric comes from; the value is the pattern of what stands before its name, with DATASET for the dataset's."""
+    """Source of a metric. The enum's value is the prefix of the metric's name; DATASET in it stands for the dataset's name."""
 
     CUSTOM = ""
     TRAIN_METRICS = "train/"
@@ -44,14 +44,14 @@ class MetricType(enum.Enum):
 
 @dataclasses.dataclass
 class Metric:
-    """A metric of a trial, under the names that Pax gives to metrics.
+    """A metric of a trial, selected by the name that Pax gives to it.
 
     Attributes:
-      metric_name: its name, a regex.
-      metric_type: where it comes from.
+      metric_name: regex of its name, without the prefix of `metric_type`.
+      metric_type: the source of the metric.
       dataset_name: name of the dataset; None for any.
-      sub_experiment_id: of no use here: there are no sub-experiments.
-      aggregator: makes one value of several metrics that match.
+      sub_experiment_id: ignored, because this trainer has no sub-experiments.
+      aggregator: combines several matching metrics into one value; None: several matching metrics are an error.
     """
 
     metric_name: str
@@ -62,7 +62,7 @@ class Metric:
 
     @property
     def pattern(self) -> str:
-        """The regex of its names."""
+        """The regex of the metric's full name, prefix included."""
         prefix = self.metric_type.value.replace("DATASET", self.dataset_name or "[^/]+")
         return f"^{prefix}{self.metric_name}$"
 
@@ -74,8 +74,8 @@ class Metric:
         """Returns the value of the metric.
 
         Raises:
-          KeyError: none matches.
-          ValueError: several match, and there is no aggregator.
+          KeyError: no metric matches.
+          ValueError: several metrics match, and there is no aggregator.
         """
         values = self.get_values(metrics)
         if not values:
@@ -95,12 +95,12 @@ class Metric:
 
     @classmethod
     def eval_train(cls, metric_name: str, **about: Any) -> Metric:
-        """Returns a metric of evaluations of a training batch."""
+        """Returns a metric of evaluations on a training batch."""
         return cls(metric_name, MetricType.EVAL_TRAIN_METRICS, **about)
 
     @classmethod
     def eval(cls, metric_name: str, dataset_name: str | None = None, **about: Any) -> Metric:
-        """Returns a metric of evaluations of a dataset."""
+        """Returns a metric of evaluations on a dataset; None for any dataset."""
         return cls(metric_name, MetricType.EVAL_METRICS, dataset_name, **about)
 
 
@@ -122,11 +122,11 @@ class BaseReward(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCMe
     @property
     @abc.abstractmethod
     def used_metrics(self) -> Sequence[Metric]:
-        """The metrics that it reads."""
+        """The metrics that the reward reads."""
 
 
 class BaseEarlyStoppingPolicy(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCMeta):
-    """Decides which trials stop early, given the others."""
+    """A policy that decides which trials stop early."""
 
     @abc.abstractmethod
     def __call__(self) -> Any:
@@ -134,7 +134,7 @@ class BaseEarlyStoppingPolicy(base_hyperparams.FiddleBaseParameterizable, metacl
 
 
 class CrossStepMetricAggregator(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCMeta):
-    """Makes the metrics of a whole trial from those of its steps."""
+    """Base of aggregators that combine the metrics of a trial's steps into the metrics of the trial."""
 
     @abc.abstractmethod
     def __call__(self, metrics_across_steps: Sequence[tuple[int, Metrics]]) -> Metrics:
@@ -143,21 +143,21 @@ class CrossStepMetricAggregator(base_hyperparams.FiddleBaseParameterizable, meta
 
 @dataclasses.dataclass
 class SearchHParams:
-    """What `search()` returns.
+    """Settings of a hyperparameter search, as an experiment's `search()` returns them.
 
     Attributes:
       search_algorithm: config of the algorithm.
-      search_reward: config of the reward; None for the loss of the first evaluation dataset, where low is good.
+      search_reward: config of the reward; None for the loss of the first evaluation dataset, where lower is better.
       early_stopping: config of a policy that stops trials.
-      cross_step_metric_aggregator: config of what makes a trial's metrics of those of its steps; None takes the last ones.
-      max_num_trials: most trials.
-      enable_dataset_tuning: datasets have values to choose too.
-      errors_to_skip: of no use here: a trial that fails is told apart and left out, whatever its error.
-      prior_study_ids, add_prior_trials, add_experiment_config_to_metadata, vizier_service_endpoint: of no use here: there is no
-        Vizier.
-      treats_early_stopped_trials_as_done: whether the algorithm learns from trials that were stopped.
-      train_to_end: of no use here: a trial trains to its end, or is stopped.
-      enable_partitioner_tuning, enable_train_programs_tuning: of no use here.
+      cross_step_metric_aggregator: config of the aggregator of a trial's metrics over its steps; None takes the last step's.
+      max_num_trials: maximum number of trials.
+      enable_dataset_tuning: also search over choices in the datasets' configs.
+      errors_to_skip: ignored: every failed trial is recognised and left out, whatever its error.
+      prior_study_ids, add_prior_trials, add_experiment_config_to_metadata, vizier_service_endpoint: ignored: Vizier is not
+        supported.
+      treats_early_stopped_trials_as_done: True if the algorithm learns from trials that were stopped early.
+      train_to_end: ignored: a trial trains to its end, or is stopped early.
+      enable_partitioner_tuning, enable_train_programs_tuning: ignored.
     """
 
     search_algorithm: pax_fiddle.Config[BaseAlgorithm] | None = None

@@ -1,6 +1,6 @@
-"""Pax's `checkpoint_paths`: the steps of a checkpoint directory, Pax's (`checkpoint_00000020`) or this trainer's (`20`).
+"""Pax's `checkpoint_paths`: finds steps in a checkpoint directory of Pax (`checkpoint_00000020`) or of this trainer (`20`).
 
-And Pax's `checkpoint_types`: the formats in which Pax writes checkpoints. This trainer writes one format, Orbax'.
+Also Pax's `checkpoint_types`: the formats in which Pax writes checkpoints. This trainer writes one format, Orbax'.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def is_tmp_checkpoint_asset(x: epath.PathLike) -> bool:
 
 
 def get_step_from_checkpoint_asset(checkpoint_dir: epath.PathLike) -> int:
-    """Returns the step of a step's directory.
+    """Returns the step number in the name of a step's directory.
 
     Raises:
-      ValueError: the path has another name.
+      ValueError: the name is not that of a step's directory.
     """
     name = epath.Path(checkpoint_dir).name
     if not is_checkpoint_asset(name):
@@ -117,7 +117,7 @@ def latest_checkpoint(checkpoint_dir: epath.PathLike) -> epath.Path:
     """Returns the directory of the newest step.
 
     Raises:
-      CheckpointNotFoundError: there is none.
+      CheckpointNotFoundError: the directory has no steps.
     """
     found = latest_checkpoint_if_exists(checkpoint_dir)
     if found is None:
@@ -126,15 +126,15 @@ def latest_checkpoint(checkpoint_dir: epath.PathLike) -> epath.Path:
 
 
 def retrieve_latest_checkpoint_step_if_exists(checkpoint_dir: epath.PathLike) -> int | None:
-    """Returns the newest step, or None; see `latest_checkpoint_if_exists`."""
+    """Returns the number of the newest step, or None; see `latest_checkpoint_if_exists`."""
     found = latest_checkpoint_if_exists(checkpoint_dir)
     return None if found is None else get_step_from_checkpoint_asset(found)
 
 
 def retrieve_latest_checkpoint_step(checkpoint_dir: epath.PathLike) -> int:
-    """Returns the newest step.
+    """Returns the number of the newest step.
 
     Raises:
-      CheckpointNotFoundError: there is none.
+      CheckpointNotFoundError: the directory has no steps.
     """
     return get_step_from_checkpoint_asset(latest_checkpoint(checkpoint_dir))

@@ -1,4 +1,4 @@
-"""Pax's `host_callback`: strings that host code and a device program pass by number."""
+"""Pax's `host_callback`: repositories of strings, so that a device program can pass a string to host code by its number."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ _repositories: dict[str, Repository] = collections.defaultdict(Repository)
 
 
 def repository(namespace: str) -> Repository:
-    """Returns the process's repository of a namespace."""
+    """Returns this process's repository for a namespace; creates it at the first call."""
     with _lock:
         return _repositories[namespace]

@@ -30,7 +30,7 @@ class ParameterizedExperiment(base_experiment.BaseExperiment):
         training_dataset: InputConfig | None = None,
         decoder_datasets: Sequence[InputConfig] = (),
     ):
-        """Checks that the `is_training` of each input fits its use.
+        """Stores the configs, and checks that the `is_training` of each input fits its use.
 
         Args:
           task: the task.
@@ -42,7 +42,7 @@ class ParameterizedExperiment(base_experiment.BaseExperiment):
           decoder_datasets: Pax's older name; added to `decode_datasets`.
 
         Raises:
-          UserError: an input's `is_training` is not what its use needs.
+          UserError: an input's `is_training` doesn't fit its use.
         """
         self._task = task
         self._train_datasets = [*train_datasets, *([] if training_dataset is None else [training_dataset])]
@@ -74,7 +74,7 @@ class ParameterizedExperiment(base_experiment.BaseExperiment):
         return self._decode_datasets
 
     def get_input_specs_provider_params(self) -> pax_fiddle.Config[base_input.BaseInputSpecsProvider]:
-        """Returns the config that was given, or that of the training input's specs."""
+        """Returns the given config, or one that takes the specs from the training input."""
         return self._input_specs_provider or super().get_input_specs_provider_params()
 
 

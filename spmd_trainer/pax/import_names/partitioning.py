@@ -52,7 +52,7 @@ InferenceFn: TypeAlias = Callable[[NestedJTensor, jax.Array, jax.typing.ArrayLik
 def partition_spmd_model(
     task_p: pax_fiddle.Config[SingleTask] | SingleTask, init_key: jax.Array, inputs_shape: NestedShapeDtypeStruct
 ) -> tuple[TrainState, TrainState, NestedPartitionSpec, TrainFn, InferenceFn, int]:
-    """Returns what a training loop of your own needs: the state on the mesh that the task's model declares, and its steps.
+    """Returns the state and the steps for a custom training loop, on the mesh that the task's model declares.
 
         state, state_specs, input_specs, train_step, eval_step, num_params = partition_spmd_model(task_p, key, shapes)
         for batch in batches:  # numpy arrays with this process's rows, or global arrays split as in input_specs
@@ -101,7 +101,7 @@ def get_partitioned_spmd_model_decode_fn(
     train_state_partition_specs: TrainState,
     inputs_shape: NestedShapeDtypeStruct,
 ) -> tuple[InferenceFn, NestedPartitionSpec]:
-    """Returns the decode step for a loop of your own, for the state of `partition_spmd_model`.
+    """Returns the decode step for a custom loop that uses the state of `partition_spmd_model`.
 
     Args:
       jax_task: the built task.
@@ -115,7 +115,7 @@ def get_partitioned_spmd_model_decode_fn(
       inputs_partition_spec: PartitionSpecs of the inputs.
 
     Raises:
-      ValueError: the layout of the state is not the one that the task's model declares; names the first variable.
+      ValueError: the state's layout is not the one that the task's model declares. The message names the first variable.
     """
     del init_key
     partitioner = PjitPartitioner()

@@ -32,7 +32,7 @@ __getattr__ = feature_converter_class
 
 
 def select_split(task: str, split_name: str | Callable[[str], str]) -> str:
-    """Returns `split_name`, or its result for a task's name if it is a function."""
+    """Returns `split_name`; if it is a function, returns its result for the task's name."""
     return split_name(task) if callable(split_name) else split_name
 
 
@@ -55,7 +55,7 @@ def get_eval_hparams_for_seqio(
     reset_for_eval: bool = True,
     pass_entire_feature_lengths: bool = False,
 ) -> list[pax_fiddle.Config[SeqIOInput]]:
-    """Returns an input's config for each task of a mixture, for evaluation or decode.
+    """Returns one input config per task of a mixture, for evaluation or decode.
 
     Args:
       task_or_mixture_name: a task, a mixture, or the name of one.

@@ -1,4 +1,4 @@
-"""Pax's `trainer_lib`: the step functions for a training loop of one's own, on one device or under `jax.pmap`.
+"""Pax's `trainer_lib`: the step functions for a custom training loop, on one device or under `jax.pmap`.
 
     state, _ = trainer_lib.initialize_model_state(task, key, batch)
     step = jax.pmap(lambda state, key, rows: trainer_lib.train_step_single_learner(task, state, key, rows), axis_name="batch")
@@ -96,16 +96,16 @@ def initialize_model_state(
       prng_key: key of the initial values.
       inputs_shape_dtype: a batch, or ShapeDtypeStructs of one.
       discard_opt_states: True to leave the optimizer states out.
-      do_init_checkpoint_rules: not used; see Raises.
+      do_init_checkpoint_rules: False accepts a task with `init_from_checkpoint_rules`, without applying them.
       is_eval: not used; `task.train.always_use_train_for_model_init` decides.
-      checkpoint_type: not used: nothing is read.
-      var_weight_hparams: not used: the model declares them.
+      checkpoint_type: not used, because no checkpoint is read.
+      var_weight_hparams: not used, because the model declares them.
 
     Returns:
       The state, and None where Pax returns the origin of each variable.
 
     Raises:
-      UserError: the task has `init_from_checkpoint_rules`, which only a run applies.
+      UserError: the task has `init_from_checkpoint_rules`, which only a training run applies.
     """
     del is_eval, checkpoint_type, var_weight_hparams
     if do_init_checkpoint_rules and jax_task.train.init_from_checkpoint_rules:
@@ -154,8 +154,9 @@ def train_step_single_learner(
     apply_fn: Any = None,
     expose_updated_nontrainables_to_learner: bool = True,
 ) -> tuple[TrainState, StepFnOutput]:
-    """Takes one training step. Under `jax.pmap` with the axis 'batch', devices exchange their gradients and metrics. Returns
-    the state after n + 1 steps, and the step's outputs.
+    """Takes one training step. Returns the state after n + 1 steps, and the step's outputs.
+
+    Under `jax.pmap` with the axis name 'batch', gradients and metrics are reduced over the devices.
 
     Args:
       jax_task: the built task.
@@ -163,7 +164,7 @@ def train_step_single_learner(
       prng_key: the run's key; the step number is folded in. Under pmap, a key for each device.
       inputs: the batch; under pmap, this device's rows.
       fprop_dtype: not used: the model's `fprop_dtype` decides.
-      var_weight_hparams: WeightHParams of the variables; None: asked of the model, which traces it.
+      var_weight_hparams: WeightHParams of the variables; None: obtained from the model by tracing it.
       static_args: not used.
       grad_fn: must be None.
       apply_fn: must be None.
@@ -206,7 +207,7 @@ def decode_step(
     fprop_dtype: Any = jnp.float32,
     prng_key_fold_with_global_step: bool = True,
 ) -> tuple[None, StepFnOutput]:
-    """Decodes one batch with `model.decode`; the key is folded with the step. Arguments as in `train_step_single_learner`."""
+    """Decodes one batch with `model.decode`. The step is folded into the key. Arguments as in `train_step_single_learner`."""
     del fprop_dtype
     if not prng_key_fold_with_global_step:
         raise UserError("decode_step always folds the step into the key; give another key for other random numbers")
@@ -227,7 +228,7 @@ def _under_pmap(fn: Callable[..., Any], layout: LogicalLayout) -> Callable[..., 
 def _pmap_gradients(
     layout: LogicalLayout, mdl_vars: NestedJTensor, prng_key: jax.Array, inputs: NestedJTensor
 ) -> tuple[StepFnOutput, NestedJTensor, NestedJTensor]:
-    """Runs the forward and backward pass of one device's rows; the results are those of all devices' rows together."""
+    """Runs the forward and backward pass on one device's rows, and reduces the results over all devices."""
     output, written, grads = step_fns.gradients(layout, mdl_vars, prng_key, inputs)
     weight = jnp.asarray(output.weighted_scalars[str(layout.task.learner.loss_name)][1], jnp.float32)
     # The loss is a mean over this device's rows: its part of the mean over all rows.
@@ -246,7 +247,7 @@ def _pmap_evaluate(
 
 
 def _over_devices(task: SingleTask, output: StepFnOutput, inputs: NestedJTensor) -> StepFnOutput:
-    """Returns the output with means over all devices, and all rows' per-example outputs."""
+    """Returns the output with means over all devices, and with the per-example outputs of all devices' rows."""
     outputs, rows = minibatches.Outputs(str(task.learner.loss_name)), jax.tree.leaves(inputs)[0].shape[0]
     sums, by_row = outputs.take(output, jnp.ones(()), rows)
     by_row = jax.lax.all_gather(by_row, PMAP_PARALLEL_AXIS_NAME, tiled=True)

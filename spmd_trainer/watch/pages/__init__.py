@@ -1,11 +1,11 @@
-"""Self-contained HTML pages: what they share, the page of one or more runs, and the page of data.
+"""Self-contained HTML pages: their shared parts, the page of one or more runs, and the page of data.
 
 page.css, page.js           what all pages share: the look, elements and numbers
 run_page.py                 the page of runs; its parts are run_page.html, run_page.css, run_curves.js, run_parts.js, run_page.js
-run_reader.py               what that page shows of one run, and run_facts.py, at its head
+run_reader.py               reads the contents of that page for one run; run_facts.py the numbers at its head
 run_scalars.py              reads a run's scalars, also while it writes, and thins them; run_charts.py chooses the curves
-run_texts.py                reads what was decoded, and the warnings of the logs
-page_mode.py                `--mode=page`: writes the page of runs, or serves it while a run goes on
+run_texts.py                reads decoded texts, and the warnings of the logs
+page_mode.py                `--mode=page`: writes the page of runs, or serves it while a run trains
 show_data.py                `--mode=data`: rows of each dataset; corpus_summary.py measures corpora, and writes their page
 vendor/                     uPlot, which draws the curves
 """
@@ -21,7 +21,7 @@ def shared(name: str) -> str:
 
 
 def fact(name: str, value: str, note: str, tone: str = "") -> str:
-    """Returns the HTML of a number at the head of a page: its name, its text, a note; tone: 'good', 'bad' or ''."""
+    """Returns the HTML of a number at the head of a page, with its name and a note. `tone`: 'good', 'bad' or ''."""
     return (
         f'<div class="fact {tone}"><span>{html.escape(name)}</span><b>{html.escape(value)}</b>'
         f"<small>{html.escape(note)}</small></div>"

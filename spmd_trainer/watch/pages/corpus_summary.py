@@ -1,7 +1,7 @@
-"""What `--mode=data` says about a `CorpusInput`: rate, fill, and the shares of its sources, from its first windows.
+"""Summary of a `CorpusInput` for `--mode=data`: reading rate, filled positions and shares of sources, from its first batches.
 
-Conversations and pairs are such inputs too. The summary is printed; `data.html` is a self-contained page of all corpora of an
-experiment.
+Inputs of conversations and of pairs are `CorpusInput`s too. The summary is printed; `data.html` is a self-contained page of all
+corpora of an experiment.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MOST_TICKS = 8
 
 @dataclasses.dataclass(frozen=True)
 class SourceSummary:
-    """One source of an input, as far as it was read.
+    """Counts of the part of a source that was read.
 
     Attributes:
-      size_text: what it is: '3 files of 15,000 bytes'.
-      wanted: its share of the mixture, at the beginning if it changes.
-      documents, tokens: how many were read.
+      size_text: size of the source as text, e.g. '3 files of 15,000 bytes'.
+      wanted: its configured share of the mixture; the first share if it changes.
+      documents, tokens: number of documents and tokens that were read.
       skipped: bad records that were left out.
     """
 
@@ -48,16 +48,16 @@ class SourceSummary:
 
 @dataclasses.dataclass(frozen=True)
 class CorpusSummary:
-    """What was measured.
+    """Measurements of the first batches of an input.
 
     Attributes:
-      seconds: how long reading took.
-      tokens: tokens in the rows that were given.
-      counted: those of them that count in the loss.
-      positions: positions of these rows.
-      segments: segments of these rows.
-      lengths: {2^n: segments of 2^n to 2^(n+1) - 1 tokens}.
-      fills: {percent: rows with so many percent of their positions filled, rounded down}.
+      seconds: seconds that reading took.
+      tokens: number of tokens in the rows that were read.
+      counted: number of tokens that count in the loss.
+      positions: number of positions of these rows.
+      segments: number of segments of these rows.
+      lengths: {2^n: number of segments of 2^n to 2^(n+1) - 1 tokens}.
+      fills: {percentage of filled positions, rounded down: number of rows}.
     """
 
     sources: tuple[SourceSummary, ...]
@@ -81,10 +81,10 @@ class CorpusSummary:
 
 
 def measure(source: CorpusInput) -> CorpusSummary:
-    """Reads an input from its beginning, and leaves it there.
+    """Measures an input from its beginning, for at most 200 batches or 10 seconds, and resets it to its beginning.
 
     Raises:
-      UserError: a source can't be read, or has a bad record and these are errors.
+      UserError: a source can't be read, or has a bad record that the input's settings make an error.
     """
     source.reset()
     lengths, fills = np.zeros(_BUCKETS, np.int64), np.zeros(101, np.int64)
@@ -163,10 +163,10 @@ def _cells(found: CorpusSummary) -> list[tuple[str, ...]]:
 
 
 def data_page(experiment: str, found: Mapping[str, CorpusSummary], rows: Mapping[str, str]) -> str:
-    """Returns the page.
+    """Returns the HTML page of an experiment's corpora.
 
     Args:
-      found: what was measured of each dataset.
+      found: the measurements of each dataset, by name.
       rows: the first rows of each dataset as text.
     """
     datasets = "".join(_dataset(name, summary, rows.get(name, "")) for name, summary in found.items())
@@ -231,7 +231,7 @@ def _sources(found: CorpusSummary) -> str:
 
 
 def _histogram(bars: Sequence[tuple[str, int]], what: str) -> str:
-    """Returns a histogram of (label, count); a text that names all of it stands for it where it can't be seen."""
+    """Returns the HTML of a histogram of (label, count) bars, with a text of all bars for screen readers."""
     most = max((count for _, count in bars), default=0) or 1
     every = -(-len(bars) // _MOST_TICKS)
     spoken = ", ".join(f"{label}: {count:,}" for label, count in bars)

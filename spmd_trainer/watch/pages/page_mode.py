@@ -1,4 +1,4 @@
-"""`--mode=page`: writes the page of one or more runs, or serves it while a run goes on."""
+"""`--mode=page`: writes the page of one or more runs, or serves it while a run trains."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ class PageServer:
     def __init__(
         self, read: Callable[[], Record], port: int = 0, *, seconds_between_reads: float = SECONDS_BETWEEN_READS
     ):
-        """Binds the port; `serve` answers.
+        """Binds the port. `serve` answers requests.
 
         Args:
           read: returns the newest data of the page; see `PageData.read`.
-          port: 0 takes any free one.
-          seconds_between_reads: younger data is served again.
+          port: the port; 0 takes any free port.
+          seconds_between_reads: data that was read less than this many seconds ago is served again.
 
         Raises:
           UserError: the port is in use, or may not be used.
@@ -113,7 +113,7 @@ class PageServer:
         return f"http://{ADDRESS}:{self._server.server_address[1]}/"
 
     def serve(self) -> None:
-        """Answers until `close` is called from another thread, or Ctrl-C is pressed."""
+        """Answers requests until `close` is called from another thread, or Ctrl-C is pressed."""
         try:
             self._server.serve_forever(poll_interval=0.2)
         finally:
@@ -123,7 +123,7 @@ class PageServer:
         self._server.shutdown()
 
     def _newest(self) -> tuple[Record, bytes, str]:
-        """Returns the data, its JSON and its tag, which changes with the data."""
+        """Returns the newest data, its JSON and its ETag, which changes with the data."""
         with self._lock:
             if time.monotonic() - self._read_at >= self._seconds_between_reads:
                 data = self._read()
@@ -181,6 +181,6 @@ class PageServer:
                     self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Says nothing: the page asks every other second."""
+                """Logs nothing, because the page sends a request every other second."""
 
         return Handler

@@ -1,4 +1,4 @@
-"""Which curves the page of runs shows, in which order, and their points."""
+"""Chooses and orders the curves that the page of runs shows, and computes their points."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Curve:
     """A scalar that the page shows.
 
     Attributes:
-      folder: where it is below `summaries`.
-      name: its name there.
-      title: what it is called on the page.
+      folder: the scalar's directory below `summaries`.
+      name: the scalar's name in this directory.
+      title: the curve's title on the page.
       unit: how its values are written: '', 'share' or 'bytes'.
-      is_main: whether it is among the curves that are shown first.
+      is_main: True if it is among the curves that are shown first.
     """
 
     folder: str
@@ -106,14 +106,14 @@ def chart(curve: Curve, runs: Sequence[RunScalars]) -> Record:
 
 
 def invalid_steps(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns (step, number): how many steps went wrong up to this one, since the summary before it.
+    """Returns (step, number) pairs: the number of invalid steps up to this step, since the summary before it.
 
-    Those are steps whose loss or gradient is NaN or Inf, and steps that the learner has skipped. Where there are very many,
-    neighbours are counted as one.
+    Invalid are steps whose loss or gradient is NaN or Inf, and steps that the learner has skipped. If there are very many pairs,
+    neighbours are added together.
 
     Args:
       run: the run's scalars.
-      restarts: for each start but the first, in order, the step of the state that it began with.
+      restarts: for each start of the run but the first, in order, the step of the state that it began with.
     """
     found = _counted(run, "invalid_steps", restarts)
     if TRAIN in run.files:
@@ -124,15 +124,15 @@ def invalid_steps(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, i
 
 
 def loss_spikes(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns (step, number): how many loss spikes there were up to this step, since the summary before it."""
+    """Returns (step, number) pairs: the number of loss spikes up to this step, since the summary before it."""
     return _marks(_counted(run, "loss_spikes", restarts))
 
 
 def expert_load(run: RunScalars) -> list[Record]:
-    """Returns each layer with its experts' shares of the last summarised step's load; none for a model without experts.
+    """Returns each layer with its experts' shares of the load at the last summarised step; empty for a model without experts.
 
     Raises:
-      ValueError: the file has a share that isn't one.
+      ValueError: the file has a value that is not a share between 0 and 1.
     """
     notes = run.files[EXPERTS].notes if EXPERTS in run.files else {}
     found: list[Record] = []
@@ -145,7 +145,7 @@ def expert_load(run: RunScalars) -> list[Record]:
 
 
 def _counted(run: RunScalars, name: str, restarts: Sequence[int]) -> dict[int, int]:
-    """Returns {step: increase} of a scalar that counts from 0 in each start."""
+    """Returns {step: increase} of a scalar that counts from 0 in each start of the run."""
     found: dict[int, int] = {}
     if TRAIN not in run.files:
         return found
@@ -164,7 +164,7 @@ def _counted(run: RunScalars, name: str, restarts: Sequence[int]) -> dict[int, i
 
 
 def _marks(found: dict[int, int]) -> list[tuple[int, int]]:
-    """Returns the marks of a chart in order. Where there are very many, neighbours are counted as one."""
+    """Returns the (step, number) marks of a chart in order. If there are very many, neighbours are added together."""
     marks = sorted(found.items())
     width = -(-len(marks) // _MOST_MARKS) or 1
     return [
@@ -181,7 +181,7 @@ def _matching(names: Sequence[str], patterns: Sequence[tuple[str, str, str]]) ->
 
 
 def _results(names: dict[str, list[str]], runs: Sequence[RunScalars]) -> Iterator[Curve]:
-    """Yields what evaluations have measured of the model; of scalars with the same values, the first."""
+    """Yields the curves of evaluation results. Of scalars with the same values, yields only the first."""
     for folder in sorted(names):
         if not folder.startswith(("eval_", "lm_eval")):
             continue

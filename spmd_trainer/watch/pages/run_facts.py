@@ -1,4 +1,4 @@
-"""The head of a run's page: how it stands, its last numbers, and what it runs on."""
+"""The head of a run's page: the run's status, its last numbers, its devices and its versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SILENT_SECONDS = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What was read of a run; `settings` is {path: value} of its resolved config, `about` its `run.json`."""
+    """The data read from a run. `settings` is {path: value} of its resolved config, `about` the content of its `run.json`."""
 
     settings: Mapping[str, str]
     about: Mapping[str, Any]
@@ -45,7 +45,7 @@ class Found:
 
 
 def state(found: Found) -> Record:
-    """Returns how the run stands: a text, and whether that is 'good', 'bad' or neither ('')."""
+    """Returns the run's status as a text, a note, and a tone: 'good', 'bad' or neither ('')."""
     text, note, tone = _state(found)
     of = f" of {found.num_steps:,}" if found.num_steps is not None else ""
     return {"text": f"{text} step {found.step:,}{of}", "note": note, "tone": tone}
@@ -111,7 +111,7 @@ def _finite(found: Found, name: str) -> float | None:
 
 
 def about(found: Found) -> list[list[str]]:
-    """Returns [name, text] of what the run runs on."""
+    """Returns rows [name, text] of the run's devices, mesh, parameters, batch and versions."""
     rows = []
     devices = found.about.get("devices")
     if isinstance(devices, Mapping):

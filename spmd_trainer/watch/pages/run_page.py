@@ -1,8 +1,8 @@
 """The page of one or more runs, `run.html`: self-contained, with uPlot for the curves.
 
-Its data, as JSON, is each run's description, times, samples and warnings, and the curves of all.
+The page's data, as JSON, is each run's description, times, samples and warnings, and the curves of all runs.
 
-Its parts are run_page.html, page.css, run_page.css, page.js, run_curves.js, run_parts.js and run_page.js.
+The page's parts are run_page.html, page.css, run_page.css, page.js, run_curves.js, run_parts.js and run_page.js.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def write_page(directories: Sequence[epath.Path], file: epath.Path) -> None:
     """Writes the page of some runs.
 
     Raises:
-      OSError: it can't be written.
+      OSError: the file can't be written.
     """
     write_atomically(file, page_text(PageData(directories).read()).split("\n"))
 
 
 def page_text(data: Record, *, follow: bool = False) -> str:
-    """Returns the page.
+    """Returns the HTML of the page.
 
     Args:
       data: see `PageData.read`.
-      follow: whether the page asks for newer data, at 'data.json' beside it.
+      follow: True if the page asks for newer data, at 'data.json' beside it.
     """
     return page.document(
         ", ".join(run["name"] for run in data["runs"]),
@@ -51,14 +51,14 @@ def page_text(data: Record, *, follow: bool = False) -> str:
 
 
 class PageData:
-    """The data of a page of one or more runs. It can be read again and again while the runs write."""
+    """The data of a page of one or more runs. `read` can be called repeatedly while the runs write."""
 
     def __init__(self, directories: Sequence[epath.Path]):
         self._runs = [RunReader(path) for path in directories]
         self._names = names_of(directories)
 
     def read(self) -> Record:
-        """Returns the data for the page's script. What can't be read is a note in it."""
+        """Returns the data for the page's script. Files that can't be read become notes in the data."""
         runs = [run.read(name) for run, name in zip(self._runs, self._names, strict=True)]
         scalars = [run.scalars for run in self._runs]
         curves = run_charts.curves_of(scalars)
@@ -76,7 +76,7 @@ class PageData:
 
 
 def names_of(paths: Sequence[epath.Path]) -> list[str]:
-    """Returns the shortest ends of some paths that tell them apart."""
+    """Returns names for some paths: their shortest ends that differ from each other."""
     parts = [os.fspath(path).rstrip("/").split("/") for path in paths]
     for length in range(1, max(len(one) for one in parts)):
         names = ["/".join(one[-length:]) for one in parts]
@@ -86,9 +86,9 @@ def names_of(paths: Sequence[epath.Path]) -> list[str]:
 
 
 def _differences(settings: Sequence[Mapping[str, str]]) -> Record:
-    """Returns the settings that are not the same in all runs that have settings: path and the value of each run.
+    """Returns the settings that differ between runs, with the value of each run. Runs without settings are not compared.
 
-    Of a part that some runs lack as a whole, such as a dataset, its class is the only row; and what differs among the others.
+    If some runs lack a whole part, such as a dataset, the rows of the part are its class, and what differs among the other runs.
     """
     known = [one for one in settings if one]
     paths = sorted({path for one in known for path in one})
@@ -106,7 +106,7 @@ def _differences(settings: Sequence[Mapping[str, str]]) -> Record:
 
 
 def _is_of_missing_part(path: str, known: Sequence[Mapping[str, str]]) -> bool:
-    """Returns True if the runs that have a setting agree on it, and the others lack a part of the experiment that it is in."""
+    """Returns True if all runs with a setting agree on it, and the other runs lack a part of the experiment that contains it."""
     names = path.split(".")
     parts = [".".join(names[:length]) for length in range(1, len(names))]
     agree = len({one[path] for one in known if path in one}) == 1

@@ -1,4 +1,4 @@
-"""Reads the files of one run for its page, and again what of them has changed."""
+"""Reads the files of one run for its page. A repeated reading reads only what has changed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MOST_DEVICES = 512
 
 
 class RunReader:
-    """Reads what a page shows of a run. A second reading looks only at what has changed since.
+    """Reader of the data that a page shows of one run. A repeated `read` reads only what has changed.
 
     Attributes:
       settings: {path: value} of `config.txt`.
-      notes: what could not be read, after `read`.
+      notes: messages about what the last `read` could not read.
     """
 
     def __init__(self, path: epath.Path):
@@ -41,13 +41,13 @@ class RunReader:
         self._kept: dict[str, tuple[object, Any]] = {}
 
     def is_run(self) -> bool:
-        """Returns whether the directory has something of a run in it."""
+        """Returns True if the directory holds files of a run."""
         return run_files.has_run(self.path) or any(
             (self.path / name).exists() for name in (run_files.CONFIG_FILE, "summaries")
         )
 
     def read(self, name: str) -> Record:
-        """Returns the run for the page's script, without its curves."""
+        """Returns the run's data for the page's script, without its curves. `name`: the run's name on the page."""
         self.notes = list(self.scalars.update())
         self.settings = self._read(run_files.CONFIG_FILE, _settings) or {}
         about: Mapping[str, Any] = self._noted(run_files.RUN, lambda: run_files.read_record(self.path)) or {}
@@ -115,18 +115,18 @@ class RunReader:
         return groups
 
     def _entries(self, folder: str, ending: str) -> list[epath.Path]:
-        """Returns the files of a folder, also of one in an object store, where growing files are in parts."""
+        """Returns the files of a folder with this ending. In an object store, the parts of a growing file count as one file."""
         names = [path.name for path in entries(self.path / folder)]
         whole = {name.partition(f"{ending}.part-")[0] + ending if ".part-" in name else name for name in names}
         return [self.path / folder / name for name in sorted(whole) if name.endswith(ending)]
 
     def _read(self, name: str, parse: Callable[[str], _T]) -> _T | None:
-        """Returns what `parse` makes of a file's text; None if it is missing, or, with a note, can't be read."""
+        """Returns `parse` of a file's text; None if the file is missing, or if it can't be read, which adds a note."""
         path = self.path / name
         return self._noted(name, lambda: self._of_file(path, lambda path: parse(reading.read(str(path)).decode())))
 
     def _of_file(self, path: epath.Path, read: Callable[[epath.Path], _T]) -> _T:
-        """Returns what `read` returns, or what it has returned before if the file has not changed since."""
+        """Returns `read(path)`, or its earlier result if the file has not changed since. Remote files are always read."""
         if is_remote(path):
             return read(path)
         stat = path.stat()
@@ -138,7 +138,7 @@ class RunReader:
         return found
 
     def _noted(self, name: str, read: Callable[[], _T]) -> _T | None:
-        """Returns what `read` returns; None if the file is missing, or, with a note, can't be read."""
+        """Returns `read()`; None if the file is missing, or if it can't be read, which adds a note."""
         with self._noting(name), contextlib.suppress(FileNotFoundError):
             return read()
         return None

@@ -1,4 +1,4 @@
-"""The scalars of a run, read from its `summaries/*/metrics.jsonl`, again and again while the run writes; and thinned."""
+"""Reads the scalars of a run from its `summaries/*/metrics.jsonl`, repeatedly while the run writes, and thins them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ScalarsFile:
     """The scalars of one `metrics.jsonl`, kept as columns.
 
     Attributes:
-      notes: texts of the last record that has some.
-      bad_lines: lines that could not be read.
-      back: steps at which a later start of the run has begun again.
+      notes: {name: text} of the last record that has texts.
+      bad_lines: number of lines that could not be read.
+      back: steps to which a later start of the run went back.
     """
 
     def __init__(self, path: epath.Path):
@@ -40,7 +40,7 @@ class ScalarsFile:
         self._forget()
 
     def update(self) -> bool:
-        """Reads what was added since the last call. Returns whether that was anything.
+        """Reads the text added since the last call. Returns True if there was any.
 
         Raises:
           OSError: the file can't be read.
@@ -121,14 +121,14 @@ class ScalarsFile:
 
 
 class RunScalars:
-    """The scalars of a run, by the directory below `summaries` that they are in."""
+    """The scalars of a run, by their directory below `summaries`."""
 
     def __init__(self, job_log_dir: epath.Path):
         self._root = job_log_dir / "summaries"
         self.files: dict[str, ScalarsFile] = {}
 
     def update(self) -> Iterator[str]:
-        """Reads what is new. Yields a note for each file that can't be read or has lines that can't be."""
+        """Reads new text of all files. Yields a note for each file that can't be read, or that has unreadable lines."""
         for directory in entries(self._root):
             name = directory.name
             file = self.files.setdefault(name, ScalarsFile(directory / METRICS_FILE))
@@ -143,7 +143,7 @@ class RunScalars:
 
 
 def entries(directory: epath.Path) -> list[epath.Path]:
-    """Returns what a directory holds, by name; nothing if there is no such directory."""
+    """Returns the sorted paths in a directory; an empty list if the directory doesn't exist."""
     try:
         return sorted(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -151,13 +151,13 @@ def entries(directory: epath.Path) -> list[epath.Path]:
 
 
 def thin(steps: Floats, values: Floats, buckets: int) -> tuple[Floats, Floats]:
-    """Returns few points of a long curve: of each bucket of neighbours the least, the greatest and the first that is not finite.
+    """Thins a long curve: keeps the lowest, the highest and the first non-finite point of each bucket of neighbouring points.
 
     Spikes stay visible, and the first and the last point are kept. A curve of at most `2 * buckets` points is returned whole.
 
     Args:
-      steps: [n].
-      values: [n].
+      steps: float64 [n].
+      values: float64 [n].
     """
     inner = steps.size - 2
     if steps.size <= 2 * buckets:
@@ -179,7 +179,7 @@ def thin(steps: Floats, values: Floats, buckets: int) -> tuple[Floats, Floats]:
 
 
 def rounded(values: Floats) -> list[float | None]:
-    """Returns values for JSON: as many digits as a plot can show, but the first and the last exactly; None if not finite."""
+    """Returns values for JSON, rounded to the digits that a plot can show, the first and the last exact; None if not finite."""
     finite = values[np.isfinite(values)]
     digits = _digits(finite) if finite.size else 6
     found = [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]
@@ -189,7 +189,7 @@ def rounded(values: Floats) -> list[float | None]:
 
 
 def _digits(values: Floats) -> int:
-    """Returns with how many significant digits, 6 to 17, values that differ by 1/100,000 of their range stay distinct."""
+    """Returns the number of significant digits, 6 to 17, that keeps values distinct that differ by 1/100,000 of their range."""
     with np.errstate(over="ignore"):
         largest, extent = float(np.abs(values).max()), float(np.ptp(values))
     if not extent or not math.isfinite(extent):
@@ -198,5 +198,5 @@ def _digits(values: Floats) -> int:
 
 
 def differences(steps: Sequence[int]) -> list[int]:
-    """Returns the first step and the differences to each next one: shorter as text than the steps."""
+    """Returns the first step, then each step minus the step before, which is shorter as text than the steps."""
     return [step - before for before, step in zip([0, *steps], steps, strict=False)]

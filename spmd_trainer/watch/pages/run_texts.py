@@ -1,4 +1,4 @@
-"""The texts that a run's page shows: warnings and errors of its logs, each kind once; and what the run has decoded."""
+"""The texts that a run's page shows: warnings and errors of its logs, each kind once, and decoded examples."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def read_warnings(path: epath.Path) -> tuple[list[Logged], bool]:
 
 
 def add(found: Iterable[Logged], kinds: dict[tuple[str, ...], dict[str, Any]]) -> None:
-    """Adds warnings to their kinds.
+    """Adds warnings to their kinds. Warnings of one kind differ only in numbers.
 
     Args:
       found: see `read_warnings`.
-      kinds: added to: {key: the text of the kind's first record, how often it was logged, and when first and last}.
+      kinds: changed in place: {key: the kind's first text, how often it was logged, and the first and last time}.
     """
     for time, level, where, text in found:
         key = (level, where.partition(":")[0], _NUMBERS.sub("#", text))
@@ -73,7 +73,7 @@ def add(found: Iterable[Logged], kinds: dict[tuple[str, ...], dict[str, Any]]) -
 
 
 def sample_files(job_log_dir: epath.Path) -> dict[str, dict[int, epath.Path]]:
-    """Returns {'decode_out/DATASET': {step: file}}, with all steps in their order."""
+    """Returns {'decode_out/DATASET': {step: file}}, with the steps in ascending order; 'eval_out' likewise."""
     found = {}
     for folder in FOLDERS:
         for dataset in entries(job_log_dir / folder):
@@ -93,11 +93,11 @@ def chosen_steps(steps: list[int]) -> list[int]:
 
 
 def read_examples(path: epath.Path) -> list[dict[str, Any]]:
-    """Returns the first examples of a file: number in the dataset, prompt ('' if it has none) and what came of it.
+    """Returns the first examples of a file: index in the dataset, prompt ('' if it has none) and output.
 
     Raises:
-      OSError: it can't be read.
-      ValueError: it has a line that can't be read.
+      OSError: the file can't be read.
+      ValueError: the file has a line that is not valid JSON.
     """
     if is_remote(path):
         lines = path.read_text(encoding="utf-8").splitlines()

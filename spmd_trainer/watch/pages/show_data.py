@@ -35,7 +35,7 @@ _TOKEN_ARRAYS = ("ids", "labels", "weights")
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row of a language-model batch, arrays [T]."""
+    """A row of a language-model batch, as arrays [tokens]."""
 
     ids: np.ndarray
     labels: np.ndarray
@@ -44,30 +44,30 @@ class _Row:
 
     @property
     def size(self) -> int:
-        """Labels without padding."""
+        """Number of labels without padding."""
         return int(np.count_nonzero(self.segments))
 
     @property
     def num_counted(self) -> int:
-        """Labels that count in the loss."""
+        """Number of labels that count in the loss."""
         return int(np.count_nonzero(self.weights))
 
     @property
     def lengths(self) -> list[int]:
-        """Labels of each segment."""
+        """Number of labels of each segment."""
         return [int(np.count_nonzero(self.segments == number)) for number in range(1, int(self.segments.max()) + 1)]
 
 
 class Style:
-    """How counted labels and headings are marked. The only characters that act on a terminal are those marks."""
+    """Marks labels that count in the loss, and headings. No other characters of the text have an effect on a terminal."""
 
     def __init__(self, *, colours: bool):
-        """Chooses the marks: colours of a terminal, or brackets."""
+        """Chooses the marks: terminal colours, or brackets."""
         self._counted = (_COUNTED, _PLAIN) if colours else _BRACKETS
         self._heading = (_HEADING, _PLAIN) if colours else ("", "")
 
     def counted(self, text: str) -> str:
-        """Returns text of labels that count."""
+        """Returns the text of labels that count in the loss, marked."""
         return terminal.visible(text).join(self._counted)
 
     def heading(self, text: str) -> str:
@@ -75,7 +75,7 @@ class Style:
 
 
 def build_job(config: RunConfig) -> Job:
-    """Builds the job. The model is traced for the datasets' shapes, so those that can't be shown are refused before.
+    """Builds the job. Rejects datasets that can't be shown before the model is traced with their shapes.
 
     Raises:
       UserError: a batch is too large to be shown; see also `Job.build`.
@@ -86,9 +86,9 @@ def build_job(config: RunConfig) -> Job:
 
 
 def show_data(job: Job) -> None:
-    """Prints the first rows of the job's training and evaluation datasets. The first process prints its own rows.
+    """Prints the first rows of the job's training and evaluation datasets. Only process 0 prints, and prints its own rows.
 
-    With a job_log_dir, writes what was measured of corpora to `data.html`.
+    With a job_log_dir, writes the measurements of corpora to `data.html`.
 
     Raises:
       UserError: the experiment has no datasets, or one can't be read.
@@ -123,7 +123,7 @@ def _datasets(config: RunConfig) -> list[Any]:
 
 
 def _refuse_large(input_p: Any) -> None:
-    """Refuses a dataset before it is built, whose batches would fill the memory or take minutes."""
+    """Raises UserError, before a dataset is built, if its batches would fill the memory or take minutes."""
     # An experiment may give a config that computes the rows.
     rows = pax_fiddle.build(getattr(input_p, "batch_size", None))
     width = getattr(input_p, "seq_len", None) or getattr(input_p, "prefix_len", None) or 1
@@ -140,7 +140,7 @@ def describe(source: Any, style: Style, measured: corpus_summary.CorpusSummary |
     Args:
       source: a built input. Its next batch is taken.
       style: how to mark labels that count.
-      measured: what was measured of a corpus; None for other inputs.
+      measured: the measurements of a corpus; None for other inputs.
     """
     try:
         batch = source.get_next()

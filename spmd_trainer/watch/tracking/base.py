@@ -38,7 +38,7 @@ class RunFacts:
       project: grouping of runs, e.g. a project of W&B or an experiment of MLflow.
       experiment: the experiment's full registered name.
       settings: the resolved config as nested dicts, and under 'run' the mesh, devices, processes and versions.
-      config_text: the same, one 'path: value' a line.
+      config_text: the same settings as text, one 'path: value' per line.
       job_log_dir: the run's directory.
       first_step: first step of this start of the run.
       tags: search words.
@@ -96,7 +96,7 @@ class Tracker(abc.ABC):
     block and raise; `feed.Feed` handles both. If `open` raises, no other method is called.
 
     Attributes:
-      batch: most `StepScalars` per call.
+      batch: maximum number of `StepScalars` per call of `scalars`.
       where: address or directory of the run, for the log; set by `open`.
     """
 
@@ -157,6 +157,6 @@ def check(names: Iterable[str], where: str) -> None:
 
 
 def make(name: str) -> Tracker:
-    """Makes the tracker named in `TRACKERS`. Its package is imported later."""
+    """Creates the tracker with a name of `TRACKERS`. Its package is imported later."""
     tracker: Tracker = getattr(importlib.import_module(f"spmd_trainer.watch.tracking.{name}"), TRACKERS[name])()
     return tracker

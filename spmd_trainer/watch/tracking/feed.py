@@ -73,11 +73,12 @@ _SILENT_SECONDS = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call of the tracker, on its thread.
+    """A call of a tracker's method, to make on the tracker's thread.
 
     Attributes:
-      records: number of records lost if it fails.
-      make: calls it.
+      method: name of the method.
+      records: number of records lost if the call fails.
+      make: makes the call.
     """
 
     method: str
@@ -89,7 +90,7 @@ class Feed:
     """Sends a run's records to one tracker, on the tracker's own thread."""
 
     def __init__(self, name: str, tracker: Tracker, *, capacity: int = CAPACITY):
-        """`capacity` is the most records in the queue; further ones are dropped and counted."""
+        """`capacity` is the maximum number of records in the queue. Further records are dropped and counted."""
         self.name = name
         self._tracker = tracker
         self._capacity = capacity

@@ -52,7 +52,7 @@ class MlflowTracker(Tracker):
     batch = 100
 
     def check(self, job_log_dir: epath.Path) -> None:
-        """Raises UserError without a usable destination."""
+        """Raises UserError if `job_log_dir` is in an object store and MLFLOW_TRACKING_URI is not set."""
         if is_remote(job_log_dir) and not os.environ.get(URI):
             raise UserError(
                 f"tracker mlflow: set {URI}, e.g. to a server's address: MLflow's own files can't be in {job_log_dir}"
@@ -167,7 +167,7 @@ def _where(facts: RunFacts) -> tuple[str, str | None]:
 
 
 def _name(name: str) -> str:
-    """Makes a valid MLflow name: '[0]' becomes '.0', other unknown characters '_', and a long end its checksum."""
+    """Makes a valid MLflow name: '[0]' becomes '.0', other invalid characters '_', and a long name's end a checksum."""
     known = _UNKNOWN.sub("_", re.sub(r"\[(\d+)\]", r".\1", name))
     return known if len(known) <= _NAME else f"{known[: _NAME - 9]}.{zlib.crc32(known.encode()):08x}"
 

@@ -160,14 +160,14 @@ class Tracking(Callback):
 
 
 def of_run(callbacks: Sequence[Callback], track: Sequence[str]) -> list[Callback]:
-    """Returns what tracks a run with the trackers of `--track`, besides the callbacks that track it.
+    """Returns a callback for the trackers of `--track` that the run's own callbacks don't use; empty if there are none.
 
     Args:
-      callbacks: the experiment's and the caller's; trackers that they name are not opened twice.
+      callbacks: the experiment's and the caller's callbacks. Trackers that they use are not opened twice.
       track: names of trackers.
 
     Raises:
-      UserError: two trackers have the same name, under which a run has one id.
+      UserError: two trackers of the callbacks have the same name. A run has only one id per name.
     """
     named = [name for callback in callbacks if isinstance(callback, Tracking) for name in callback.names]
     twice = [name for name in named if named.count(name) > 1]
@@ -178,7 +178,7 @@ def of_run(callbacks: Sequence[Callback], track: Sequence[str]) -> list[Callback
 
 
 def _about(run: Run) -> Settings:
-    """Settings of a run outside of its config."""
+    """Returns the settings of a run that are not in its config, such as its mesh and versions."""
     devices = run.mesh.devices
     return {
         "job_log_dir": str(run.job_log_dir),

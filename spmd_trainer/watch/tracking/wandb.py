@@ -32,7 +32,7 @@ _EXIT_CODES: dict[Status, int] = {"finished": 0, "failed": 1, "stopped": 0}
 
 
 class LikeWandb(Tracker):
-    """What W&B and trackio, whose classes have the same names and arguments, share.
+    """Base of the trackers for W&B and trackio, whose packages have classes with the same names and arguments.
 
     Attributes:
       library: the package; set by `open`.
@@ -68,7 +68,7 @@ class WandbTracker(LikeWandb):
     """Sends a run to W&B, or writes its offline files."""
 
     def check(self, job_log_dir: epath.Path) -> None:
-        """Raises UserError if an online run has no login: wandb would ask in the terminal."""
+        """Raises UserError if an online run has no login, because wandb would ask for it in the terminal."""
         del job_log_dir
         if os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
             return

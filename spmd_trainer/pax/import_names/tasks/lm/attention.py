@@ -1,4 +1,4 @@
-"""Attention of praxis' layers by the kernels of `spmd_trainer.kernels`, without a [batch, 1, time, time] mask.
+"""Attention of praxis' layers, computed by the kernels of `spmd_trainer.kernels` without a [batch, 1, time, time] mask.
 
     class Mine(model_params.TransformerLmSpmdAdafactor, MyDataset):
         USE_FUSED_ATTENTION = True
@@ -31,16 +31,16 @@ LanguageModelType = transformer_models.LanguageModelType
 
 
 class FusedDotProductAttention(layers.DotProductAttention):
-    """`DotProductAttention` by a fused kernel: logits and probabilities are never materialised, so it returns None for them.
+    """`DotProductAttention` with a fused kernel. It does not materialise logits and probabilities, and returns None for them.
 
     Variables are the same, and results are equal up to rounding: logits stay in float32, while praxis rounds them. Settings
-    that no kernel supports are errors. praxis' summaries of the logits are missing. Dropout of probabilities and rows of up to
-    512 tokens use the kernel 'reference', which does hold them.
+    that no kernel supports raise errors. praxis' summaries of the logits are missing. Dropout of probabilities and rows of up
+    to 512 tokens use the kernel 'reference', which does materialise them.
 
     Attributes:
       kernel: name of the kernel to use, one of `spmd_trainer.kernels.kernels.NAMES`, or 'xla' for 'reference'. None for the
         first that can be used on the device.
-      causal: a token sees no token after it. Set by `SegmentedTransformerLm`; only used with segment ids.
+      causal: True if a token attends to no later token. Set by `SegmentedTransformerLm`; only used with segment ids.
     """
 
     kernel: str | None = None
@@ -50,7 +50,7 @@ class FusedDotProductAttention(layers.DotProductAttention):
         """Builds the layer.
 
         Raises:
-          UserError: no kernel supports a setting, or there is no kernel of this name.
+          UserError: a setting has no kernel that supports it, or `kernel` is not the name of a kernel.
         """
         if self.kernel not in (None, "xla"):
             kernels.kernel(self.kernel)
@@ -84,12 +84,12 @@ class FusedDotProductAttention(layers.DotProductAttention):
 
         Args:
           query, key, value: [batch, time, heads, width].
-          atten_mask: int32 segment ids [batch, time]: a token sees the tokens of its segment. Or praxis' mask [1 or batch, 1,
-            1 or time, source], 0 or a large negative number, with which praxis' own attention is used.
+          atten_mask: int32 segment ids [batch, time]: a token attends to the tokens of its segment. Or praxis' mask [1 or
+            batch, 1, 1 or time, source time] of 0 or a large negative number; praxis' own attention is then used.
           relative_bias: always None, see `setup`.
 
         Raises:
-          UserError: `kernel` can't compute it.
+          UserError: `kernel` can't compute this attention.
         """
         kernel = "reference" if self.kernel == "xla" else self.kernel
         if atten_mask.ndim != 2:
@@ -157,7 +157,7 @@ class FusedDotProductAttentionWithLPB(FusedDotProductAttention, attentions.DotPr
 
 
 class FusedLocalSelfAttention(FusedDotProductAttention, attentions.LocalSelfAttention):
-    """praxis' `LocalSelfAttention` by a fused kernel: a sliding window that ends at the query's own token.
+    """praxis' `LocalSelfAttention` with a fused kernel: a sliding window that ends at the query's own token.
 
     See `FusedDotProductAttention`. `block_size` and `simulated` have no effect with segment ids.
     """
@@ -185,7 +185,7 @@ class SegmentedTransformerLm(layers.TransformerLm):
 
     @nn.nowrap
     def create_child(self, name: str, params: Any) -> None:
-        """Creates a child like praxis, but leaves causality to the attention layers of 'transformer'."""
+        """Creates a child layer as praxis does. In the child 'transformer', the attention layers apply the causal mask."""
         if name == "transformer":
             params = params.clone()
             for stack_p in selectors.select(params, layers.StackedTransformer):
@@ -238,14 +238,14 @@ _FUSED = {
 
 
 def use_fused_attention_in(model_p: Any, kernel: str | None = None) -> None:
-    """Makes every attention layer in a config fused, and every `TransformerLm` hand over segment ids. Changes it in place.
+    """Replaces attention layers in a config by fused ones, and `TransformerLm` by `SegmentedTransformerLm`, in place.
 
     Args:
       model_p: config of a model, or of a part of one.
       kernel: see `FusedDotProductAttention`.
 
     Raises:
-      UserError: an attention layer is of a kind that has no fused form.
+      UserError: the class of an attention layer has no fused counterpart.
     """
     for attention_p in selectors.select(model_p, layers.DotProductAttention, check_nonempty=False):
         cls = fdl.get_callable(attention_p)

@@ -1,14 +1,14 @@
-"""praxis' layers as cheaper programs: the same variables, and the same numbers up to rounding.
+"""Cheaper versions of praxis' layers, with the same variables, and the same results up to rounding.
 
     use_cheaper_layers(task_p.model)
 
 changes layer norms and the softmax that shares its weights with the token embedding. The experiments of
-`model_params` use it. LoRA adapters of the softmax have other shapes than with praxis' own layer, because only the
-logits are a product with its weights.
+`model_params` use it. LoRA adapters of the softmax have other shapes than with praxis' own layer, because here only
+the logits, not the embedding lookup, are a matrix product with its weights.
 
     use_fused_loss_in(task_p.model)
 
-computes the loss of softmaxes without logits, see `FusedFullSoftmax`. USE_FUSED_ATTENTION does it too.
+computes the loss of softmaxes without materialising the logits, see `FusedFullSoftmax`. USE_FUSED_ATTENTION calls it too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LayerNorm(layers.LayerNorm):
 
 
 def use_layer_norm(model_p: Any) -> None:
-    """Replaces every praxis `LayerNorm` in a config, but not its subclasses, by this one. Changes the config in place."""
+    """Replaces praxis' `LayerNorm` in a config, but not its subclasses, by this module's. Changes the config in place."""
     for norm_p in selectors.select(model_p, layers.LayerNorm, match_subclasses=False):
         fdl.update_callable(norm_p, LayerNorm)
 
@@ -58,9 +58,9 @@ def use_layer_norm(model_p: Any) -> None:
 class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
     """praxis' `SharedEmbeddingSoftmax` with a cheaper lookup. Fields and variables are the same.
 
-    With lookup_style 'matmul', praxis multiplies the table with one-hot ids. This layer reads the table's rows. The gradient
-    stays praxis' product, in parts for long rows: adding to rows would round for each token in bfloat16, and has no fixed order
-    on GPUs.
+    With lookup_style 'matmul', praxis multiplies the table with one-hot ids. This layer gathers the table's rows. The gradient
+    is still praxis' matrix product, computed in chunks of tokens for long rows: a scatter-add would round after each token in
+    bfloat16, and its order is not fixed on GPUs.
     """
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
@@ -131,9 +131,9 @@ class FusedFullSoftmax(layers.FullSoftmax):
     """praxis' `FullSoftmax` whose loss is computed in blocks of tokens, see `kernels.cross_entropy`.
 
     Fields and variables are the same, and results are equal up to rounding: logits stay in float32, while praxis rounds them to
-    the dtype of the inputs. A program that uses the outputs 'logits' or 'log_probs' computes them besides. praxis' own form
-    computes the loss of inputs that aren't [batch, time, input_dims], of class probabilities, of bi-tempered losses, and of a
-    projection that isn't praxis' plain one.
+    the dtype of the inputs. A program that uses the outputs 'logits' or 'log_probs' computes them in addition. praxis' own code
+    computes the loss for inputs that aren't [batch, time, input_dims], for class probabilities, for bi-tempered losses, and for
+    a projection that isn't praxis' plain one.
     """
 
     def __call__(
@@ -175,8 +175,9 @@ class FusedFullSoftmax(layers.FullSoftmax):
         class_ids: jax.Array | None = None,
         class_probabilities: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
-        """Returns cross entropy and most likely label of each token. praxis takes logits from here too, for its z-loss; they
-        are [..., 1], the logarithm of the sum of the exponentiated logits, because that is all that it needs.
+        """Returns the cross entropy and the most likely label of each token, and log-sum-exps of the logits.
+
+        The log-sum-exps [..., 1] take the place of the logits that praxis expects for its z-loss, which needs no more.
         """
         if class_ids is None or not self._in_blocks(inputs, class_probabilities):
             return super()._compute_xent(inputs, class_ids, class_probabilities)
@@ -218,8 +219,9 @@ _FUSED = {
 
 
 def use_fused_loss_in(model_p: Any) -> None:
-    """Replaces praxis' `FullSoftmax` and `SharedEmbeddingSoftmax` in a config by those above, but not their subclasses. Changes
-    it in place. `model_p`: config of a model, or of a part of one.
+    """Replaces praxis' `FullSoftmax` and `SharedEmbeddingSoftmax`, but not their subclasses, by classes with a fused loss.
+
+    Changes the config in place. `model_p`: config of a model, or of a part of one.
     """
     for softmax_p in selectors.select(model_p, layers.FullSoftmax, check_nonempty=False):
         if (cls := fdl.get_callable(softmax_p)) in _FUSED:
@@ -227,8 +229,9 @@ def use_fused_loss_in(model_p: Any) -> None:
 
 
 def use_cheaper_layers(model_p: Any) -> None:
-    """Replaces praxis' `LayerNorm` and `SharedEmbeddingSoftmax` in a config, but not their subclasses. Changes it in place.
-    `model_p`: config of a model, or of a part of one.
+    """Replaces praxis' `LayerNorm` and `SharedEmbeddingSoftmax`, but not their subclasses, by those of this module.
+
+    Changes the config in place. `model_p`: config of a model, or of a part of one.
     """
     use_layer_norm(model_p)
     for softmax_p in selectors.select(

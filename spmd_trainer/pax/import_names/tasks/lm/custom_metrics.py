@@ -18,8 +18,8 @@ class CustomMetricsLM(models.LanguageModel):
     """praxis' `LanguageModel` with one more metric.
 
     Attributes:
-      eval_task: 'lambada': `acc_strict`, the share of rows with all weighted tokens predicted. 'boolq': `boolq_acc`, the
-        share of rows where the right answer has the higher logit. None: no further metric.
+      eval_task: 'lambada' adds `acc_strict`, the share of rows with all weighted tokens predicted. 'boolq' adds `boolq_acc`,
+        the share of rows where the right answer has the higher logit. None adds no metric.
       boolq_yn_tokens: the ids of 'yes' and 'no'.
       report_strict_acc: older spelling of eval_task='lambada'.
     """

@@ -1,6 +1,7 @@
 """Inputs under the names that Pax's language-model experiment files use: `SyntheticLmData` and `TFRecordBertInput`.
 
-Pax's `TextInput` says at first use what to use instead: its tokenizers are TensorFlow ops of lingvo.
+Pax's `TextInput` is missing, because its tokenizers are TensorFlow ops of lingvo; its first use raises an error that names the
+replacement.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class SyntheticLmData:
         self.params = params
 
     def GetPreprocessedInputBatch(self) -> NestedMap:
-        """Returns `ids`, `labels`, `segment_ids`, `segment_pos` int32 and `paddings`, `weights` float32, all [B, T]."""
+        """Returns int32 `ids`, `labels`, `segment_ids`, `segment_pos`, float32 `paddings`, `weights`, [batch_size, seq_len]."""
         shape = (self.params.batch_size, self.params.seq_len)
         ones = np.ones(shape, np.int32)
         return NestedMap(

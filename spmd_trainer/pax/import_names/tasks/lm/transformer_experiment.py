@@ -28,7 +28,7 @@ class TransformerExperiment(base_experiment.BaseExperiment):
       ATTEN_LOGIT_CAP: limits attention logits to plus or minus this value by a tanh; 0 does not limit them.
       USE_FUSED_ATTENTION: compute attention and the loss by the kernels of `spmd_trainer.kernels`, see `attention` and
         `cheaper_layers.FusedFullSoftmax`.
-      ATTENTION_KERNEL: name of the kernel to use then; None for the first that can be used on the device.
+      ATTENTION_KERNEL: name of the attention kernel with USE_FUSED_ATTENTION; None for the first that the device supports.
       ACTIVATION_CLS: activation of the feed-forward layers.
       USE_GATED_ACTIVATION: multiply the activation by a second projection.
       USE_REPEATED_LAYER: run one layer's program NUM_LAYERS times over stacked weights; compiles much faster.
@@ -51,7 +51,7 @@ class TransformerExperiment(base_experiment.BaseExperiment):
     USE_REPEATED_LAYER: Any
 
     def _task(self, name: str, model_p: Any, stack_p: Any) -> Config[tasks_lib.SingleTask]:
-        """Returns the task of a model with this stack, with the softmax initialised for its width and our `cheaper_layers`."""
+        """Returns the config of a task with this model and stack, a softmax initialised for its width, and cheaper layers."""
         lm_p = model_p.lm_tpl
         lm_p.model_dims = self.MODEL_DIMS
         lm_p.vocab_size = self.VOCAB_SIZE
@@ -90,7 +90,7 @@ class TransformerExperiment(base_experiment.BaseExperiment):
         return stack_p
 
     def _customize_stack(self, stack_p: Any) -> None:
-        """Applies a subclass' own attributes. Called before experts copy their settings from the feed-forward layer."""
+        """Applies a subclass' own attributes. Called before the feed-forward layer's settings are copied to experts."""
 
     def _num_heads(self) -> int:
         return self.NUM_HEADS

@@ -86,7 +86,7 @@ class TransformerLmSpmdAdafactor(TransformerExperiment):
       USE_ROTARY_POSITION_EMB: use rotary position embeddings. Excludes RELATIVE_BIAS.
       NORM_POLICY: position of the layer norms: 'pre', 'post', 'primer_hybrid' or 'post_skip'.
       ENABLE_DCONV: use a depthwise convolution after the projections to queries, keys and values.
-      COMBINE_QKV: use one variable for these three projections.
+      COMBINE_QKV: use one variable for the projections to queries, keys and values.
       USE_FP8: use praxis' fp8 einsums. Must be False, because they do not run on current flax.
       CLIP_GRADIENT_NORM_TO_VALUE: global gradient norm above which gradients are scaled down.
       SOFTMAX_CAP_LOGITS: limits logits to plus or minus this value by a tanh; 0 does not limit them.

@@ -1,4 +1,4 @@
-"""Pax's `tasks.vision.input_generator`: ImageNet's TFRecords, for praxis' `LingvoInputAdaptor`. Needs TensorFlow."""
+"""Pax's `tasks.vision.input_generator`: inputs over ImageNet's TFRecords, for praxis' `LingvoInputAdaptor`. Needs TensorFlow."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ IMAGENET_DATA_DIR = "/PATH/TO/IMAGENET_DATA/"
 
 
 class BaseImageNetInput:
-    """ImageNet for `LingvoInputAdaptor`: `image` float32 [B, H, W, 3], `label_probs` float32 [B, classes], `weight` [B].
+    """Base of ImageNet inputs for praxis' `LingvoInputAdaptor`.
 
-    Training: endless; each epoch gives every image once, shuffled, with other random crops. Otherwise: every image once, in
-    order, then the input ends; the rows that fill up the last batch have weight 0. The adaptor keeps no position, so a
+    A batch has `image` [batch, height, width, 3], `label_probs` [batch, classes] and `weight` [batch], all float32.
+    Training is endless: each epoch gives every image once, shuffled, with new random crops. Evaluation gives every image
+    once, in order, then ends; the rows that fill up the last batch have weight 0. The adaptor saves no position, so a
     resumed run begins the data anew.
     """
 
     @classmethod
     def Params(cls) -> Any:
-        """Returns the settings to fill in; `batch_size` is rows per process. Lingvo's settings of threads are not used."""
+        """Returns the settings to fill in; `batch_size` is rows per process. Lingvo's thread settings are ignored."""
         p = lingvo_lib.InstantiableParams(cls)
         p.Define("name", "input", "Name of the input.")
         p.Define("file_pattern", "", "Paths of the TFRecord files, with 'tfrecord:' in front.")
@@ -49,7 +50,7 @@ class BaseImageNetInput:
 
     @classmethod
     def input_specs(cls, p: Any) -> NestedMap:
-        """Returns the shapes and dtypes of the adaptor's batches with settings `p`. Reads nothing."""
+        """Returns the shapes and dtypes of the adaptor's batches with settings `p`. Reads no file."""
         rows = jax.ShapeDtypeStruct((p.batch_size,), np.float32)
         return NestedMap(
             image=jax.ShapeDtypeStruct((p.batch_size, *p.data_shape), np.float32),
@@ -114,7 +115,7 @@ def _of_split(params: Any, split: str, examples: int) -> Any:
 
 
 class ImageNetTrain(BaseImageNetInput):
-    """The training images."""
+    """ImageNet's training images."""
 
     @classmethod
     def Params(cls) -> Any:
@@ -126,7 +127,7 @@ class ImageNetTrain(BaseImageNetInput):
 
 
 class ImageNetValidation(BaseImageNetInput):
-    """The validation images."""
+    """ImageNet's validation images."""
 
     @classmethod
     def Params(cls) -> Any:
@@ -138,7 +139,7 @@ class ImageNetValidation(BaseImageNetInput):
 
 
 class ImageNetRecords(examples.ExamplesInput):
-    """The images and labels of TFRecords with 'image/encoded' and 'image/class/label'; see `ExamplesInput` for the order.
+    """Input over TFRecords with 'image/encoded' and 'image/class/label'; see `ExamplesInput` for the order of examples.
 
     Attributes:
       files: paths and glob patterns.
@@ -174,7 +175,7 @@ class ImageNetRecords(examples.ExamplesInput):
         )
 
     def batch_at(self, position: int) -> NestedMap:
-        """Returns a batch. The random crop of an image depends on the seed and on its index in the order."""
+        """Returns the batch at a position. An image's random crop depends on the seed and on its index in the example order."""
         examples_at = self.examples_at(position)
         numbers = np.minimum(examples_at, self.num_examples - 1)
         parser = ExampleParser(

@@ -1,4 +1,4 @@
-"""Pax's `resnet_preprocessing`: JPEG images as ResNet takes them, with TensorFlow.
+"""Pax's `resnet_preprocessing`: decodes, crops and resizes JPEG images for ResNet, with TensorFlow.
 
 Pixels keep their range [0, 255], as in Pax.
 """
@@ -28,8 +28,8 @@ def preprocess_image(
       is_training: True: a random crop (8% to 100% of the area, aspect ratio 3/4 to 4/3), mirrored at random. False: the
         center crop.
       use_bfloat16: return bfloat16 instead of float32.
-      image_size: sides of the result.
-      seed: seed of the random crop; None: draw another at each call.
+      image_size: height and width of the result in pixels.
+      seed: seed of the random crop; None: draw a new seed at each call.
     """
     if is_training:
         return preprocess_for_train(image_bytes, use_bfloat16, image_size, seed)
@@ -72,16 +72,16 @@ def distorted_bounding_box_crop(
     max_attempts: int = 100,
     seed: Any = None,
 ) -> Any:
-    """Returns a random part of a JPEG image; the whole image if none is found. See tf.image.sample_distorted_bounding_box.
+    """Returns a random crop of a JPEG image; the whole image if none is found. See tf.image.sample_distorted_bounding_box.
 
     Args:
       image_bytes: the file's bytes.
       bbox: float [1, boxes, 4]: boxes of which a part must be kept, as ymin, xmin, ymax, xmax from 0 to 1.
-      min_object_covered: the part of a box to keep.
-      aspect_ratio_range: width / height of the crop.
-      area_range: the crop's part of the image's area.
-      max_attempts: number of attempts.
-      seed: int32 [2]; None: draw another at each call.
+      min_object_covered: least fraction of a box that the crop must keep.
+      aspect_ratio_range: range of the crop's width / height.
+      area_range: range of the crop's fraction of the image's area.
+      max_attempts: number of attempts to find a crop.
+      seed: int32 [2]; None: draw a new seed at each call.
     """
     tf = import_tensorflow()
     seeds = tf.random.uniform([2], maxval=1 << 30, dtype=tf.int32) if seed is None else seed
