@@ -1,9 +1,9 @@
 """Chooses the named activations that a step keeps for the backward pass, offloads to host memory, or recomputes.
 
 Models name activations with `jax.ad_checkpoint.checkpoint_name` inside rematerialised parts (`jax.checkpoint`, `nn.remat`,
-praxis' repeated layers). The decoder's names are 'query_proj', 'key_proj', 'value_proj', 'context', 'out_proj', 'ffn1',
-'ffn2', and 'key_value_down' of latent attention. `task.train.saved_activations` and `offloaded_activations` replace the `jax.checkpoint` policies of these parts, for any
-model. Activations in neither list are recomputed.
+praxis' repeated layers). The decoder's names are 'query_proj', 'key_proj', 'value_proj', 'context', 'out_proj', 'ffn1', 'ffn2',
+and 'key_value_down' of latent attention. `task.train.saved_activations` and `offloaded_activations` replace the
+`jax.checkpoint` policies of these parts, for any model. Activations in neither list are recomputed.
 """
 
 from __future__ import annotations
