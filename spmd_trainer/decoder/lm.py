@@ -11,12 +11,11 @@
     logits = self.lm.extend_step(token).logits             # token int32 [B]; logits float32 [B, V], of the next token
 
 B is the number of rows, T the width of `ids` and V the size of the vocabulary. `prefill` moves each prompt to the right end of
-[0, T), so that the tokens of a step have the same index in the cache in all rows, T + step.
-
-The collection has these variables below `lm`: `time_step`, int32, the next index to write; `first_index`, int32 [B], the index of
-each row's first token; and for each layer `attention/key_state` and `attention/value_state`, [B, cache_length, K, H], for K
-cached heads of width H; with latent attention `attention/key_state` alone. Those of layers that are repeated R times are stacked,
-with a leading dimension R; with `unroll_in_decode` they are separate variables below `layer{r}`.
+[0, T), so that the tokens of a step have the same index in the cache in all rows, T + step. Variables of the collection, below
+`lm`: `time_step`, int32, the next index to write; `first_index`, int32 [B], the index of each row's first token; and for each
+layer `attention/key_state` and `attention/value_state`, [B, cache_length, K, H], for K cached heads of width H; with latent
+attention `attention/key_state` alone. Those of layers that are repeated R times are stacked, with a leading dimension R; with
+`unroll_in_decode` they are separate variables below `layer{r}`.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class DecoderLm(SpecLayer):
         segment_mask: jax.Array | None = None,
         start_time_step: int | jax.Array = 0,
     ) -> NestedMap:
-        """Computes logits, and the loss if labels are given. Has the signature of praxis' `TransformerLm`. Returns `logits`,
+        """Computes logits, and the loss if labels are given, with the signature of praxis' `TransformerLm`. Returns `logits`,
         float32 [batch, time, vocab_size], and the other outputs of `compute_loss`.
 
         Args:

@@ -2,8 +2,8 @@
 
 Each rung of the ladder is a change that saves memory: rematerialisation, the optimizer state in fewer bits or in host memory,
 minibatches, gradients of minibatches added up in bfloat16, another mesh. Rungs are compiled one after another, each together
-with those before it, until a program fits. A rung that saves nothing is undone. Once a program fits, rungs that it doesn't need
-are undone too. If none fits, the ladder tries fewer rows (examples of the global batch), and names chips with enough memory.
+with those before it, until a program fits. Rungs that save nothing, or that this program doesn't need, are undone. If no program
+fits, the ladder tries fewer rows (examples of the global batch), and names chips with enough memory.
 
 Predicted bytes decide which policy, dtype or number of minibatches a rung takes, so most rungs cost one compilation. A policy
 changes the bytes of the activations that loops stack, a dtype changes the bytes of the state, and minibatches divide the bytes
@@ -81,8 +81,7 @@ def search(job: Job) -> None:
     """Searches the ladder, prints it with the flags of the program that fits, and writes `plan_search.json` and `plan.html`.
 
     Raises:
-      UserError: nothing fits with the experiment's rows. The message has the ladder and, if one was found, a program with fewer
-        rows that fits.
+      UserError: nothing fits with the experiment's rows; the message has the ladder, and a program with fewer rows if one fits.
     """
     found = Search(job, ())
     ladder = MemoryLadder(job, found, plan_report.Store(job, ("memory",)))
@@ -232,10 +231,8 @@ class MemoryLadder:
     def _minibatches(self, at: Outcome) -> Iterator[Try]:
         """Yields numbers of minibatches, each double the one before, while a device has rows to divide.
 
-        A program takes a + b * r bytes, where r is the number of rows that a device computes at a time. The last two programs
-        give a and b, which predict the next. Numbers that are predicted not to fit are skipped, except for the last. A program
-        with a single minibatch doesn't count, because it accumulates no gradients.
-        """
+        The last two programs give a and b in bytes = a + b * (rows that a device computes at a time), which predict the next.
+        Numbers that won't fit are skipped, but for the last. A single minibatch doesn't count: it accumulates no gradients."""
         now, rows = self._job.partitioner.num_minibatches, self._job.num_rows
         of_device = functools.partial(plan_prediction.rows_of_device, self._job)
         if now > 1 and at.bytes:

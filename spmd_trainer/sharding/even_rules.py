@@ -308,10 +308,7 @@ def losing(param: str) -> Rule:
 
 
 def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of `lax.pad`. Dimensions that it changes lose their padding for the mesh, unless the new size needs the same padding.
-
-    See `_is_split_for`.
-    """
+    """Rule of `lax.pad`. Dimensions that it changes lose the mesh's padding, unless they need the same (`_is_split_for`)."""
     x, fill = values
     config, shape = eqn.params["padding_config"], eqn.outvars[0].aval.shape
     changed = [dim for dim, added in enumerate(config) if tuple(added) != (0, 0, 0)]

@@ -18,8 +18,8 @@ the formula holds for every elementwise optimizer, and Adam's epsilon keeps its 
 decoupled weight decay shrinks a variable by the share rate * decay in each step at every width, as arXiv:2405.13698 recommends.
 Muon's matrices get an update whose spectral norm grows by (c / r) ** 0.5.
 
-muP also changes factors inside the model, such as 1 / d instead of 1 / sqrt(d) in attention. Such a factor a is folded into a
-variable before it: the variable's initial value, its updates and its gradient are multiplied by a.
+muP also changes factors inside the model, such as 1 / d instead of 1 / sqrt(d) in attention. A factor a is folded into a variable
+before it: the variable's initial value, its updates and its gradient are multiplied by a.
 """
 
 from __future__ import annotations
@@ -255,11 +255,8 @@ def _roles(
 def _of_embeddings(
     task: SingleTask, uses: Mapping[str, Uses], growth: Mapping[str, Sequence[float]]
 ) -> list[tuple[str, float]]:
-    """Returns `Mup.multipliers` for praxis' embeddings and tied output matrices.
-
-    Raises:
-      UserError: a tied output matrix needs a factor, and no norm before it is found.
-    """
+    """Returns `Mup.multipliers` for praxis' embeddings and tied output matrices. Raises UserError if such a matrix has no norm
+    before it, which takes the factor."""
     lm_p, found = getattr(task.model, "lm_tpl", None), []
     for field, name in (("softmax_tpl", "softmax"), ("separate_embedding_tpl", "embedding_lookup")):
         # Such a layer multiplies what it looks up by the root of the width.

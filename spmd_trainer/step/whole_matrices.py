@@ -167,14 +167,8 @@ def apply_to_families(
 
 
 class _Dim(NamedTuple):
-    """A dimension of a matrix, or several adjacent dimensions that can be merged without a transposition.
-
-    Attributes:
-      axes: the mesh axes that split it.
-      parts: number of shards.
-      local: size of a shard, with padding.
-      size: size of the whole dimension, without padding.
-    """
+    """A dimension of a matrix, or several adjacent dimensions that can be merged without a transposition: the mesh axes that
+    split it, its number of shards, the size of a shard with padding, and the size of the whole without padding."""
 
     axes: tuple[str, ...]
     parts: int
@@ -251,13 +245,8 @@ class _Group:
         return tuple(axis for dim in self.block.dims for axis in dim.axes)
 
     def there(self, pieces: jax.Array) -> Family:
-        """Exchanges shards of all N families for this device's share of whole families. Runs under `jax.shard_map`.
-
-        Args:
-          pieces: [N, elements of a shard of a family].
-
-        Returns:
-          A family of n whole matrices: [n, short, long], [n, short, short] and [n, long, long].
+        """Exchanges shards of all N families, [N, elements of a shard], for this device's share of n whole families: [n, short,
+        long], [n, short, short] and [n, long, long]. Runs under `jax.shard_map`.
         """
         num_parts = math.prod(dim.parts for dim in self.block.dims)
         share = -(-len(pieces) // (num_parts * self.num_replicas))

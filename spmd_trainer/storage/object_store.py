@@ -269,10 +269,7 @@ class ObjectStore:
         return self._call(call, f"{doing} {_text(path)}", self._attempts)
 
     def _greet(self, path: PathLike) -> None:
-        """Sends a brief request if the service has not answered this process yet.
-
-        The time for a first answer is limited (see `FirstAnswer`), and a large object may take longer.
-        """
+        """Sends a brief request if the service has not answered yet: the time for a first answer is limited (`FirstAnswer`)."""
         if not self._first_answer.has_come:
             self.exists(path)
 

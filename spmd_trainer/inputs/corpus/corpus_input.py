@@ -3,12 +3,10 @@
 The rows form one sequence, the same in every process: documents are mixed by weight, tokenised, and packed window by window
 (see `windows`). Global batch n holds the next G = batch_size * num_infeed_hosts rows; process h takes the rows [h * batch_size,
 (h + 1) * batch_size) of it. A position holds the place in each source where the current window begins, and the number of rows
-taken from that window. It is valid for any number of processes and any batch size, also for files that can only be read in
-order.
+taken from that window. It is valid for any number of processes and any batch size, also for files that are only read in order.
 
 Without a token store, every process reads and tokenises all documents. `--mode=tokenise` writes a store before training,
-`tokenise_ahead` during training. From a store, a process reads the lengths of all documents, but only the tokens of its own
-rows.
+`tokenise_ahead` during it. From a store, a process reads the lengths of all documents, and the tokens of its own rows only.
 """
 
 from __future__ import annotations
@@ -183,17 +181,14 @@ class CorpusInput(text_base.TokenizedInput):
     def tokenise_ahead(
         self, stores: Mapping[str, str], helpers: Helpers, after: threading.Thread | None = None
     ) -> threading.Thread:
-        """Starts a thread that tokenises sources into token stores. A source is read from its store once the store is finished.
+        """Starts a thread that tokenises sources into token stores, and returns it. Call it before the first batch.
 
-        Call it before the first batch.
+        A source is read from its store once the store is finished.
 
         Args:
           stores: {source: folder of its store}, local, gs:// or s3://, the same on all processes of the job.
           helpers: the processes that tokenise.
           after: thread that this method returned for another input; the new thread waits for it.
-
-        Returns:
-          The thread.
         """
         found = []
         for number, one in enumerate(self.sources):
