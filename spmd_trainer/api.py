@@ -70,9 +70,9 @@ class DecodeResult:
 
 
 def _message_last(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorator that reduces the traceback of a UserError or CheckpointError to the user's own frames, before the message.
+    """Decorator that removes all frames but the user's from the traceback of a UserError or CheckpointError.
 
-    The full log has the whole traceback; JAX_TRACEBACK_FILTERING=off also shows it here.
+    The full log has the whole traceback. With JAX_TRACEBACK_FILTERING=off, the raised error keeps it too.
     """
 
     @functools.wraps(function)

@@ -311,7 +311,7 @@ class SingleTask(BaseTask):
         return self._learner
 
     def with_learner(self, learner: Learner) -> SingleTask:
-        """Returns a copy of the task with another, built learner."""
+        """Returns a copy of the task that uses `learner`, a `Learner` instance and not a config."""
         task = copy.copy(self)
         task._learner = learner
         return task

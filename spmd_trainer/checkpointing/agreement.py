@@ -68,7 +68,8 @@ def decided_by_process_0(decide: Callable[[], _Value]) -> _Value:
       decide: returns a JSON value, e.g. what process 0 sees in a directory.
 
     Raises:
-      As `agreed_problem`, if `decide` raises.
+      CheckpointNotFoundError, CheckpointReadError: on every process, if `decide` raises this error on process 0.
+      Exception: any other exception of `decide`, on process 0. The other processes raise a CheckpointError with its text.
     """
     decided: list[_Value] = []
 

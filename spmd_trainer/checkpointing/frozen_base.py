@@ -49,7 +49,7 @@ def lacking_kind(paths: Iterable[str], saved: Iterable[str]) -> Callable[[str], 
 
 
 def lack_text(path: str) -> str:
-    """Returns the words of messages for a checkpoint without variables of the kind of `path`: adapters or base."""
+    """Returns the words of messages for a checkpoint that lacks `path`: 'no adapters' for an adapter, else 'adapters alone'."""
     return "no adapters" if is_adapter(path) else "adapters alone"
 
 

@@ -132,11 +132,15 @@ class OwnStep(CheckpointSource):
         return None if self.unchecked is None else _share_problem(self.step_dir, self.unchecked)
 
     def _read_again(self, error: Exception, attempt: Callable[[], dict[str, jax.Array]]) -> dict[str, jax.Array] | str:
-        """Repeats a failed read of files with the right checksums. Returns the arrays, or why one can't be decoded.
+        """Repeats a read of the arrays that failed with `error`, although the checksums of the files are right.
+
+        Returns:
+          The arrays by path; or the problem as a text, if an array can't be decoded.
 
         Raises:
-          CheckpointNotFoundError, CheckpointReadError: the step is gone, or storage fails.
-          Exception: `error`, if it is neither about storage nor about decoding.
+          CheckpointNotFoundError: the step has been deleted.
+          CheckpointReadError: storage fails.
+          Exception: the error of the read, if it is neither a storage error nor a decoding error.
         """
         what = f"reading the arrays of {self.step_dir}"
         try:

@@ -205,7 +205,7 @@ def check_storage(directory: epath.PathLike, checkpoint_bytes: int, keep: int | 
 
 
 def _write(probe: epath.Path) -> str | None:
-    """Writes a file into the directory, on process 0. Returns the problem, or None."""
+    """Writes the file `probe` on process 0, and creates its directory. Returns the error as a text, or None on success."""
     if jax.process_index():
         return None
     try:

@@ -172,7 +172,7 @@ def for_devices(batch: NestedMap) -> NestedMap:
     """Casts 64-bit arrays to 32 bits if `jax_enable_x64` is off.
 
     Raises:
-      UserError: a value doesn't fit in 32 bits, or is not a number; names the leaf.
+      UserError: a value doesn't fit in 32 bits, or a leaf has a string, bytes or object dtype. The message names the leaf.
     """
 
     def cast(path: str, leaf: Any) -> np.ndarray:

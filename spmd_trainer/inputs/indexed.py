@@ -118,7 +118,7 @@ class CheckpointedInput(base_input.BaseInput):
     def _refuse_other_settings(self, saved: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> None:
         """Raises UserError if `_fingerprint()` differs from a saved fingerprint.
 
-        `texts`: {key: description of its change}, for keys with checksums as values.
+        `texts`: {key of the fingerprint: description for the message, if its value differs}, for values that are checksums.
         """
         now, texts = self._fingerprint(), texts or {}
         changed = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
@@ -213,7 +213,10 @@ class IndexedInput(CheckpointedInput):
         return self._origin + position * self.global_batch_size + self.infeed_host_index * self.batch_size
 
     def examples_at(self, position: int) -> np.ndarray:
-        """Returns the examples in this process' rows of global batch `position`, int64 [batch_size]."""
+        """Returns the numbers of the examples in this process' rows of global batch `position`, int64 [batch_size].
+
+        A row after the end of a finite order has the number `order.num_examples`.
+        """
         return self.order.examples(self.first_index(position), self.batch_size)
 
     def get_next(self) -> NestedMap:

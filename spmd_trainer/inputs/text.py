@@ -37,9 +37,9 @@ class PromptRows(text_base.TokenizedFiles):
     """Prompts for `LanguageModel.decode`, each one once and in order, then StopIteration.
 
     A batch of B rows is a NestedMap of numpy arrays: `ids` int32 [B, P], prompts at the left; `paddings` float32 [B, P], 1
-    after the end of the prompt; `weights` float32 [B, P], 0 there; `prefix_lengths` int32 [B], tokens of the prompt;
-    `prompt_index` int32 [B], the prompt's number; `eval_sample_weights` float32 [B]. Rows that fill up the last batch hold one
-    token, with weight 0 and prompt_index -1.
+    after the end of the prompt; `weights` float32 [B, P], 1 for the prompt's tokens and 0 after them; `prefix_lengths` int32 [B],
+    tokens of the prompt; `prompt_index` int32 [B], the prompt's number; `eval_sample_weights` float32 [B], 1 for a prompt. Rows
+    that fill up the last batch hold one token; their `weights` and `eval_sample_weights` are 0, their `prompt_index` is -1.
 
     A subclass implements `num_available` and `tokens_of_prompt`.
 

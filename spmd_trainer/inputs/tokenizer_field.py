@@ -62,7 +62,9 @@ def make_tokenizer(given: Any, eos_id: int | None = None) -> tokenizers.Tokenize
 
 
 def start_token(tokenizer: tokenizers.Tokenizer, start: str) -> int | None:
-    """Returns the token before each text for an input's `start` field (see `text_base.TokenizedInput`), or None.
+    """Returns the id of the token that an input puts before each text, or None if it puts no token.
+
+    `start` is the input's field of this name (see `text_base.TokenizedInput`).
 
     Raises:
       UserError: `start` is invalid, or the tokenizer lacks beginning-of-text.

@@ -252,12 +252,14 @@ def _chunked_backward(pattern: Pattern, rows: Rows, gradient: jax.Array) -> Arra
 
 
 def _head_by_head(call: Callable[..., Arrays], rows: Rows, *more: jax.Array, like: Arrays) -> Arrays:
-    """Calls a function for each row and key head in turn, to limit the fallback's memory.
+    """Calls a function for each batch row and key head in turn, so that chunked attention needs the memory of one head.
+
+    The shapes are as in `Rows`. "A part" of an array is one batch row and the heads that belong to one key head.
 
     Args:
-      call: (rows [1, T, ...] with one key head, parts of `more` [1, T, heads, H]) -> parts of the results.
-      rows: the rows.
-      *more: [B, T, N, H].
+      call: (parts of `rows`, with one key head; parts of `more`) -> parts of the results.
+      rows: the arrays of the attention call.
+      *more: further arguments of `call`, such as the output's gradient: [B, T, N, H].
       like: arrays with the shapes and dtypes of the results.
     """
     segment_ids, kv_heads = rows.segment_ids, rows.key.shape[2]

@@ -132,11 +132,14 @@ class Source:
 
 
 class Requests:
-    """Runs requests with one task on one mesh. Each shape is compiled once for all states.
+    """Runs requests to score or generate text, with the model of one `SingleTask`, on one mesh.
+
+    Each batch shape is compiled once. The compiled step is used for every model state that is evaluated.
 
     Attributes:
       max_length: longest row in tokens.
-      compiled: number of steps made so far: one for each batch shape and, for generation, for each value of the settings.
+      compiled: number of compiled steps so far: one for each batch shape in scoring, and one for each pair of batch shape and
+        `GenerationSettings` in generation.
       computed: number of requests that ran on the devices so far.
     """
 

@@ -129,10 +129,16 @@ class LmEvalSettings(Settings):
 
 
 def parse_arguments(flag: str, text: str) -> dict[str, Any]:
-    """Parses 'key=value,key=value', where a value that is not a Python literal is kept as text, or a Python dict.
+    """Parses 'key=value,key=value', or the text of a Python dict, to a dict.
+
+    In the first form, values are Python literals or true, false, null; any other value is kept as text.
+
+    Args:
+      flag: the flag's name, for messages.
+      text: the flag's value.
 
     Raises:
-      UserError: a part has another form.
+      UserError: the text has another form.
     """
     if not text:
         return {}

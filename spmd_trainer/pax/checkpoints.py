@@ -57,8 +57,10 @@ class PaxSource(CheckpointSource):
           wanted: the model's variables by path, in the order of the state's leaves.
 
         Raises:
-          PaxMismatchError: a msgpack file has another number of leaves than the model, and its structure can't be parsed.
-          PaxDamagedError: `wanted` is empty, and the step lacks an array that its metadata lists.
+          PaxMismatchError: the step is a msgpack file whose structure can't be parsed, and its number of leaves differs from the
+            model's.
+          PaxDamagedError: `wanted` has no variables with elements, and the step lacks an array that its metadata lists. If it
+            has some, `require_fit` reports the missing arrays.
         """
         # Pax saves no arrays without elements.
         stored = contents.by_path([path for path, spec in wanted.items() if 0 not in spec.logical_shape])

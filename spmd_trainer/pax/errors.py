@@ -1,4 +1,8 @@
-"""Errors of Pax checkpoints. All of them are UserErrors, and CheckpointErrors of the matching kind."""
+"""Errors of Pax checkpoints.
+
+Each derives from `UserError` and from its counterpart in `checkpointing.errors`, e.g. `PaxNotFoundError` from
+`CheckpointNotFoundError`.
+"""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class RemoveProvenance(seqio.PassThroughFeatureConverter):
 
 
 class UnflattenAndRemoveProvenance(RemoveProvenance):
-    """`RemoveProvenance`, with names such as 'a/b' nested."""
+    """Nests features whose names contain slashes ('a/b' becomes example['a']['b']), then does as `RemoveProvenance`."""
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
         return super().__call__(ds.map(seqio.unflatten_dict), task_feature_lengths)

@@ -68,9 +68,12 @@ def variable_of(path: str, arrays: Mapping[str, PaxArray]) -> PaxArray | None:
 
 
 def _matching(stored: tuple[int, ...], whole: tuple[int, ...], logical: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """Returns the logical shapes of all subsets of a variable's dimensions that have the stored shape `stored`.
+    """Returns the possible logical shapes of an array whose dimensions are some of a variable's dimensions, in the same order.
 
-    `whole` and `logical` are the stored and the logical shape of the variable.
+    Args:
+      stored: the array's stored shape.
+      whole: the variable's stored shape.
+      logical: the variable's logical shape.
     """
     if stored == whole:
         return {logical}

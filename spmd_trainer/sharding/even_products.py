@@ -126,12 +126,15 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
 
 
 def _held_for(value: Value, used: Collection[int], first: int, asked: Splits, sizes: Mapping[str, int]) -> list[int]:
-    """Returns an operand's physical shape; a deferred operand, such as one-hot ids, gets the padding for the result's splits.
+    """Returns the physical shape that an operand should have in the product.
+
+    An operand that has been computed keeps its physical shape. In a deferred operand (see `Value.is_held`), such as one-hot ids,
+    each dimension that the result keeps is padded to a multiple of the number of shards that the program asks for.
 
     Args:
       value: the operand.
-      used: its batch and contracted dimensions.
-      first: the dimension of the result for the operand's first dimension that is not in `used`.
+      used: its batch and contracted dimensions. The operand's other dimensions become dimensions of the result.
+      first: the result's dimension that is the first of these other dimensions.
       asked: the splits that the program asks of the result.
       sizes: {axis: size} of the mesh.
     """

@@ -296,7 +296,7 @@ def along_one(param: str) -> Rule:
 
 
 def losing(param: str) -> Rule:
-    """Returns the rule of an operation whose parameter `param` has dimensions that lose their padding."""
+    """Returns the rule of an operation that removes the padding of some dimensions: those in its parameter `param`."""
 
     def rule(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         (x,), dims = values, eqn.params[param]

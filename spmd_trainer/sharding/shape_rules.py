@@ -1,8 +1,9 @@
 """Sharding by shape alone, for arrays without a declared sharding, on a mesh with some of the axes fsdp, dp, sp and tp.
 
-The names and the order of the methods follow a published helper with known faults: `jax.device_put` refused some of its specs
-(it checked divisibility of the product of two dimensions), its size limit differed between methods, and it left axes unused.
-Here each axis splits a dimension that it divides, and the limit is the number of elements of one shard.
+The names and the order of the methods follow `MeshPartitionHelper` of EasyDeL's library eformer. That class had faults.
+`jax.device_put` refused some of its specs, because it checked only that two axes together divide the product of two dimensions.
+Its `min_shard_size` had a different meaning in different methods, and it left axes unused. Here each axis splits a dimension
+that it divides, and `min_shard_size` limits the number of elements of one shard.
 """
 
 from __future__ import annotations
@@ -90,11 +91,12 @@ class MeshPartitionHelper:
         return self._put("array", x, spec)
 
     def auto_shard_pytree(self, tree: PyTree, min_shard_size: int = 1024) -> PyTree:
-        """Puts every leaf on the mesh, split by its shape.
+        """Puts every leaf on the mesh, with the PartitionSpec that `create_partition_spec` chooses for its shape.
 
         Args:
           tree: any pytree of arrays.
-          min_shard_size: the least number of elements of a shard.
+          min_shard_size: the least number of elements of a shard. Axes that would make smaller shards are not used; a leaf for
+            which no axis is left is replicated.
 
         Returns:
           A tree like `tree` of arrays on the mesh.

@@ -262,8 +262,8 @@ class MultiOptimizerLearner(Learner):
     Attributes:
       auxiliary_optimizers: the auxiliary optimizers.
       auxiliary_regex: a regex for each auxiliary optimizer. It selects the variables whose path it matches from the beginning
-        (`re.match`), such as 'params/lm/softmax' or '.*/bias', in either spelling of list indices (see `masks.match_paths`). No
-        variable may be selected twice.
+        (`re.match`), such as 'params/lm/softmax' or '.*/bias'. It may write list indices as `x_layers/0/w` or as Pax does,
+        `x_layers[0]/w` (see `masks.match_paths`). No variable may be selected twice.
       auxiliary_names: a name for each auxiliary optimizer, for summaries.
       apply_separate_scaling: clip each optimizer's gradients separately, with that optimizer's settings.
     """

@@ -126,7 +126,8 @@ class Scalars(Mapping[str, float]):
       means: mean of each weighted scalar over the batch.
       weights: weight of each weighted scalar.
       clu: the model's clu metrics over the batch, to merge with those of other batches.
-      loads: {layer: tokens of each expert}, not in the mapping; see `masks.LOAD`.
+      loads: {layer: number of tokens that each expert received}, float32 [experts] or [repetitions, experts]. These arrays
+        are not items of this mapping. See `masks.LOAD`.
     """
 
     def __init__(

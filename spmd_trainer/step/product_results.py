@@ -55,15 +55,16 @@ class Uses:
 
     Attributes:
       rank: number of dimensions of the variable.
-      products: the roles of the variable's dimensions in the products; one entry for each distinct assignment of roles.
+      products: the roles of the variable's dimensions (rows, columns or stack) in the products; equal entries are listed once.
       others: names of other operations that read the variable.
       is_lookup: True if a product is with one-hot vectors, which is a lookup of rows.
-      is_read_on: True if a later product, possibly of another layer, depends on the products' results.
+      is_read_on: True if the other operand of a later product, possibly in another layer, is computed from the products' results.
       routes: True if a softmax, top_k, sort or argmax reads the products' results.
-      may_route: True if a sigmoid of the products' results weighs whole vectors.
+      may_route: True if a sigmoid of the products' results scales whole vectors, as a router's weights scale experts' outputs.
       aligned: {dimension: variable dimensions that the program pairs with it element by element}.
-      heads: attention heads: dimensions for each of whose indices products of activations compute separately.
-      one_by_one: dimensions for which the program reads single indices of the products' results.
+      heads: dimensions that count attention heads: a product of two activations is separate for each index of the dimension.
+      one_by_one: dimensions that the program slices to a single index in the products' results, e.g. to get queries from
+        joined queries, keys and values.
       elsewhere: dimensions whose analysis ends at a kernel, a loop or an unknown operation.
     """
 
@@ -89,12 +90,14 @@ class Uses:
 class Result:
     """Facts about an array that is computed from results of matrix products.
 
+    A column is one dimension of one variable: (path of the variable, dimension).
+
     Attributes:
-      columns: for each dimension of the array, the (path, dimension) of variables that it indexes; () if none are known.
-      of: paths of variables from whose products' results the array is computed element by element.
+      columns: for each dimension of the array, the columns with the same index as this dimension; () if none are known.
+      of: paths of variables. The array is computed from the results of their products, without another product in between.
       function: 'exp' or 'logistic' if the array is this function of products' results, else ''.
-      chosen: (column, its size) for columns from which a top_k or an argmax chose. One-hot vectors of the choice get them as
-        columns.
+      chosen: (column, size of its dimension) for each column of an array from which a top_k, sort, argmax or argmin chose. A
+        later dimension of this size without columns, such as that of one-hot vectors of the choice, gets these columns.
     """
 
     columns: Columns = ()

@@ -186,9 +186,12 @@ def _without_padding(tree: NestedJTensor, variables: NestedVariableSpec) -> Nest
 def _gathered(
     settings: PassSettings, mdl_vars: NestedJTensor, excluded: PyTree, trainable: NestedVariableSpec
 ) -> tuple[NestedJTensor, VarsFn, VarsFn]:
-    """Returns the parameters to differentiate with respect to, and two functions.
+    """Gathers the trainable parameters, or leaves them split if `settings.gather_on_use` is True.
 
-    The first function reduces and splits their gradients, the second prepares the variables before the forward pass.
+    Returns:
+      The parameters to differentiate with respect to.
+      A function that reduce-scatters their gradients; with `gather_on_use`, it returns them unchanged.
+      A function to call on the variables before the forward pass: `_gather_on_use`, or else one that changes nothing.
     """
     shards = masks.mask_out(mdl_vars, excluded)
     if settings.gather_on_use:

@@ -205,7 +205,7 @@ def _myself() -> Owner:
 
 
 def _machine() -> str:
-    """Returns a text that identifies this boot of the machine and this container's process ids; '' if unknown."""
+    """Returns the boot id of the machine and the PID namespace of this process, as one text; '' if unknown."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -129,7 +129,7 @@ class PaxSearch:
             random.setstate(before)
 
     def experiment(self, exp: type[BaseExperiment], values: Values) -> tuple[Experiment, list[str]]:
-        """Returns the experiment in which each of its choices has a trial's value."""
+        """Returns the experiment with its choices fixed to a trial's values, and an empty list: it needs no overrides."""
         decide = functools.partial(self._decide, values)
 
         def under(method: Callable[..., Any]) -> Callable[..., Any]:

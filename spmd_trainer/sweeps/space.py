@@ -87,7 +87,10 @@ def read_space(given: object, where: str = "sweep") -> Space:
 
 
 def names_of(path: str) -> list[str]:
-    """Returns the names in a key of a space, which vary together; one name if the key has no comma."""
+    """Returns the names of fields or attributes in `path`, a key of a search space: ['a', 'b'] for 'a,b', ['a'] for 'a'.
+
+    The fields of a key with several names vary together: each value of the key is a list with a value for each field.
+    """
     return [name.strip() for name in str(path).split(",")]
 
 

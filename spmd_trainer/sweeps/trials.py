@@ -226,9 +226,15 @@ class Sweep:
         return best
 
     def reason_to_prune(self, number: int, step: int, value: float) -> str:
-        """Returns why a trial should stop; '' if it should go on.
+        """Returns the reason to prune a trial; '' if the trial should continue.
 
-        It is compared only with ended trials of lower numbers, so that a sweep that was killed prunes the same trials.
+        Compares the trial only with finished and pruned trials of lower numbers. A sweep that resumes after a kill therefore
+        prunes the same trials as a sweep without interruption.
+
+        Args:
+          number: the trial's number.
+          step: the step of the trial's last evaluation.
+          value: the metric's value at this step.
         """
         if not self.stops_early:
             return ""

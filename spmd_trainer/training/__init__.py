@@ -15,7 +15,18 @@ saving.py          opens, saves and closes the run's checkpoints
 early_stopping.py  asks `task.early_stopping_fn`, and keeps the best checkpoint
 invalid_steps.py   counts steps with NaN, Inf or a rejected gradient
 
-Checkpoints: checkpoint_sources.py opens those of other programs, adapter_checkpoints.py loads by rules and restores adapters,
-checkpoints.py restores for evaluation and decode. Preferences: reference_logps.py, reference_files.py. A run's directory:
-run_directory.py. A run's phases and status: phases.py, live_status.py. Signals: signals.py.
+Checkpoints:
+
+checkpoint_sources.py   opens checkpoints of other programs
+adapter_checkpoints.py  loads variables by rules, and restores runs with adapters
+checkpoints.py          restores checkpoints for evaluation and decode
+
+Other files:
+
+reference_logps.py      computes the reference model's log-probabilities for training on preferences
+reference_files.py      stores these log-probabilities in the run's directory
+run_directory.py        reads and writes the record of a run in its directory
+phases.py               logs the long phases of a run
+live_status.py          has the current status of a run, for displays
+signals.py              turns Ctrl-C, SIGTERM and SIGHUP into requests to the training loop
 """

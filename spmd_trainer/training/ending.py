@@ -141,7 +141,12 @@ def _number(value: float) -> str:
 
 
 def _by_dataset(results: Mapping[str, float], names: Iterable[str]) -> dict[str, str]:
-    """Returns {dataset: its metrics, formatted by `shown`}. Names of datasets and of metrics may contain slashes."""
+    """Returns {dataset: its metrics, formatted by `shown`}.
+
+    Args:
+      results: {'DATASET/metric': value}. Both names may contain slashes.
+      names: the names of all datasets. The longest name that a key begins with is its dataset.
+    """
     datasets: dict[str, dict[str, float]] = {}
     longest_first = sorted(names, key=len, reverse=True)
     for key, value in results.items():

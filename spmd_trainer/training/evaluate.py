@@ -137,7 +137,8 @@ class EvalStep:
         """Evaluates one batch that is already on the devices.
 
         Returns:
-          The scalars, and with `per_example` a pair (per-example outputs, `eval_sample_weights` or None), otherwise None.
+          The scalars, and a pair (per-example outputs, `eval_sample_weights` or None). None instead of the pair if this object
+            was created with `per_example=False`.
         """
         _, (packed, rows) = self._fn(state, self._key, inputs)
         return self._packing.unpack(packed), rows

@@ -58,10 +58,11 @@ def learns(scalars: Scalars, loss_name: str) -> bool:
 
 
 class InvalidSteps(Callback):
-    """Counts invalid steps, and ends a run that learns nothing any more.
+    """Counts invalid steps, and ends a run that no longer learns.
 
-    The count is in the summaries as `invalid_steps`. The run ends after `MAX_IDLE_STEPS` steps in a row that can't have improved
-    the model (see `learns`).
+    A step is invalid if its loss is NaN or Inf, or if the learner rejects its gradient (see `is_valid`). The count is in the
+    summaries as `invalid_steps`. The run ends after `MAX_IDLE_STEPS` consecutive steps without an update that could improve the
+    model: the loss is NaN or Inf, every optimizer rejects the gradient, or the loss has weight 0 (see `learns`).
 
     Attributes:
       count: invalid steps since the run was started.

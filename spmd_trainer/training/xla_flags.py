@@ -135,10 +135,10 @@ def compile_with(
 
 
 def _known(start: str) -> list[str]:
-    """Returns the installed XLA's flags whose names begin with `start`, of CPUs, GPUs and all devices.
+    """Returns the installed XLA's flags whose names begin with `start`.
 
-    Flags are the fields of the protocol buffer message DebugOptions, whose description is in jaxlib's shared libraries. libtpu's
-    flags are listed nowhere.
+    Flags are the fields of the protocol buffer message DebugOptions, whose description is in jaxlib's shared libraries. They
+    include the flags for CPUs, for GPUs and for all platforms. libtpu's flags are listed nowhere.
     """
     names = set()
     for library in pathlib.Path(jaxlib.__file__).parent.glob("*.so"):

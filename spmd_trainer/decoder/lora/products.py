@@ -23,16 +23,19 @@ def multiply(
     drop: Callable[[jax.Array], jax.Array],
     rows: jax.Array | None,
 ) -> jax.Array | None:
-    """Multiplies by W + scale * a b without forming this sum. Returns the product with the dimensions of the `dot_general`, or
-    None if the adapters' dimensions don't fit it.
+    """Computes a `dot_general` of `x` and the adapted weight W + scale * a b, without forming this sum.
 
     Args:
-      x: the other operand.
+      x: the operand that is not the weight. If `rows` is given, its dimension 0 is the batch.
       weight: the weight.
       params: parameters of the `dot_general`.
       weight_is_left: True if the weight is the left operand.
       drop: dropout function, applied to the adapters' input.
-      rows: int32 [rows], index of each row's adapter, -1 for none; None with one adapter. Dimension 0 of `x` is the batch.
+      rows: int32 [batch], the index of each batch row's adapter, -1 for a row without an adapter; None if there is one adapter,
+        which all rows use.
+
+    Returns:
+      The product, with its dimensions in the order of the `dot_general`'s result; None if the adapters' dimensions don't fit it.
     """
     contract, batch = params["dimension_numbers"]
     (xc, wc), (xb, wb) = (pair[::-1] if weight_is_left else pair for pair in (contract, batch))

@@ -189,7 +189,10 @@ class DocumentStream:
 
 
 def size_of(record: Record) -> int:
-    """Returns the bytes of a record's content; of a bad record, the length of its problem."""
+    """Returns the size of a record in bytes.
+
+    The size is that of its content, or `LeftOut.size`. For any other `BadRecord` it is the number of characters in `problem`.
+    """
     if isinstance(record, LeftOut):
         return record.size
     if isinstance(record, BadRecord):

@@ -66,7 +66,11 @@ class Preparation:
 
 
 def parts_of(source: Source, documents_per_part: int) -> list[Part]:
-    """Divides a source into parts. A chunk that can only be read in order is one part."""
+    """Divides a source into parts, the units that the workers tokenise.
+
+    Each chunk of the source (see `Source`) gives parts of at most `documents_per_part` documents. If the source has no random
+    access, or its chunk sizes are unknown, each chunk is one part.
+    """
 
     def part(chunk: int, start: int, stop: int | None) -> Part:
         if not isinstance(source, FileSource):

@@ -53,11 +53,12 @@ class RowTable(NamedTuple):
 
 
 class PairTable(NamedTuple):
-    """Pairs of answers. Each pair has two sequences of T tokens; the last pair is empty.
+    """Pairs of answers. Each pair has two sequences of T tokens. An empty pair follows the last one.
 
     Attributes:
       sequences: for each pair, the prompt with the chosen answer, then the prompt with the rejected answer.
-      places: source of each pair, and its place in the source (see `order.Taken`), int64 [pairs + 1, 3]; -1 for the last.
+      places: int64 [pairs + 1, 3]. Column 0 is the number of the pair's source; columns 1 and 2 are its place in the source (see
+        `order.Taken.place`). The row of the empty pair is -1.
     """
 
     sequences: RowTable

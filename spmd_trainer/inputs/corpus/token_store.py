@@ -85,7 +85,7 @@ class Description:
     processor: dict[str, Any] | None = None
 
     def lines(self) -> list[str]:
-        """Returns the lines of the file. Fields that are None, as for text, are left out."""
+        """Returns the lines of `corpus.json`. Omits `processor` and `Batch.counted_at` if they are None."""
         parts = {name: [[n for n in one if n is not None] for one in batches] for name, batches in self.parts.items()}
         content = {"format": FORMAT, **dataclasses.asdict(self), "parts": parts}
         return json.dumps({name: value for name, value in content.items() if value is not None}).splitlines()
@@ -253,7 +253,10 @@ class TokenStore(NumberedFiles):
         return self._ends.get(part, self._all_ends)[begin + start : begin + stop]
 
     def _all_ends(self, part: int) -> np.ndarray:
-        """Returns the offsets of a remote part. A shuffle needs them one by one, and each would cost a request."""
+        """Returns the offsets of the documents in all batches of a remote part, one batch after another, int32.
+
+        Reads all of them at once and keeps them in the local cache, because a shuffle would send a request for each offset.
+        """
         batches = [batch for of, batch in self._batches if of == part]
 
         def read() -> np.ndarray:

@@ -1,9 +1,10 @@
 """Input over images in Parquet files and tar shards, decoded ahead by threads or processes. Needs the extra `grain`.
 
-Batch n is a function of n and the settings, as in every `IndexedInput`. Chunk sizes are known, so the number of the image at
-any index of a mixture of shuffled sources is computed without reading files. Random changes of an image depend only on the seed
-and the index. A position is one number, valid for any number of processes and any batch size. Each process reads and decodes
-only the images of its own rows.
+Batch n is a function of n and the settings, as in every `IndexedInput`. The number of images in each chunk (a row group of a
+Parquet file, or a tar shard) is known from the start. The input therefore computes which image is at an index of the order
+without reading files, also for a mixture of shuffled sources. Random changes of an image depend only on the seed and the image's
+index in the order. A saved position is one integer, valid for any number of processes and any batch size. Each process reads and
+decodes only the images of its own rows.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     from spmd_trainer.tasks.lm import model_params  # pax/import_names/tasks/lm/model_params.py
 
 `spmd_trainer/__init__.py` adds this folder to the package's search path, so its modules are imported as `spmd_trainer.NAME`.
-They have only this name, because a second copy of a module would have a second copy of each of its classes. The trainer does
-not import them. Modules without code of their own are in `pax/import_table.py`. docs/coming_from_pax.md lists every name of Pax
-and its counterpart here.
+They can't be imported as `spmd_trainer.pax.import_names.NAME`: Python would then load each module twice, with two copies of its
+classes. The trainer does not import them. Pax's modules that have no code here are entries of `pax/import_table.py`.
+docs/coming_from_pax.md lists every name of Pax and its counterpart here.
 """
 
 __path__ = []  # type: ignore[assignment,unused-ignore]

@@ -59,8 +59,8 @@ class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
     """praxis' `SharedEmbeddingSoftmax` with a cheaper lookup. Fields and variables are the same.
 
     With lookup_style 'matmul', praxis multiplies the table with one-hot ids. This layer gathers the table's rows. The gradient
-    is still praxis' matrix product, computed in chunks of tokens for long rows: a scatter-add would round after each token in
-    bfloat16, and its order is not fixed on GPUs.
+    is still praxis' matrix product, because a scatter-add would round after each token in bfloat16, and its order is not fixed
+    on GPUs. If rows have more than 1,024 tokens, the product is summed over chunks of 1,024 tokens of each row.
     """
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
