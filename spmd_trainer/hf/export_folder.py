@@ -21,6 +21,7 @@ from spmd_trainer.hf.experiment import Job, spec_of_task
 from spmd_trainer.hf.families import FAMILIES
 from spmd_trainer.hf.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE, read_json
 from spmd_trainer.models.decoder_spec import DecoderSpec
+from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.sharding.variables import VariableSpec, named_leaves
 from spmd_trainer.storage import reading
 from spmd_trainer.train_states import TrainState
@@ -91,7 +92,8 @@ def export(
             writing.write_file(target, name, tensors, specs, state)
         if target is not None:
             _write_rest(target, config, files, source or tokenizer)
-    logging.info("wrote %s tensors in %s files to %s", sum(map(len, files.values())), len(files), path)
+    tensors_text = count_text(sum(map(len, files.values())), "tensor")
+    logging.info("wrote %s in %s to %s", tensors_text, count_text(len(files), "file"), path)
 
 
 # The tensors of each file, by its name.

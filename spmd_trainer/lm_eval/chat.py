@@ -218,9 +218,7 @@ class Talk:
     def _cut_text(self, made: int) -> str:
         if made == self._settings.max_tokens:
             return f"after {count_text(made, 'token')}; --max_tokens=N allows more"
-        return (
-            f"after {count_text(made, 'token')}, where a row of this model ends; a shorter prompt or /reset allows more"
-        )
+        return f"after {count_text(made, 'token')}, where a row of this model ends ({self._requests.max_length} tokens)"
 
     def _continued(self, prompt: Prompt, number: int, *, is_first: bool) -> list[int]:
         """Returns the next `number` tokens, or fewer at the end of the text. The first call reports that it may compile."""

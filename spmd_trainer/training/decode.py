@@ -15,6 +15,7 @@ from praxis import decoder_hparams
 from praxis.py_utils import NestedMap
 
 from spmd_trainer import multihost
+from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.step.packing import Packed, ScalarPacking
@@ -133,7 +134,8 @@ class DecodeDataset(FiniteDataset):
         if not writes:
             return {}
         metrics, examples = output.finish(batches)
-        logging.info("decoded %d examples of %s at step %d into %s", examples, self.name, step, output.path)
+        found = count_text(examples, "example")
+        logging.info("decoded %s of %s at step %d into %s", found, self.name, step, output.path)
         return metrics
 
     def _decode_batches(
