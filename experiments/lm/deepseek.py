@@ -26,7 +26,7 @@ class DeepSeekV3(DeepSeek):
     NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 61, 7168, 18_432, 128, 128
     MAX_POSITIONS = 163_840
     ROTARY_SCALING = RotaryScaling("yarn", 40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0)
-    QUERY_SCALE = 192**-0.5 * ROTARY_SCALING.log_scale(1.0) ** 2
+    QUERY_SCALE = ROTARY_SCALING.query_scale(192)
     LATENT = LatentSpec(query_dims=1536, key_value_dims=512, value_dims=128)
     MOE = MoeSpec(
         num_experts=256,
@@ -54,7 +54,7 @@ class KimiK2(DeepSeek):
     ROTARY_SCALING = RotaryScaling(
         "yarn", 64.0, original_max_positions=4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
     )
-    QUERY_SCALE = 192**-0.5 * ROTARY_SCALING.log_scale(1.0) ** 2
+    QUERY_SCALE = ROTARY_SCALING.query_scale(192)
     LATENT = LatentSpec(query_dims=1536, key_value_dims=512, value_dims=128)
     MOE = MoeSpec(
         num_experts=384,

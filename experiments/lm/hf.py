@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -119,9 +118,7 @@ class FromFolder(OnDocuments, experiment.DecoderExperiment):
 
     def spec(self) -> Config[DecoderSpec]:
         _, _, spec = hf_folder.read_model(self._folder())
-        # Configs, so that overrides can reach their fields.
-        parts = {name: Config(type(x), **vars(x)) for name, x in vars(spec).items() if dataclasses.is_dataclass(x)}
-        return Config(DecoderSpec, **{**vars(spec), **parts})
+        return experiment.config_of_spec(vars(spec))
 
     def _folder(self) -> str:
         if not self.FOLDER:

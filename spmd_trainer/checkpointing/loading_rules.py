@@ -65,17 +65,22 @@ class LoadReport:
 
     def __str__(self) -> str:
         counts = collections.Counter(row.status for row in self.rows)
-        left = [row for row in self.rows if row.status == LEFT]
         adapters = [row for row in self.rows if is_adapter(row.path) and not row.path.startswith(_OPT)]
-        if any(row.status != LEFT for row in adapters):
-            adapters = []  # some are loaded, so that each one matters
-        states = [row for row in left if row.path.startswith(_OPT) and not row.note]
-        shown = [row for row in self.rows if row not in adapters and row not in states]
+        # If some adapters are loaded, each of the others matters.
+        are_new = all(row.status == LEFT for row in adapters)
+        shown: list[tuple[str, str, str]] = []
+        unshown: collections.Counter[str] = collections.Counter()
+        for row in self.rows:
+            is_state = row.path.startswith(_OPT)
+            if is_state and row.status == LEFT and not row.note:
+                unshown["optimizer states"] += 1
+            elif are_new and is_adapter(row.path) and not is_state:
+                unshown["variables of new adapters"] += 1
+            else:
+                shown.append((f"  {row.path}", row.status, row.note))
         lines = [", ".join(f"{counts[status]} {status}" for status in (LOADED, SKIPPED, LEFT))]
-        lines += table_lines([(f"  {row.path}", row.status, row.note) for row in shown])
-        for what, rows in (("variables of new adapters", adapters), ("optimizer states", states)):
-            if rows:
-                lines.append(f"  and {len(rows)} {what} left at init")
+        lines += table_lines(shown)
+        lines += [f"  and {count} {what} left at init" for what, count in unshown.items()]
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 

@@ -121,17 +121,28 @@ class Attention(SpecLayer):
         [batch, new tokens, model_dims].
         """
         query, new_key, new_value = self._heads(x, context)
+        key, value = self._extended("key_state", new_key, context), self._extended("value_state", new_value, context)
+        return self._project(self._attend_to_cache(query, key, value, context))
+
+    def _extended(self, name: str, heads: jax.Array, context: Context) -> jax.Array:
+        """Adds new tokens, [batch, new tokens, heads, width], to an array of the cache. Returns the array."""
+        assert context.cache_index is not None  # always set in decode steps
+        return self._keep(name, self._cache_layout.write(self.get_decode_state(name), heads, context.cache_index))
+
+    def _attend_to_cache(self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context) -> jax.Array:
+        """Attends from new tokens to arrays of the cache. Returns [batch, new tokens, heads, width of a value]."""
         assert context.cache_index is not None  # always set in decode steps, like the next one
         assert context.first_index is not None
-        layout = self._cache_layout
-        key, value = (
-            self._keep(name, layout.write(self.get_decode_state(name), heads, context.cache_index))
-            for name, heads in (("key_state", new_key), ("value_state", new_value))
+        return attend_to_cache(
+            query,
+            key,
+            value,
+            self._pattern,
+            self._cache_layout,
+            context.cache_index,
+            context.first_index,
+            self._sinks,
         )
-        heads = attend_to_cache(
-            query, key, value, self._pattern, layout, context.cache_index, context.first_index, self._sinks
-        )
-        return self._project(heads)
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
         """Replaces each array of the cache by `transform_fn(array, batch_dim=0, time_dim=1)`."""

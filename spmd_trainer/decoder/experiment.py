@@ -87,13 +87,8 @@ class DecoderExperiment(base_experiment.BaseExperiment):
 
     def spec(self) -> Config[DecoderSpec]:
         """Returns the model's `DecoderSpec`, from the class attributes."""
-        fields = {}
-        for field in dataclasses.fields(DecoderSpec):
-            if hasattr(self, field.name.upper()):
-                value = getattr(self, field.name.upper())
-                # A config, so that overrides can reach its fields.
-                fields[field.name] = Config(type(value), **vars(value)) if dataclasses.is_dataclass(value) else value
-        return Config(DecoderSpec, **fields)
+        names = [field.name for field in dataclasses.fields(DecoderSpec)]
+        return config_of_spec({name: getattr(self, name.upper()) for name in names if hasattr(self, name.upper())})
 
     def _set_mesh(self, task_p: Any) -> None:
         model_p, names = task_p.model, tuple(self.MESH_AXIS_NAMES)
@@ -105,3 +100,9 @@ class DecoderExperiment(base_experiment.BaseExperiment):
             mapping.map_2d = (rows, axes.SEQUENCE_AXIS)
         task_p.train.inputs_split_mapping = mapping
         task_defaults.shard_lm_v1(model_p, self.TRAINING_OPTIMIZED_SHARDING)
+
+
+def config_of_spec(fields: Mapping[str, Any]) -> Config[DecoderSpec]:
+    """Returns the config of a `DecoderSpec`. Dataclasses in its fields become configs, so that overrides reach their fields."""
+    parts = {name: Config(type(x), **vars(x)) for name, x in fields.items() if dataclasses.is_dataclass(x)}
+    return Config(DecoderSpec, **{**fields, **parts})

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd_trainer.decoder.attention import Attention, Context, attend_to_cache
+from spmd_trainer.decoder.attention import Attention, Context
 from spmd_trainer.decoder.axes import Norm, Projection
 from spmd_trainer.models.decoder_spec import LatentSpec
 
@@ -69,19 +69,14 @@ class LatentAttention(Attention):
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
         """See `Attention.extend_step`."""
-        assert context.cache_index is not None  # always set in decode steps, like the next one
-        assert context.first_index is not None
-        query, layout, width = self._query(x, context), self._cache_layout, self._latent.key_value_dims
-        cache = self.get_decode_state("key_state")
-        cache = self._keep("key_state", layout.write(cache, self._vectors(x, context)[:, :, None], context.cache_index))
+        query = self._query(x, context)
+        cache = self._extended("key_state", self._vectors(x, context)[:, :, None], context)
         to_key, to_value = jnp.split(self.key_value.read("w"), [self._unrotated], axis=-1)
         unrotated, rotated = jnp.split(query, [self._unrotated], axis=-1)
         query = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", unrotated, to_key), rotated], axis=-1)
         # The whole cache is the values: a part of it would be copied.
-        heads = attend_to_cache(
-            query, cache, cache, self._pattern, layout, context.cache_index, context.first_index, self._sinks
-        )
-        return self._project(jnp.einsum("btnr,rnh->btnh", heads[..., :width], to_value))
+        heads = self._attend_to_cache(query, cache, cache, context)[..., : self._latent.key_value_dims]
+        return self._project(jnp.einsum("btnr,rnh->btnh", heads, to_value))
 
     def _query(self, x: jax.Array, context: Context) -> jax.Array:
         """Returns the queries, [batch, time, heads, head_dims], with rotary embeddings on the last `rotary_dims` dimensions."""

@@ -173,11 +173,7 @@ def _complete(settings: Settings, fields: Settings, family: Family) -> None:
             fields["head_dims"] = head_dims(
                 fields["model_dims"], fields["num_heads"], "hidden_size", "num_attention_heads"
             )
-        _read_rotary(settings, fields, by_layer_type=family.rotary_by_layer_type)
-        if fields["rotary_dims"] and "partial_rotary_factor" not in family.defaults:
-            raise HfError(
-                f"rope_parameters.partial_rotary_factor: {family.architecture} rotates whole heads; leave it out"
-            )
+        _read_rotary(settings, fields, family)
     family.read(settings, fields)
 
 
@@ -212,7 +208,9 @@ def config_of(spec: DecoderSpec, architecture: str | None = None) -> Settings:
     """
     if architecture is not None and architecture not in FAMILIES:
         raise HfError(f"architecture={architecture!r} is not supported{did_you_mean(architecture, FAMILIES)}")
-    found = "no architecture that is supported describes" if architecture is None else f"{architecture} can't be"
+    found = "no supported architecture of transformers describes"
+    if architecture is not None:
+        found = f"{architecture} can't be"
     differences, refusals = {}, {}
     for name in [architecture] if architecture else FAMILIES:
         try:
@@ -248,7 +246,7 @@ def _write(spec: DecoderSpec, family: Family) -> Settings:
     if spec.positions == "rotary":
         if not spec.max_positions:
             del config[family.keys["max_positions"]]
-        config.update(_write_rotary(spec, by_layer_type=family.rotary_by_layer_type))
+        config.update(_write_rotary(spec, family))
     # Otherwise transformers uses the ids of the family's first models.
     config.update(dict.fromkeys(TOKENS))
     family.write(spec, config)
@@ -303,24 +301,26 @@ def _comparable(spec: DecoderSpec, field: str) -> Any:
     return value
 
 
-def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any], *, by_layer_type: bool) -> None:
+def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any], family: Family) -> None:
     """Adds `rotary_dims`, `rotary_base`, `rotary_scaling` and `local_rotary_base` to the fields of a spec.
 
     Args:
       settings: the content of config.json, with the family's defaults.
       fields: the fields, with the sizes already set.
-      by_layer_type: see `Family.rotary_by_layer_type`.
+      family: the architecture.
 
     Raises:
-      HfError: the kind of scaling, or one of its settings, is not supported or missing.
+      HfError: the kind of scaling, or one of its settings, is not supported or missing; or the family rotates no part of a head.
     """
+    by_layer_type = family.rotary_by_layer_type
     parameters = _object(settings, "rope_parameters")
     older = _object(settings, "rope_scaling")
     longest = fields["max_positions"]
     # transformers 5 keeps it among the rotary settings.
     rotated = parameters.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1
-    # A family without head_dims here reads it later, and rotates whole heads or a part that it names.
-    fields["rotary_dims"] = 0 if rotated == 1 else int(fields.get("head_dims", 2) * rotated)
+    if rotated != 1 and "partial_rotary_factor" not in family.defaults:
+        raise HfError(f"rope_parameters.partial_rotary_factor: {family.architecture} rotates whole heads; leave it out")
+    fields["rotary_dims"] = 0 if rotated == 1 else int(fields["head_dims"] * rotated)
     local_base = settings.get("rope_local_base_freq") or (settings["rope_theta"] if by_layer_type else None)
     if (_GLOBAL in parameters or _LOCAL in parameters) and (by_layer_type or not older):
         # transformers gives rope_scaling to the global layers alone.
@@ -373,13 +373,8 @@ def _scaling(parameters: Mapping[str, Any], name: str, longest: int) -> RotarySc
     return RotaryScaling(kind=kind, **given)
 
 
-def _write_rotary(spec: DecoderSpec, *, by_layer_type: bool) -> dict[str, Any]:
-    """Returns the rotary settings of a config.json, in the spellings of transformers 4 and 5.
-
-    Args:
-      spec: the model.
-      by_layer_type: True for families with separate settings for local layers.
-    """
+def _write_rotary(spec: DecoderSpec, family: Family) -> dict[str, Any]:
+    """Returns the rotary settings of a config.json of a family, in the spellings of transformers 4 and 5."""
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(spec.rotary_base)}
     if spec.rotary_scaling is not None:
         scaling = spec.rotary_scaling
@@ -389,11 +384,11 @@ def _write_rotary(spec: DecoderSpec, *, by_layer_type: bool) -> dict[str, Any]:
             if (value := getattr(scaling, field)) is not None and not (field.startswith("mscale") and value == 0):
                 parameters[key] = float(value) if key not in _NO_FLOATS else value
     config: dict[str, Any] = {"rope_parameters": parameters, "rope_theta": parameters["rope_theta"]}
-    if spec.rotary_dims:
+    if spec.rotary_dims and "partial_rotary_factor" in family.defaults:
         config["partial_rotary_factor"] = parameters["partial_rotary_factor"] = spec.rotary_dims / spec.head_dims
     if spec.rotary_scaling is not None:
         config["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
-    if by_layer_type:
+    if family.rotary_by_layer_type:
         base = float(spec.rotary_base if spec.local_rotary_base is None else spec.local_rotary_base)
         config["rope_parameters"] = {_GLOBAL: parameters, _LOCAL: {"rope_type": "default", "rope_theta": base}}
         config["rope_local_base_freq"] = base

@@ -188,16 +188,13 @@ def read_deepseek_v3(config: Settings, fields: Settings) -> None:
     )
     scaling = fields["rotary_scaling"]
     if scaling is not None and scaling.mscale_all_dim:
-        fields["query_scale"] = fields["head_dims"] ** -0.5 * scaling.log_scale(scaling.mscale_all_dim) ** 2
+        fields["query_scale"] = scaling.query_scale(fields["head_dims"])
 
 
 def write_deepseek_v3(spec: DecoderSpec, config: Settings) -> None:
     if spec.latent is None:
         raise HfError("it has latent attention, and the model has none")
     _write_sigmoid_experts(spec.moe, config)
-    config.pop("partial_rotary_factor", None)
-    for parameters in (config["rope_parameters"], config.get("rope_scaling", {})):
-        parameters.pop("partial_rotary_factor", None)
     # transformers gives the rotated part's width the name of a head's.
     config["head_dim"] = config["qk_rope_head_dim"] = spec.rotary_dims
     config["qk_nope_head_dim"] = spec.head_dims - spec.rotary_dims

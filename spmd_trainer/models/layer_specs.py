@@ -46,6 +46,11 @@ class RotaryScaling:
         """Returns YaRN's scale 0.1 mscale log(factor) + 1, for sine and cosine, and for attention logits in DeepSeek V3."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
+    def query_scale(self, head_dims: int) -> float:
+        """Returns the factor of the attention logits in DeepSeek V3, for heads of this width."""
+        scale: float = head_dims**-0.5 * self.log_scale(self.mscale_all_dim) ** 2
+        return scale
+
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each."""
         found = not_one_of("kind", self.kind, ROTARY_SCALINGS)
