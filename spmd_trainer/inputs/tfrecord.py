@@ -49,7 +49,7 @@ class TfRecordInput(examples_lib.ExamplesInput):
     Attributes:
       files: a path or glob pattern ('records/*.tfrecord', whose matches are sorted), a list of paths and patterns, or a
         function without arguments that returns either. The files must not be compressed.
-      features: {name in the batch: Feature}. A feature with the name 'a.b' becomes batch['a']['b'].
+      features: {name in the batch: Feature}. A feature with the name 'a.b' becomes `batch['a']['b']`.
     """
 
     files: Any = None
