@@ -100,7 +100,8 @@ GEMMA2, GEMMA3, GPT2 = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadMode
 GPT_OSS = "GptOssForCausalLM"
 DEEPSEEK = "DeepseekV3ForCausalLM"
 OLMO2, OLMO3 = "Olmo2ForCausalLM", "Olmo3ForCausalLM"
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 
 CASES = (
     Case("llama_untied", LLAMA, sizes(97, 18, 26, 3, 3, 1, head_dim=6)),
@@ -317,6 +318,73 @@ CASES = (
         ),
     ),
     Case(
+        "qwen3_next",
+        QWEN3_NEXT,
+        sizes(
+            97,
+            18,
+            11,
+            5,
+            3,
+            1,
+            head_dim=8,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=7,
+            shared_expert_intermediate_size=9,
+            linear_num_key_heads=3,
+            linear_num_value_heads=6,
+            linear_key_head_dim=6,
+            linear_value_head_dim=5,
+            layer_types=[LINEAR, LINEAR, FULL, LINEAR, LINEAR],
+            # With less, torch's own float32 is 3e-4 from its float64: where a state gives little, its norm divides by little.
+            rms_norm_eps=1e-2,
+        ),
+    ),
+    Case(
+        "qwen3_5",
+        QWEN3_5,
+        sizes(
+            89,
+            20,
+            23,
+            4,
+            4,
+            2,
+            head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=7,
+            linear_value_head_dim=4,
+            linear_conv_kernel_dim=3,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-2,
+        ),
+    ),
+    Case(
+        "qwen3_5_moe",
+        QWEN3_5_MOE,
+        sizes(
+            83,
+            16,
+            7,
+            2,
+            5,
+            5,
+            head_dim=4,
+            num_experts=3,
+            num_experts_per_tok=1,
+            moe_intermediate_size=5,
+            shared_expert_intermediate_size=6,
+            linear_num_key_heads=1,
+            linear_num_value_heads=3,
+            linear_key_head_dim=4,
+            linear_value_head_dim=8,
+            layer_types=[LINEAR, FULL],
+            rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+        ),
+    ),
+    Case(
         "gpt_oss",
         GPT_OSS,
         sizes(97, 18, 9, 3, 6, 2, head_dim=6, num_local_experts=5, num_experts_per_tok=2, sliding_window=4),
@@ -488,6 +556,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
             parameter.data = values.normal_(0.0, 1.0, generator=generator)
         elif "embed" in name or "wte" in name or "lm_head" in name:
             parameter.data = values.normal_(0.0, embedding, generator=generator)
+        elif name.endswith("A_log"):
+            parameter.data = values.normal_(-2.0, 1.0, generator=generator)  # states that last
         elif values.ndim == 1:
             parameter.data = values.normal_(0.0, 0.3, generator=generator)
         else:

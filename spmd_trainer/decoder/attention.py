@@ -72,20 +72,20 @@ class Attention(SpecLayer):
             self.add_weight("sinks", (spec.num_heads,), ("heads",), init=0.0)
 
     def create_inputs(self) -> None:
-        """Creates the layers that compute queries, keys and values."""
+        """Creates the layers that compute queries, keys and values, and the gate of the output."""
         spec = self.spec
-        for name in ("query", "key", "value"):
-            heads, axis = (spec.num_heads, "heads") if name == "query" else (spec.num_kv_heads, "kv_heads")
+        for name in ("query", "key", "value", "gate") if spec.gated_attention else ("query", "key", "value"):
+            heads, axis = (spec.num_kv_heads, "kv_heads") if name in ("key", "value") else (spec.num_heads, "heads")
             self.child(
                 name,
                 Projection,
                 equation="btd,dnh->btnh",
                 shape=(spec.model_dims, heads, spec.head_dims),
                 split_axes=("embed", axis, "head_dims"),
-                bias_axes=(axis, "head_dims") if spec.qkv_bias else (),
+                bias_axes=(axis, "head_dims") if spec.qkv_bias and name != "gate" else (),
                 output_axes=("batch", "length", f"activation_{axis}", "head_dims"),
             )
-            if spec.query_key_norm is not None and name != "value":
+            if spec.query_key_norm is not None and name in ("query", "key"):
                 over_all = spec.query_key_norm == "all"
                 shape = (heads, spec.head_dims) if over_all else (spec.head_dims,)
                 split_axes = (axis, "head_dims") if over_all else ("head_dims",)
@@ -97,7 +97,7 @@ class Attention(SpecLayer):
         """
         query, key, value = self._heads(x, context)
         self._fill_cache({"key_state": key, "value_state": value}, context)
-        return self._project(self._attend(query, key, value, context))
+        return self._project(self._gated(self._attend(query, key, value, context), x))
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context) -> jax.Array:
         """Attends over whole rows. Returns [batch, time, heads, width of a value]."""
@@ -122,7 +122,10 @@ class Attention(SpecLayer):
         """
         query, new_key, new_value = self._heads(x, context)
         key, value = self._extended("key_state", new_key, context), self._extended("value_state", new_value, context)
-        return self._project(self._attend_to_cache(query, key, value, context))
+        return self._project(self._gated(self._attend_to_cache(query, key, value, context), x))
+
+    def _gated(self, heads: jax.Array, x: jax.Array) -> jax.Array:
+        return heads * jax.nn.sigmoid(self.gate(x)) if self.spec.gated_attention else heads
 
     def _extended(self, name: str, heads: jax.Array, context: Context) -> jax.Array:
         """Adds new tokens, [batch, new tokens, heads, width], to an array of the cache. Returns the array."""

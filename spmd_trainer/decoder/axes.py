@@ -45,6 +45,7 @@ DEFAULT_AXES: dict[str, MeshAxes] = {
     "activation_latent": None,
     "activation_heads": "mdl",
     "activation_kv_heads": "mdl",
+    "activation_linear_heads": ("mdl", SEQUENCE_AXIS),
     "activation_mlp": "mdl",
     "activation_vocab": "mdl",
 }
@@ -109,7 +110,7 @@ class SpecLayer(base_layer.BaseLayer):
         name: str,
         shape: Sequence[int],
         axes: Sequence[str],
-        init: float | None = None,
+        init: float | base_layer.WeightInit | None = None,
         collections: Sequence[str] = (),
         *,
         trainable: bool = True,
@@ -120,15 +121,15 @@ class SpecLayer(base_layer.BaseLayer):
           name: name of the variable.
           shape: logical shape.
           axes: a logical axis for each dimension.
-          init: constant initial value, for norms and biases; weight decay then skips the variable. None draws from a normal
-            distribution with standard deviation `spec.initializer_range`.
+          init: constant initial value, for norms and biases, or how to draw it; weight decay then skips the variable. None draws
+            from a normal distribution with standard deviation `spec.initializer_range`.
           collections: further praxis collections of the variable (`WeightHParams.collections`).
           trainable: False for a variable without a gradient. Such a variable is float32 in every model.
         """
         if init is None:
             initial = base_layer.WeightInit.Gaussian(self.spec.initializer_range)
         else:
-            initial = base_layer.WeightInit.Constant(init)
+            initial = init if isinstance(init, base_layer.WeightInit) else base_layer.WeightInit.Constant(init)
             collections = [*collections, base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION]
         hparams = base_layer.WeightHParams(
             shape=list(shape),
@@ -225,21 +226,27 @@ class Norm(SpecLayer):
       split_axes: logical axes of `shape`.
       kind: 'rms' or 'layer'; None for `spec.norm`.
       epsilon: added to the mean square; None for `spec.norm_epsilon`.
+      scale_offset: added to the scale; None for `spec.norm_scale_offset`.
     """
 
     shape: Any = ()
     split_axes: Any = ("norm",)
     kind: str | None = None
     epsilon: float | None = None
+    scale_offset: float | None = None
 
     def setup(self) -> None:
-        self.add_weight("scale", self.shape, self.split_axes, init=1.0 - self.spec.norm_scale_offset)
+        self.add_weight("scale", self.shape, self.split_axes, init=1.0 - self._offset)
         if self._kind == "layer":
             self.add_weight("bias", self.shape, self.split_axes, init=0.0)
 
     @property
     def _kind(self) -> str:
         return self.kind or self.spec.norm
+
+    @property
+    def _offset(self) -> float:
+        return self.spec.norm_scale_offset if self.scale_offset is None else self.scale_offset
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Returns the normalised inputs, in their dtype."""
@@ -250,7 +257,7 @@ class Norm(SpecLayer):
         mean_square = jnp.sum(jnp.square(x), axis=dims, keepdims=True) / math.prod(self.shape)
         epsilon = self.spec.norm_epsilon if self.epsilon is None else self.epsilon
         x = x * jax.lax.rsqrt(mean_square + epsilon)
-        x = x * (self.theta.scale.astype(jnp.float32) + self.spec.norm_scale_offset)
+        x = x * (self.theta.scale.astype(jnp.float32) + self._offset)
         if self._kind == "layer":
             x = x + self.theta.bias.astype(jnp.float32)
         return x.astype(inputs.dtype)

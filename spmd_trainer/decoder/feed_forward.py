@@ -126,6 +126,10 @@ class MixtureOfExperts(SpecLayer):
             self.child(name, ExpertProjection, shape=shape, split_axes=split_axes)
         if moe.shared_dims:
             self.child("shared", FeedForward, hidden_dims=moe.shared_dims)
+        if moe.shared_gate:
+            self.child(
+                "shared_gate", Projection, equation="btd,do->bto", shape=(outer, 1), split_axes=("embed", "norm")
+            )
 
     def __call__(self, x: jax.Array, real: jax.Array) -> jax.Array:
         """Computes the layer. Returns [batch, time, model_dims].
@@ -145,7 +149,11 @@ class MixtureOfExperts(SpecLayer):
         output = token_groups.combine(self.down(hidden, groups, parts), weights, groups, parts)
         output = self.split(output, "batch", "length", "norm")
         output = checkpoint_name(self.split(output, "batch", "length", "activation_embed"), "ffn2")
-        return output + self.shared(x) if moe.shared_dims else output
+        return output + self._shared(x) if moe.shared_dims else output
+
+    def _shared(self, x: jax.Array) -> jax.Array:
+        output: jax.Array = self.shared(x)
+        return output * jax.nn.sigmoid(self.shared_gate(x)) if moe_of(self).shared_gate else output
 
     def _activated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         moe = moe_of(self)

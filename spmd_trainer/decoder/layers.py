@@ -8,6 +8,7 @@ from praxis import base_layer
 
 from spmd_trainer.decoder.attention import Attention, Context
 from spmd_trainer.decoder.axes import Norm, SpecLayer
+from spmd_trainer.decoder.delta_attention import DeltaAttention
 from spmd_trainer.decoder.feed_forward import FeedForward, MixtureOfExperts
 from spmd_trainer.decoder.latent_attention import LatentAttention
 
@@ -60,7 +61,7 @@ class DecoderLayer(SpecLayer):
     """Attention and a feed-forward layer, each with a residual connection.
 
     Attributes:
-      layer_kind: 'global' or 'local', see `Attention`.
+      layer_kind: 'global' or 'local', see `Attention`, or 'linear', see `DeltaAttention`.
       has_experts: True for a mixture of experts in place of the feed-forward layer.
     """
 
@@ -70,7 +71,8 @@ class DecoderLayer(SpecLayer):
     def setup(self) -> None:
         shape = (self.spec.model_dims,)
         attention = Attention if self.spec.latent is None else LatentAttention
-        self.child("attention", attention, layer_kind=self.layer_kind)
+        mixer = DeltaAttention if self.layer_kind == "linear" else attention
+        self.child("attention", mixer, layer_kind=self.layer_kind)
         if not self.has_experts:
             self.child("mlp", FeedForward)
         else:

@@ -333,7 +333,7 @@ class DecoderLm(SpecLayer):
     def _rotary(self, positions: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
         if self.spec.positions != "rotary":
             return {}
-        kinds = sorted(set(self.spec.layer_pattern))
+        kinds = sorted({*self.spec.layer_pattern} - {"linear"})
         return {kind: rotary.sine_and_cosine(self.spec, kind, positions) for kind in kinds}
 
     def _logits(self, x: jax.Array) -> jax.Array:

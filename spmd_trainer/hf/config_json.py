@@ -10,14 +10,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import logging
-
 from spmd_trainer.errors import did_you_mean
 from spmd_trainer.hf import quantised
 from spmd_trainer.hf.errors import HfError
-from spmd_trainer.hf.families import FAMILIES, ROUTING_OFF, Family
-from spmd_trainer.hf.family_settings import Settings, head_dims
-from spmd_trainer.hf.setting_types import check_types
+from spmd_trainer.hf.families import FAMILIES, Family
+from spmd_trainer.hf.families.family import Settings
+from spmd_trainer.hf.families.shared import ROUTING_OFF, head_dims
+from spmd_trainer.hf.setting_types import check_known, check_types
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 from spmd_trainer.sharding.messages import count_text
 
@@ -32,31 +31,9 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
 }
-# Keys without effect on the trained model's output: bookkeeping, generation, dropout and initial values.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "_sliding_window_pattern",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bos_token_id",
-        "cache_implementation",
-        "dtype",
-        "eos_token_id",
-        "initializer_range",
-        "model_type",
-        "pad_token_id",
-        "pretraining_tp",
-        "sliding_window_pattern",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
 # Settings without a default that `Family.read` looks at.
 _READ_IF_PRESENT = ("num_local_experts", "sliding_window_pattern", "_sliding_window_pattern")
+_ROTARY_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 # Fields that a config.json must hold as floats.
 _FLOATS = ("norm_epsilon", "attention_softcap", "final_softcap")
 # Unsupported options of transformers that change a model's output: {key: the values that switch it off}.
@@ -70,7 +47,8 @@ _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
 # {kind: {field of RotaryScaling: key}}
-_SCALING_KEYS = {
+_SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
     "linear": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
@@ -90,9 +68,15 @@ _SCALING_KEYS = {
     },
 }
 # transformers has no defaults for these.
-_REQUIRED_OF_SCALING = {"linear": ("factor",), "llama3": tuple(_SCALING_KEYS["llama3"].values()), "yarn": ("factor",)}
+_REQUIRED_OF_SCALING: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": tuple(_SCALING_KEYS["llama3"].values()),
+    "yarn": ("factor",),
+}
 _NO_FLOATS = ("original_max_position_embeddings", "truncate")
-_OF_ANY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# `mrope_...` divides a head between positions in time, height and width, which are equal for text.
+_OF_ANY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -179,21 +163,12 @@ def _complete(settings: Settings, fields: Settings, family: Family) -> None:
 
 def _refuse_options(config: Mapping[str, Any], family: Family, where: str) -> None:
     quantised.refuse_unsupported(config, where, in_mxfp4=family.in_mxfp4)
-    for key, off in {**_SWITCHED_OFF, **family.off}.items():
-        if key in config and key not in family.defaults and config[key] not in off:
+    of_others = {key: off for key, off in _SWITCHED_OFF.items() if key not in family.defaults}
+    for key, off in {**of_others, **family.off}.items():
+        if key in config and config[key] not in off:
             raise HfError(f"{where}: {key}={config[key]!r:.200} is not supported; {off[-1]!r} is")
-    known = {
-        *family.keys.values(),
-        *family.defaults,
-        *_SWITCHED_OFF,
-        *family.off,
-        *family.without_effect,
-        *_WITHOUT_EFFECT,
-    }
-    known |= {"rope_theta", "rope_scaling", "rope_parameters", "quantization_config"}
-    unread = sorted(key for key, value in config.items() if key not in known and value not in (None, False))
-    if unread:
-        logging.warning("%s: these settings are not read: %s", where, ", ".join(unread))
+    known = {*family.keys.values(), *family.defaults, *_SWITCHED_OFF, *family.off, *family.without_effect}
+    check_known(config, {*known, *_READ_IF_PRESENT, *_ROTARY_KEYS, "quantization_config"}, where)
 
 
 def config_of(spec: DecoderSpec, architecture: str | None = None) -> Settings:
@@ -360,13 +335,13 @@ def _scaling(parameters: Mapping[str, Any], name: str, longest: int) -> RotarySc
             f"{name} has the rope type {kind!r}, which is not supported; {', '.join(_ROTARY_KINDS)} are"
             f"{did_you_mean(str(kind), _ROTARY_KINDS, otherwise='')}"
         )
-    if kind == "default":
-        return None
     known = _SCALING_KEYS[kind]
     if missing := [key for key in _REQUIRED_OF_SCALING[kind] if parameters.get(key) is None]:
         raise HfError(f"{name} has the rope type {kind!r} and no {', '.join(missing)}")
     if unknown := sorted(set(parameters) - {*known.values(), *_OF_ANY_KIND, "original_max_position_embeddings"}):
         raise HfError(f"{name}.{unknown[0]} is not supported{did_you_mean(unknown[0], list(known.values()))}")
+    if kind == "default":
+        return None
     given = {field: parameters[key] for field, key in known.items() if parameters.get(key) is not None}
     if "original_max_positions" in known:
         given.setdefault("original_max_positions", longest)
@@ -384,8 +359,9 @@ def _write_rotary(spec: DecoderSpec, family: Family) -> dict[str, Any]:
             if (value := getattr(scaling, field)) is not None and not (field.startswith("mscale") and value == 0):
                 parameters[key] = float(value) if key not in _NO_FLOATS else value
     config: dict[str, Any] = {"rope_parameters": parameters, "rope_theta": parameters["rope_theta"]}
-    if spec.rotary_dims and "partial_rotary_factor" in family.defaults:
-        config["partial_rotary_factor"] = parameters["partial_rotary_factor"] = spec.rotary_dims / spec.head_dims
+    if "partial_rotary_factor" in family.defaults:
+        rotated = (spec.rotary_dims or spec.head_dims) / spec.head_dims
+        config["partial_rotary_factor"] = parameters["partial_rotary_factor"] = rotated
     if spec.rotary_scaling is not None:
         config["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
     if family.rotary_by_layer_type:

@@ -19,7 +19,8 @@ from spmd_trainer.hf import config_json, tensor_names, writing
 from spmd_trainer.hf.errors import HfError, HfMismatchError
 from spmd_trainer.hf.experiment import Job, spec_of_task
 from spmd_trainer.hf.families import FAMILIES
-from spmd_trainer.hf.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE, read_json
+from spmd_trainer.hf.families.family import ROOT
+from spmd_trainer.hf.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE, read_config, read_json
 from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.sharding.variables import VariableSpec, named_leaves
@@ -119,7 +120,7 @@ def _plan(
         writing.check_directory("export_dir", path)
     leaves = named_leaves(job.partitioner.metadata.variables.mdl_vars)
     specs = {f"mdl_vars/{name}": leaf for name, leaf in leaves if not is_adapter(name)}
-    learning = next(leaf for path, leaf in specs.items() if path.startswith(tensor_names.ROOT))
+    learning = next(leaf for path, leaf in specs.items() if path.startswith(ROOT))
     stored = learning.dtype if dtype is None else jnp.dtype(dtype)
     config = _config(spec, source, architecture, stored.name)
     variables = tensor_names.variables_of(spec, FAMILIES[config["architectures"][0]])
@@ -135,9 +136,7 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
     dtypes = {"dtype": dtype, "torch_dtype": dtype}  # the spellings of transformers 5 and 4
     if source is None:
         return {**config_json.config_of(spec, architecture), **dtypes}
-    config = read_json(source, CONFIG)
-    if config is None:
-        raise HfError(f"{source} has no {CONFIG}")
+    config = read_config(source)
     where = os.path.join(os.fspath(source), CONFIG)
     family = config_json.family_of(config, where)
     there = config_json.spec_of(config, where)

@@ -15,7 +15,7 @@ from etils import epath
 
 from spmd_trainer.checkpointing import mismatch, step_files
 from spmd_trainer.errors import did_you_mean
-from spmd_trainer.hf import config_json, quantised, tensor_names
+from spmd_trainer.hf import config_json, quantised, tensor_names, text_part
 from spmd_trainer.hf.errors import HfDamagedError, HfMismatchError, HfNotFoundError
 from spmd_trainer.hf.families import Family
 from spmd_trainer.hf.safetensors_file import Tensor, read_header
@@ -90,9 +90,10 @@ def open_folder(directory: epath.PathLike) -> HfFolder:
     config, family, spec = _described(path)
     tensors = {name: tensor for file in _files(path) for name, tensor in read_header(os.path.join(path, file)).items()}
     _refuse_beyond_files(path, config, spec)
+    tensors = text_part.tensors_of_text(tensors, path, fused_experts=family.fused_experts)
     tensors = quantised.combined(tensors, config)
     variables = tensor_names.variables_of(spec, family)
-    base = tensor_names.names_of(spec, family).base
+    base = family.names(spec).base
     if not any(name.startswith(base) for name in tensors):
         # Saved without the head, like GPT-2's own folders.
         tensors = {name if name == _TIED else base + name: tensor for name, tensor in tensors.items()}
@@ -100,8 +101,8 @@ def open_folder(directory: epath.PathLike) -> HfFolder:
     if spec.tied_embeddings:
         tensors.pop(_TIED, None)  # transformers does not read it either
     further = int(config.get("num_nextn_predict_layers") or 0)
-    not_read = tuple(f"{base}layers.{spec.num_layers + n}." for n in range(further))
-    if not_read and any(name.startswith(not_read) for name in tensors):
+    not_read = (*family.not_read, *(f"{base}layers.{spec.num_layers + n}." for n in range(further)))
+    if any(name.startswith(not_read) for name in tensors):
         logging.warning(
             "%s: layers that predict further tokens are not read: %s*. transformers does not read them either",
             path,
@@ -131,11 +132,24 @@ def read_model(directory: epath.PathLike) -> tuple[dict[str, Any], Family, Decod
 
 
 def _described(path: str) -> tuple[dict[str, Any], Family, DecoderSpec]:
-    config = read_json(path, CONFIG)
-    where = os.path.join(path, CONFIG)
+    config, where = read_config(path), os.path.join(path, CONFIG)
+    return config, config_json.family_of(config, where), config_json.spec_of(config, where)
+
+
+def read_config(directory: epath.PathLike) -> dict[str, Any]:
+    """Returns the content of config.json, or of its text model's part, see `text_part`.
+
+    Raises:
+      HfNotFoundError: config.json is missing.
+      HfDamagedError: it is malformed.
+      HfError: the text model's part is missing.
+      CheckpointReadError: storage does not answer, or refuses.
+    """
+    where = os.path.join(os.fspath(directory), CONFIG)
+    config = read_json(directory, CONFIG)
     if config is None:
         raise HfNotFoundError(f"{where} is missing; give a Hugging Face folder, which has one")
-    return config, config_json.family_of(config, where), config_json.spec_of(config, where)
+    return text_part.config_of_text(config, where)
 
 
 def _refuse_beyond_files(path: str, config: Mapping[str, Any], spec: DecoderSpec) -> None:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from spmd_trainer.checkpointing.shards import Bounds, ReadShard, logical_bounds, place
 from spmd_trainer.hf.errors import HfError
 from spmd_trainer.hf.safetensors_file import Tensor
-from spmd_trainer.hf.tensor_names import FUSED, Piece, Variable
+from spmd_trainer.hf.tensor_names import Piece, Variable
 from spmd_trainer.sharding.variables import VariableSpec
 
 # A block of so many bytes stays in a processor's cache between reading and transposing.
@@ -139,8 +139,9 @@ def read_onto_mesh(
 
 def _blocks(tensor: Tensor, piece: Piece, targets: Sequence[_Target]) -> Iterator[tuple[int, int]]:
     """Yields ranges [first, last) of about 1 MiB in the tensor's outermost letter. Together they cover the targets."""
-    outer, *inner = _without_fused(piece.groups[0])
-    step = max(1, _BLOCK_BYTES // max(1, _product(piece, inner) * tensor.row_bytes))
+    outer = piece.outermost
+    begin, end = piece.rows(0, 1)
+    step = max(1, _BLOCK_BYTES // max(1, (end - begin) * tensor.row_bytes))
     first = min(target.bounds[outer][0] for target in targets)
     last = max(target.bounds[outer][1] for target in targets)
     for start in range(first, last, step):
@@ -149,18 +150,9 @@ def _blocks(tensor: Tensor, piece: Piece, targets: Sequence[_Target]) -> Iterato
 
 def _fill(tensor: Tensor, piece: Piece, first: int, last: int, targets: Sequence[_Target]) -> None:
     """Reads a block of a tensor, and copies it into the targets."""
-    outer, *inner = _without_fused(piece.groups[0])
-    unit = _product(piece, inner)
-    begin = piece.part * piece.sizes[outer] * unit if piece.groups[0][0] == FUSED else 0
-    rows = tensor.read_rows(begin + first * unit, begin + last * unit)
-    letters = [outer, *inner, *(letter for group in piece.groups[1:] for letter in group)]
-    block = rows.reshape(last - first, *(piece.sizes[letter] for letter in letters[1:]))
-    if FUSED in letters:
-        block = block.take(piece.part, axis=letters.index(FUSED))
-        letters.remove(FUSED)
-    block = block.transpose([letters.index(letter) for letter in piece.order])
+    block = piece.of_rows(tensor.read_rows(*piece.rows(first, last)))
     for target in targets:
-        target.copy(block, {outer: (first, last)}, piece.order)
+        target.copy(block, {piece.outermost: (first, last)}, piece.order)
 
 
 def _targets(piece: Piece, shards: Mapping[Bounds, npt.NDArray[Any]]) -> list[_Target]:
@@ -184,11 +176,3 @@ def _shard(shape: tuple[int, ...], bounds: Bounds, dtype: np.dtype[Any]) -> npt.
     memory = (np.empty if is_filled else np.zeros)(size + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
     return memory[first : first + size].view(dtype).reshape(shape)
-
-
-def _without_fused(letters: Sequence[str]) -> list[str]:
-    return [letter for letter in letters if letter != FUSED]
-
-
-def _product(piece: Piece, letters: Sequence[str]) -> int:
-    return math.prod(piece.sizes[letter] for letter in letters)

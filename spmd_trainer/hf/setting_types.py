@@ -1,12 +1,14 @@
-"""Checks the types of a config.json's settings before they are used."""
+"""Checks the names and types of a config.json's settings before they are used."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from spmd_trainer.errors import did_you_mean
 from spmd_trainer.hf.errors import HfError
+from spmd_trainer.sharding.messages import count_text
 
 
 def is_number(value: object) -> bool:
@@ -29,7 +31,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings original_max_position_embeddings sliding_window_pattern _sliding_window_pattern num_experts "
         "num_experts_per_tok num_local_experts moe_intermediate_size n_embd n_head n_inner n_layer n_positions "
-        "n_routed_experts n_group topk_group q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
+        "n_routed_experts n_group topk_group q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+        "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
+        "full_attention_interval shared_expert_intermediate_size",
     ),
     # Some folders give 0 where there is no window.
     f"a whole number of 0 or more, at most {_LARGEST:,}": (
@@ -92,3 +96,42 @@ def check_types(settings: Mapping[str, Any], read: frozenset[str] | None = None,
             continue
         if not _KINDS[kind][0](value):
             raise HfError(f"{inside}{'.' if inside else ''}{key}={value!r:.200}; give {kind}")
+
+
+# Settings without effect on the output of a trained model, in any family: bookkeeping, generation, dropout and initial values,
+# tasks other than language modelling, and how transformers runs a model.
+_WITHOUT_EFFECT = """
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash _name_or_path
+    _sliding_window_pattern architectures attention_dropout attn_implementation auto_map bad_words_ids begin_suppress_tokens
+    bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing id2label initializer_range is_decoder is_llama_config label2id length_penalty
+    max_length min_length model_max_length model_name model_type no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences output_attentions output_hidden_states output_past pad_token pad_token_id prefix pretraining_tp
+    problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
+    sliding_window_pattern suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p
+    torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16
+    use_cache
+"""
+
+
+def check_known(config: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Checks that each setting is one that the family reads, or that is known to have no effect.
+
+    Args:
+      config: the content of a config.json. Settings that are null or false are not checked: they switch nothing on.
+      known: the settings that the family reads.
+      where: path of the file, for the message.
+
+    Raises:
+      HfError: it has other settings, which may change what the model computes; the message names them.
+    """
+    given = (key for key, value in config.items() if value is not None and value is not False)
+    unknown = sorted(key for key in given if key not in known and key not in _WITHOUT_EFFECT.split())
+    if unknown:
+        near = did_you_mean(unknown[0], sorted(known), otherwise="")
+        shown = ", ".join(f"{key}={config[key]!r:.100}" for key in unknown)
+        raise HfError(
+            f"{where} has {count_text(len(unknown), 'unknown setting')}: {shown}{near}. If the model's output does not depend on "
+            f"{'it' if len(unknown) == 1 else 'them'}, delete {'it' if len(unknown) == 1 else 'them'} from the file"
+        )

@@ -18,8 +18,8 @@ from spmd_trainer.checkpointing.sources import CheckpointSource
 from spmd_trainer.hf import folder as hf_folder
 from spmd_trainer.hf import placing
 from spmd_trainer.hf.errors import HfMismatchError, HfNotFoundError
+from spmd_trainer.hf.families.family import ROOT
 from spmd_trainer.hf.folder import HfFolder
-from spmd_trainer.hf.tensor_names import ROOT
 from spmd_trainer.train_states import TrainState
 
 if TYPE_CHECKING:

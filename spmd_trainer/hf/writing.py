@@ -25,7 +25,7 @@ from spmd_trainer import multihost, storage
 from spmd_trainer.hf.errors import HfError
 from spmd_trainer.hf.placing import copy_in_range
 from spmd_trainer.hf.safetensors_file import Described, in_file_order, write
-from spmd_trainer.hf.tensor_names import FUSED, Piece, Variable
+from spmd_trainer.hf.tensor_names import Piece, Variable
 from spmd_trainer.sharding.variables import VariableSpec, named_leaves
 from spmd_trainer.storage import access
 from spmd_trainer.train_states import TrainState
@@ -197,13 +197,8 @@ def _slicer(sharding: NamedSharding, depth: int, is_local: bool) -> Callable[...
 
 
 def _copy_into(content: npt.NDArray[Any], part: npt.NDArray[Any], piece: Piece, name: str) -> None:
-    letters = [letter for group in piece.groups for letter in group]
-    view = content.reshape([piece.sizes[letter] for letter in letters])
-    if FUSED in letters:
-        axis = letters.index(FUSED)
-        view = view[(slice(None),) * axis + (piece.part,)]
-        letters.remove(FUSED)
-    copy_in_range(view.transpose([letters.index(letter) for letter in piece.order]), part, name)
+    begin, end = piece.rows(0, piece.sizes[piece.outermost])
+    copy_in_range(piece.of_rows(content[begin:end]), part, name)
 
 
 def write_json(path: epath.Path, content: Mapping[str, Any]) -> None:

@@ -75,8 +75,8 @@ class SequenceOrder:
         move = functools.partial(_move_chunks, axes=self.axes, count=self.count, back=back)
         # The other axes stay with the compiler, so the batch and further dimensions may be split in any way.
         moved: jax.Array = jax.shard_map(
-            move, in_specs=spec, out_specs=spec, axis_names=set(self.axes), check_vma=False
-        )(x)
+            move, in_specs=(spec, PartitionSpec(self.axes)), out_specs=spec, axis_names=set(self.axes), check_vma=False
+        )(x, jnp.arange(self.count))
         return moved
 
 
@@ -108,15 +108,17 @@ def chunks_of(shard: Shard, count: int) -> tuple[Shard, Shard]:
     return shard, 2 * count - 1 - shard
 
 
-def _move_chunks(x: jax.Array, *, axes: tuple[str, ...], count: int, back: bool) -> jax.Array:
+def _move_chunks(x: jax.Array, device: jax.Array, *, axes: tuple[str, ...], count: int, back: bool) -> jax.Array:
     """Exchanges this device's two chunks of the row for its two chunks in zig-zag order, or back, by two permutations.
+
+    `device` is [1], the device's index. XLA can't partition `lax.axis_index` inside of a loop over layers.
 
     In the order of the row, device d holds chunks 2 d and 2 d + 1. The even chunks belong to different devices in zig-zag
     order, and so do the odd ones. On a device of even number, the even chunk is the earlier of the two.
     """
     owners = [min(chunk, 2 * count - 1 - chunk) for chunk in range(2 * count)]
     moves = [[(device, owners[2 * device + parity]) for device in range(count)] for parity in (0, 1)]
-    is_even = lax.axis_index(axes) % 2 == 0
+    is_even = device[0] % 2 == 0
 
     def swapped_on_odd(first: jax.Array, second: jax.Array) -> list[jax.Array]:
         return [jnp.where(is_even, first, second), jnp.where(is_even, second, first)]

@@ -2,7 +2,7 @@
 
 The table lists a model's variables, below `params/lm/`. V is the size of the vocabulary, D the model's width, N and K the numbers
 of query heads and of key/value heads, H the width of a head, F the feed-forward width, and E the number of experts. Q, R and U
-are the widths in `LatentSpec`, and P is rotary_dims.
+are the widths in `LatentSpec`, and P is rotary_dims. G, J, A, B and W are the sizes in `DeltaSpec`.
 
 | variable | shape | present if |
 |---|---|---|
@@ -21,6 +21,7 @@ are the widths in `LatentSpec`, and P is rotary_dims.
 | LAYER/`attention/sinks` | [N] | attention_sinks |
 | LAYER/`attention/query_norm/scale`, `.../key_norm/scale` | [H] | query_key_norm='head' |
 | LAYER/`attention/query_norm/scale`; `.../key_norm/scale` | [N, H]; [K, H] | query_key_norm='all' |
+| LAYER/`attention/gate/w` | [D, N, H] | gated_attention |
 | LAYER/`mlp/gate/w` | [D, F] | gated, no moe |
 | LAYER/`mlp/up/w`; `mlp/down/w` | [D, F]; [F, D] | no moe |
 | LAYER/`mlp/gate/b`, `mlp/up/b`; `mlp/down/b` | [F]; [D] | mlp_bias, no moe |
@@ -29,8 +30,20 @@ are the widths in `LatentSpec`, and P is rotary_dims.
 | LAYER/`moe/router/b` | [E] | moe.biases |
 | LAYER/`moe/gate/b`, `moe/up/b`; `moe/down/b` | [E, F]; [E, D] | moe.biases |
 | LAYER/`moe/shared/gate/w`, `moe/shared/up/w`; `moe/shared/down/w` | [D, S]; [S, D] | moe.shared_dims = S |
+| LAYER/`moe/shared_gate/w` | [D, 1] | moe.shared_gate |
 | `final_norm/scale` | [D] | always |
 | `logits/w` | [D, V] | not tied_embeddings |
+
+A layer of kind 'linear' has the following variables below LAYER/`attention` instead:
+
+| variable | shape |
+|---|---|
+| `query/w`, `key/w`; `value/w`, `gate/w` | [D, G, A]; [D, G, J, B] |
+| `query_conv/w`, `key_conv/w`; `value_conv/w` | [W, G, A]; [W, G, J, B] |
+| `decay/w`, `beta/w` | [D, G, J] |
+| `log_decay_rate`, `decay_bias` | [G, J] |
+| `norm/scale` | [B] |
+| `output/w` | [G, J, B, D] |
 
 A norm of kind 'layer' also has a `/bias` of the same shape as its scale. With moe.choice_bias, there is also
 LAYER/`moe/router/choice_bias`, [E], below `non_trainable/lm/`.
@@ -49,16 +62,16 @@ from __future__ import annotations
 import dataclasses
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.models.layer_specs import LatentSpec, MoeSpec, RotaryScaling, not_one_of, not_positive
+from spmd_trainer.models.layer_specs import DeltaSpec, LatentSpec, MoeSpec, RotaryScaling, not_one_of, not_positive
 
-__all__ = ["DecoderSpec", "LatentSpec", "MoeSpec", "RotaryScaling"]
+__all__ = ["DecoderSpec", "DeltaSpec", "LatentSpec", "MoeSpec", "RotaryScaling"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 NORMS = ("rms", "layer")
 NORM_PLACEMENTS = ("pre", "pre_and_post", "post")
 QUERY_KEY_NORMS = (None, "head", "all")
 POSITIONS = ("rotary", "learned")
-LAYER_KINDS = ("global", "local")
+LAYER_KINDS = ("global", "local", "linear")
 
 
 @dataclasses.dataclass
@@ -86,6 +99,7 @@ class DecoderSpec:
       query_key_norm: RMS norm of queries and keys before the rotary embedding: None, 'head' (over a head's width, the same
         scale for all heads) or 'all' (over all heads together).
       query_scale: factor of the attention logits; None for head_dims ** -0.5.
+      gated_attention: the output of each head is multiplied by a sigmoid of another projection of the token (arXiv:2505.06708).
       attention_sinks: each head has one more, learned logit in its softmax, whose probability is discarded (arXiv:2309.17453).
       positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
       max_positions: longest sequence. With positions='learned' it is a dimension of a variable; otherwise it is only
@@ -97,7 +111,7 @@ class DecoderSpec:
       rotary_scaling: scaling of the frequencies for long sequences; None for no scaling.
       local_rotary_base: rotary base of the local layers, whose frequencies are then not scaled; None: local layers have the
         frequencies of the global layers.
-      layer_pattern: kinds of the layers, 'global' or 'local'; the pattern is repeated over all layers.
+      layer_pattern: kinds of the layers, 'global', 'local' or 'linear'; the pattern is repeated over all layers.
       window: a token of a local layer sees itself and the window - 1 tokens before it.
       attention_softcap: attention logits x become cap * tanh(x / cap); None for no cap.
       final_softcap: as attention_softcap, for the logits of the vocabulary.
@@ -105,6 +119,7 @@ class DecoderSpec:
       embedding_scale: factor of the token embeddings.
       moe: mixture of experts in place of the feed-forward layers, or None.
       latent: multi-head latent attention, or None. It needs num_kv_heads = num_heads.
+      delta: linear attention of the layers of kind 'linear', or None.
       dropout: dropout probability of the embeddings, and of the outputs of attention and feed-forward layers.
       attention_dropout: dropout probability of the attention probabilities.
       initializer_range: standard deviation of the initial values of weights and embeddings.
@@ -128,6 +143,7 @@ class DecoderSpec:
     mlp_bias: bool = False
     query_key_norm: str | None = None
     query_scale: float | None = None
+    gated_attention: bool = False
     attention_sinks: bool = False
     positions: str = "rotary"
     max_positions: int = 0
@@ -144,6 +160,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     moe: MoeSpec | None = None
     latent: LatentSpec | None = None
+    delta: DeltaSpec | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
@@ -192,11 +209,15 @@ class DecoderSpec:
     @property
     def num_values_at_least(self) -> int:
         """A lower bound of the number of parameters: those of the embedding and of each layer's largest weights."""
-        attention = self.num_heads * (self.model_dims * self.value_dims + self.query_input_dims * self.head_dims)
+        heads = self.num_heads * (self.model_dims * self.value_dims + self.query_input_dims * self.head_dims)
+        delta = self.delta or DeltaSpec()
+        linear = self.model_dims * delta.num_heads * 2 * (delta.key_dims + delta.values_per_head * delta.value_dims)
+        num_linear = self.layer_kinds.count("linear")
+        attention = (self.num_layers - num_linear) * heads + num_linear * linear
         moe, dense = self.moe, self.num_dense_layers
         width = self.hidden_dims if moe is None else moe.num_experts * moe.hidden_dims + moe.shared_dims
         widths = dense * self.hidden_dims + (self.num_layers - dense) * width
-        return self.vocab_size * self.model_dims + self.num_layers * attention + 2 * self.model_dims * widths
+        return self.vocab_size * self.model_dims + attention + 2 * self.model_dims * widths
 
     def matrix_flops(self, num_params: float, num_frozen: float, length: int) -> float:
         """Returns the FLOPs per token of all matrix products, forward and backward, without embedding lookups.
@@ -205,18 +226,19 @@ class DecoderSpec:
           num_params: number of trainable parameters that a token uses.
           num_frozen: number of frozen parameters that a token uses; their gradients are not computed.
           length: tokens of a row. A token sees half of them on average, and at most its window in a local layer. Attention
-            counts only the tokens that are seen.
+            counts only the tokens that are seen. A linear layer counts three products with each state: it reads the value of the
+            key and the output, and writes a value.
         """
         lookups = 0 if self.tied_embeddings else self.vocab_size * self.model_dims
         lookups += self.max_positions * self.model_dims if self.positions == "learned" else 0
         window = min(self.window or length, length)
-        keys = {"global": length / 2, "local": window - window * window / (2 * length)}
-        attention = (
-            6.0 * self.num_heads * (self.head_dims + self.value_dims) * sum(keys[kind] for kind in self.layer_kinds)
-        )
+        of_key = 6.0 * self.num_heads * (self.head_dims + self.value_dims)
+        attention = {"global": of_key * length / 2, "local": of_key * (window - window * window / (2 * length))}
+        delta = self.delta or DeltaSpec()
+        attention["linear"] = 6.0 * 3 * delta.num_heads * delta.values_per_head * delta.key_dims * delta.value_dims
         # The lookup is of a variable that learns, or of one that doesn't.
         params, frozen = (num_params, num_frozen - lookups) if num_frozen else (num_params - lookups, 0.0)
-        return 6.0 * params + 4.0 * frozen + attention
+        return 6.0 * params + 4.0 * frozen + sum(attention[kind] for kind in self.layer_kinds)
 
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each, which begins with the field's name."""
@@ -241,7 +263,7 @@ class DecoderSpec:
             if getattr(self, field) is not None and not getattr(self, field) > 0:
                 found.append(f"{field}={getattr(self, field)}; give a number above 0, or None")
         found += self._problems_of_positions() + self._problems_of_layers() + self._problems_of_latent()
-        for field in ("rotary_scaling", "moe", "latent"):
+        for field in ("rotary_scaling", "moe", "latent", "delta"):
             inner = getattr(self, field)
             found += [] if inner is None else [f"{field}.{problem}" for problem in inner.problems()]
         return found
@@ -277,6 +299,8 @@ class DecoderSpec:
             found += not_one_of("layer_pattern has a kind", kind, LAYER_KINDS)
         if "local" in self.layer_pattern and (self.window is None or self.window < 1):
             found.append(f"window={self.window}; local layers need 1 or more")
+        if ("linear" in self.layer_pattern) != (self.delta is not None):
+            found.append(f"delta={self.delta}; it must be given if, and only if, layer_pattern has linear layers")
         return found
 
     def _problems_of_latent(self) -> list[str]:
@@ -291,10 +315,9 @@ class DecoderSpec:
             found.append(
                 f"rotary_dims={self.rotary_dims}; with latent give more than 0 and less than head_dims={self.head_dims}"
             )
-        given = {"qkv_bias": self.qkv_bias, "query_key_norm": self.query_key_norm, "positions": self.positions}
-        refused = {"qkv_bias": False, "query_key_norm": None, "positions": "rotary"}
+        needed = {"qkv_bias": False, "query_key_norm": None, "positions": "rotary", "gated_attention": False}
         return found + [
-            f"{field}={given[field]!r}; with latent it must be {value!r}"
-            for field, value in refused.items()
-            if given[field] != value
+            f"{field}={getattr(self, field)!r}; with latent it must be {value!r}"
+            for field, value in needed.items()
+            if getattr(self, field) != value
         ]

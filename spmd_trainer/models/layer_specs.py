@@ -1,4 +1,4 @@
-"""Settings of parts of a decoder's layers: rotary embeddings, experts, latent attention. `DecoderSpec` has them as fields."""
+"""Settings of parts of a decoder's layers: rotary embeddings, experts, latent and linear attention; fields of `DecoderSpec`."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ class MoeSpec:
       num_chosen_groups: number of groups that a token's experts are chosen from.
       shared_dims: width of the shared experts: a feed-forward layer beside the routed experts that computes all tokens; 0: no
         shared experts.
+      shared_gate: the shared experts' output is multiplied by a sigmoid of a projection of the token to one number.
       biases: the router and the experts have biases; shared experts have none.
       swiglu_limit: limit L of an expert's activations: its gate is clipped to at most L, and its `up` to [-L, L]. The expert is
         then down(gate * sigmoid(swiglu_alpha * gate) * (up + 1)), as in gpt-oss (arXiv:2508.10925). None: experts use
@@ -109,6 +110,7 @@ class MoeSpec:
     num_groups: int = 1
     num_chosen_groups: int = 1
     shared_dims: int = 0
+    shared_gate: bool = False
     biases: bool = False
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.702
@@ -130,6 +132,8 @@ class MoeSpec:
         for field in ("shared_dims", "choice_bias_rate", "aux_loss_weight", "z_loss_weight", "dense_layers"):
             if not getattr(self, field) >= 0:
                 found.append(f"{field}={getattr(self, field)}; give 0 or more")
+        if self.shared_gate and not self.shared_dims:
+            found.append("shared_gate=True; it needs shared_dims above 0")
         return found or self._problems_of_groups()
 
     def _problems_of_groups(self) -> list[str]:
@@ -170,6 +174,33 @@ class LatentSpec:
         """Returns the problems with the settings, one sentence each."""
         found = not_positive(self, ("key_value_dims", "value_dims"))
         return found if self.query_dims >= 0 else [*found, f"query_dims={self.query_dims}; give 0 or more"]
+
+
+@dataclasses.dataclass
+class DeltaSpec:
+    """Linear attention by the gated delta rule (arXiv:2412.06464), of the layers of kind 'linear'.
+
+    A head has a state, a matrix that maps keys to values. For each token, the state is multiplied by the token's decay. Then the
+    value that it gives for the token's key is replaced, by the share beta, with the token's value. The output is what the new
+    state gives for the query. So the cost per token, and the decode cache, do not grow with the length.
+
+    Attributes:
+      num_heads: key heads, G.
+      values_per_head: value heads for each key head, J. They share queries and keys, and have a state each.
+      key_dims: width of queries and keys, A.
+      value_dims: width of values, B.
+      conv_width: tokens of the causal convolution of queries, keys and values, W: a token and the W - 1 before it.
+    """
+
+    num_heads: int = 0
+    values_per_head: int = 1
+    key_dims: int = 0
+    value_dims: int = 0
+    conv_width: int = 4
+
+    def problems(self) -> list[str]:
+        """Returns the problems with the settings, one sentence each."""
+        return not_positive(self, [field.name for field in dataclasses.fields(self)])
 
 
 def not_positive(spec: object, fields: list[str] | tuple[str, ...]) -> list[str]:

@@ -8,7 +8,7 @@ from hf_models import DATA, expected, make_job, mesh_of, read
 
 ONE, SPLIT, CUBE = (1, 1, 1), (1, 4, 2), (2, 2, 2)
 # Those of `make test`.
-SHORT = ("llama3_rope_tied", "qwen3_moe", "gemma2_small_caps", "gpt2")
+SHORT = ("llama3_rope_tied", "qwen3_moe", "qwen3_5_moe", "gemma2_small_caps", "gpt2")
 # Divides neither the heads, nor the key/value heads, nor the vocabulary of the folders it is used for.
 UNEVEN = (1, 2, 4)
 CASES = [
@@ -29,6 +29,11 @@ CASES = [
     ("deepseek_v3", UNEVEN),
     ("deepseek_v3", SPLIT),
     ("deepseek_v3_direct", CUBE),
+    ("qwen3_next", UNEVEN),
+    ("qwen3_next", SPLIT),
+    ("qwen3_5", CUBE),
+    ("qwen3_5", UNEVEN),
+    ("qwen3_5_moe", UNEVEN),
     ("gpt_oss", UNEVEN),
     ("gpt_oss_limit", CUBE),
     ("gpt_oss_mxfp4", SPLIT),

@@ -1,5 +1,6 @@
 """Which tensor of a Hugging Face folder holds which part of a variable, by name alone: no folder, no array."""
 
+import numpy as np
 import pytest
 
 from spmd_trainer.hf import tensor_names
@@ -40,9 +41,15 @@ def test_the_parts_of_a_fused_projection():
     for part, ours in enumerate(("query", "key", "value")):
         for kind in "wb":
             path = f"{LAYER}0/attention/{ours}/{kind}"
-            (piece,) = pieces("GPT2LMHeadModel", path, num_layers=1, positions="learned", max_positions=3)
+            (piece,) = pieces(
+                "GPT2LMHeadModel", path, num_layers=1, num_kv_heads=2, positions="learned", max_positions=3
+            )
             assert piece.name == f"transformer.h.0.attn.c_attn.{'weight' if kind == 'w' else 'bias'}"
             assert piece.part == part
+            stored = np.arange(3 * 4 * (4 if kind == "w" else 1)).reshape((4, 12) if kind == "w" else (12,))
+            rows = stored[slice(*piece.rows(0, 4 if kind == "w" else 2))]
+            of_part = stored[..., 4 * part : 4 * part + 4]
+            np.testing.assert_array_equal(piece.of_rows(rows), of_part.reshape(*of_part.shape[:-1], 2, 2))
 
 
 def test_gate_and_up_take_turns_in_gpt_oss():
@@ -50,7 +57,9 @@ def test_gate_and_up_take_turns_in_gpt_oss():
     for part, ours in enumerate(("gate", "up")):
         (piece,) = pieces("GptOssForCausalLM", f"{LAYER}0/moe/{ours}/w", num_layers=1, moe=moe)
         assert (piece.name, piece.shape) == ("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 12))
-        assert (piece.part, piece.groups[-1], piece.leading) == (part, ("x", "c"), (0,))
+        assert (piece.part, piece.leading) == (part, (0,))
+        stored = np.arange(2 * 4 * 12).reshape(2, 4, 12)
+        np.testing.assert_array_equal(piece.of_rows(stored), stored[..., part::2])
 
 
 def test_layers_of_a_pattern_take_turns():

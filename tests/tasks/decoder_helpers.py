@@ -11,7 +11,7 @@ from praxis.pax_fiddle import Config
 from praxis.py_utils import NestedMap
 
 from spmd_trainer.decoder import lm
-from spmd_trainer.models.decoder_spec import DecoderSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec, DeltaSpec
 
 SMALL = {
     "vocab_size": 31,
@@ -22,6 +22,17 @@ SMALL = {
     "num_kv_heads": 2,
     "head_dims": 4,
     "initializer_range": 0.5,
+}
+
+
+# Layers of linear attention, and between them one of softmax attention, whose output has a gate.
+LINEAR = {
+    "layer_pattern": ("linear", "global"),
+    "num_layers": 3,
+    "delta": Config(DeltaSpec, num_heads=3, values_per_head=2, key_dims=5, value_dims=4, conv_width=3),
+    "gated_attention": True,
+    "norm_scale_offset": 1.0,
+    "norm_epsilon": 1e-2,  # with less, the norms of small states enlarge rounding errors
 }
 
 
@@ -50,7 +61,7 @@ class Decoder:
         self.spec = self.layer.spec
         ids = jnp.zeros((1, 2), jnp.int32)
         with evaluating():
-            variables = self.layer.init(jax.random.key(0), ids, jnp.zeros(ids.shape))
+            variables = jax.jit(self.layer.init)(jax.random.key(0), ids, jnp.zeros(ids.shape))
         kept = [name for name in variables if name in (base_layer.PARAMS, base_layer.NON_TRAINABLE)]
         leaves, treedef = jax.tree.flatten({name: variables[name] for name in kept})
         rng = np.random.default_rng(1)

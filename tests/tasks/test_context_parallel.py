@@ -20,7 +20,7 @@ from spmd_trainer.decoder.lm import DecoderLanguageModel
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.llama import TinyLlamaLong
 from spmd_trainer.inputs import ArrayInput
-from spmd_trainer.models.decoder_spec import DecoderSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec, DeltaSpec
 from spmd_trainer.step import pjit, step_fns
 from spmd_trainer.training import experiment_config, verify
 from spmd_trainer.training.job import Job
@@ -78,6 +78,22 @@ def test_verify_passes(sizes, form, tmp_path, capsys):
     resolved.experiment.partitioner = lambda: pjit.PjitPartitioner(mesh_of(**sizes))
     verify.verify(Job.build(VerifyConfig(resolved, epath.Path(tmp_path), verify_steps=2)))
     assert_names(capsys.readouterr().out, "same numbers", "one device", "replica=1, data=2")
+
+
+class PackedLinear(Packed):
+    """Packed rows of a model with linear attention."""
+
+    LAYER_PATTERN, WINDOW = ("linear", "global"), None
+    DELTA = DeltaSpec(num_heads=3, values_per_head=2, key_dims=5, value_dims=4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["ring", "all_to_all"])
+def test_linear_attention_divides_its_heads_instead_of_the_rows(form, tmp_path, capsys):
+    resolved = experiment_config.resolve(PackedLinear, (f"CONTEXT_PARALLEL={form!r}",))
+    resolved.experiment.partitioner = lambda: pjit.PjitPartitioner(mesh_of(data=2, seq=2, mdl=2))
+    verify.verify(Job.build(VerifyConfig(resolved, epath.Path(tmp_path), verify_steps=2)))
+    assert_names(capsys.readouterr().out, "same numbers", "one device")
 
 
 def test_inputs_arrive_split_on_the_sequence():

@@ -3,13 +3,13 @@
 import re
 
 import pytest
-from decoder_helpers import Decoder, small_spec
+from decoder_helpers import LINEAR, Decoder, small_spec
 from facts import raises_naming
 from praxis import layers, pax_fiddle
 from praxis.pax_fiddle import Config
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.models.decoder_spec import LatentSpec, MoeSpec, RotaryScaling
+from spmd_trainer.models.decoder_spec import DeltaSpec, LatentSpec, MoeSpec, RotaryScaling
 
 
 def problems(**fields):
@@ -38,6 +38,10 @@ def moe(**fields):
         (latent(qkv_bias=True), "qkv_bias=True; with latent it must be False"),
         (latent(query_key_norm="head"), "query_key_norm='head'; with latent it must be None"),
         (latent(positions="learned", max_positions=9), "positions='learned'; with latent"),
+        (latent(gated_attention=True), "gated_attention=True; with latent it must be False"),
+        ({"layer_pattern": ("linear", "global")}, "delta=None; it must be given if"),
+        ({**LINEAR, "layer_pattern": ("global",)}, r"delta=DeltaSpec\(.*; it must be given if"),
+        ({**LINEAR, "delta": Config(DeltaSpec, num_heads=2, key_dims=3)}, "delta.value_dims=0; give a number above 0"),
         ({"activation": "silo"}, "activation='silo'; give one of .*; did you mean silu"),
         ({"norm": "batch"}, "norm='batch'; give one of 'rms', 'layer'"),
         ({"norm_placement": "before"}, "norm_placement='before'"),
@@ -60,6 +64,7 @@ def moe(**fields):
         ),
         ({"moe": moe(score="sigmod")}, "moe.score='sigmod'; .*did you mean sigmoid"),
         ({"moe": moe(z_loss_weight=-0.1)}, "moe.z_loss_weight=-0.1; give 0 or more"),
+        ({"moe": moe(shared_gate=True)}, "moe.shared_gate=True; it needs shared_dims above 0"),
         ({"moe": moe(num_groups=4)}, "moe.num_groups=4 does not divide num_experts=6"),
         ({"moe": moe(num_groups=6)}, "moe.num_groups=6: .* fewer than 2"),
         ({"moe": moe(num_groups=2, num_chosen_groups=3)}, "moe.num_chosen_groups=3; give 1 to num_groups=2"),

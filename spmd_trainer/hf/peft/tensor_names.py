@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 
 from spmd_trainer.decoder.lora import MatrixDims
 from spmd_trainer.hf.errors import HfMismatchError
-from spmd_trainer.hf.tensor_names import FUSED, ROOT, Piece, Variable
+from spmd_trainer.hf.families.family import ROOT
+from spmd_trainer.hf.tensor_names import Group, Piece, Variable
 
 PREFIX = "base_model.model."
 _WEIGHT = ".weight"
@@ -108,20 +109,20 @@ def _piece(path: str, part: str, weight: Piece, dims: MatrixDims, rank: int, slo
     _check(path, weight, dims)
     inputs = tuple(weight.order[dim - depth] for dim in dims.inputs)
     outputs = tuple(weight.order[dim - depth] for dim in dims.outputs)
-    group = {frozenset(group): group for group in weight.groups}
+    group = {frozenset(group.outer): group for group in weight.groups}
     into, out = group.get(frozenset(inputs)), group.get(frozenset(outputs))
     if into is None or out is None:
         raise HfMismatchError(
             f"{path}: {weight.name} is no matrix of the inputs and outputs that the model uses it with"
         )
     groups, order, name = {
-        "a": (((_RANK,), into), (*inputs, _RANK), "lora_A.weight"),
-        "b": ((out, (_RANK,)), (_RANK, *outputs), "lora_B.weight"),
+        "a": ((Group((_RANK,)), into), (*inputs, _RANK), "lora_A.weight"),
+        "b": ((out, Group((_RANK,))), (_RANK, *outputs), "lora_B.weight"),
         "magnitude": ((out,), outputs, "lora_magnitude_vector"),
     }[part]
     leading = weight.leading if slot is None else (slot.index, *weight.leading)
     full_name = f"{prefix}{PREFIX}{weight.name.removesuffix(_WEIGHT)}.{name}"
-    return Piece(full_name, leading, groups, order, {**weight.sizes, _RANK: rank}, 0)
+    return Piece(full_name, leading, groups, order, {**weight.sizes, _RANK: rank})
 
 
 def _check(path: str, weight: Piece, dims: MatrixDims) -> None:
@@ -131,9 +132,9 @@ def _check(path: str, weight: Piece, dims: MatrixDims) -> None:
             "for which PEFT has no such adapters. Merge the adapters into the base instead (--mode=export without "
             "--export_adapter), or choose other task.lora.targets"
         )
-    if any(FUSED in group for group in weight.groups):
+    if weight.is_fused:
         raise HfMismatchError(
-            f"{path}: transformers keeps query, key and value in one tensor ({weight.name}), for which PEFT has one pair of "
+            f"{path}: transformers keeps several matrices in one tensor ({weight.name}), for which PEFT has one pair of "
             "adapters; here each has separate adapters. Merge the adapters into the base instead (--mode=export without "
             "--export_adapter), or choose other task.lora.targets"
         )

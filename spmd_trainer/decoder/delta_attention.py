@@ -1,0 +1,211 @@
+"""Linear attention by the gated delta rule, as in Qwen3-Next: the layers of kind 'linear'."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from praxis import base_layer
+
+from spmd_trainer.decoder.attention import Context
+from spmd_trainer.decoder.axes import Norm, Projection, SpecLayer
+from spmd_trainer.decoder.feed_forward import ACTIVATION_FNS
+from spmd_trainer.errors import UserError
+from spmd_trainer.kernels.delta_rule import causal_convolution, gated_delta_rule
+from spmd_trainer.models.decoder_spec import DeltaSpec
+
+# Added to the square of a query's or key's length before it is divided by it.
+_EPSILON = 1e-6
+# At the start, a state loses 0.06% to 16% of itself per token: the bias gives 1%, and the rates 1/16 to 16 times as much.
+_LARGEST_LOG_RATE, _FIRST_DECAY_BIAS = math.log(16), math.log(math.expm1(0.01))
+
+
+class DeltaAttention(SpecLayer):
+    """Linear attention of one layer; see `DeltaSpec` for the sizes, and `DecoderSpec` for the variables.
+
+    The decode cache has one state of a fixed size per row: `state`, float32 [batch, G, J, A, B], and the last inputs of the
+    convolutions, `query_past`, `key_past` and `value_past`.
+
+    Attributes:
+      layer_kind: always 'linear'.
+    """
+
+    layer_kind: str = "linear"
+    convolved: ClassVar[tuple[str, ...]] = ("query", "key", "value")
+
+    def setup(self) -> None:
+        delta = self._delta
+        heads, values = (delta.num_heads,), (delta.num_heads, delta.values_per_head)
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("query", "key"), (*heads, delta.key_dims))
+        shapes |= dict.fromkeys(("value", "gate"), (*values, delta.value_dims))
+        axes = {2: ("heads", "head_dims"), 3: ("heads", "norm", "head_dims")}
+        for name, shape in shapes.items():
+            self._child_of(name, shape, axes[len(shape)])
+            if name in self.convolved:
+                self.child(
+                    f"{name}_conv",
+                    Convolution,
+                    shape=(delta.conv_width, *shape),
+                    split_axes=("norm", *axes[len(shape)]),
+                )
+        for name in ("decay", "beta"):
+            self._child_of(name, values, ("heads", "norm"))
+        exact = [base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION]
+        rates = base_layer.WeightInit.Uniform(_LARGEST_LOG_RATE)
+        self.add_weight("log_decay_rate", values, ("heads", "norm"), init=rates, collections=exact)
+        self.add_weight("decay_bias", values, ("heads", "norm"), init=_FIRST_DECAY_BIAS, collections=exact)
+        self.child("norm", Norm, shape=(delta.value_dims,), kind="rms", scale_offset=0.0)
+        self.child(
+            "output",
+            Projection,
+            equation="btgjv,gjvd->btd",
+            shape=(*shapes["value"], self.spec.model_dims),
+            split_axes=(*axes[3], "embed"),
+            output_axes=("batch", "length", "activation_embed"),
+        )
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        """Computes whole rows and, in `DecoderLm.prefill`, stores the states after them. `x`: [batch, time, model_dims], tokens
+        in the order `context.order`. Returns [batch, time, model_dims].
+        """
+        order = context.order
+        assert order is not None  # None only in decode steps
+        # The rule needs whole rows, so the heads are divided over the axes of the rows too.
+        inputs = {name: self._whole(order.undo(getattr(self, name)(x))) for name in self._inputs}
+        heads, cache = self._attend(inputs, order.undo(context.segment_ids), {})
+        if context.cache_length is not None and self.is_mutable_collection(base_layer.DECODE_CACHE):
+            self._keep(cache)
+        gate = self.gate(x)
+        return self._project(self.split(order.apply(heads), *self._head_axes(gate)), gate)
+
+    def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
+        """Computes new tokens from the states in the cache. Takes and returns [batch, new tokens, model_dims].
+
+        Raises:
+          UserError: there are no states, because the cache was not filled by `DecoderLm.prefill`.
+        """
+        cache = {name: self._kept(name) for name in self._cached}
+        inputs = {name: getattr(self, name)(x) for name in self._inputs}
+        heads, cache = self._attend(inputs, context.segment_ids, cache)
+        self._keep(cache)
+        return self._project(heads, self.gate(x))
+
+    def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
+        """Replaces each array of the cache by `transform_fn(array, batch_dim=0, time_dim=-1)`."""
+        for name in self._cached:
+            self.update_decode_state(name, transform_fn(self._kept(name), 0, -1))
+
+    def _kept(self, name: str) -> jax.Array:
+        """Returns an array of the cache. Raises UserError if the cache was not filled by `DecoderLm.prefill`."""
+        if not self.has_variable(base_layer.DECODE_CACHE, name):
+            raise UserError(
+                "linear attention keeps one state for all tokens of a prompt, which praxis' decoders can't begin from; decode by "
+                "the settings `generation` of a DecoderLanguageModel"
+            )
+        kept: jax.Array = self.get_decode_state(name)
+        return kept
+
+    def _attend(
+        self, inputs: dict[str, jax.Array], segment_ids: jax.Array, cache: dict[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the outputs of the heads, [batch, time, G, J, B], and the new content of the cache.
+
+        Args:
+          inputs: {name: projection of the tokens}, in row order, for `_inputs`.
+          segment_ids: int32 [batch, time].
+          cache: {name: content before the first token}; {} if there is none.
+        """
+        activation: Callable[[jax.Array], jax.Array] = ACTIVATION_FNS[self.spec.activation]
+        seen, kept = {}, {}
+        for name in self.convolved:
+            kernel, past = getattr(self, f"{name}_conv").kernel(), f"{name}_past"
+            x, kept[past] = causal_convolution(inputs[name], kernel, segment_ids, cache.get(past))
+            seen[name] = checkpoint_name(activation(x), f"{name}_proj")
+        rate = jnp.exp(self.theta.log_decay_rate.astype(jnp.float32))
+        log_decay = -rate * jax.nn.softplus(
+            inputs["decay"].astype(jnp.float32) + self.theta.decay_bias.astype(jnp.float32)
+        )
+        heads, kept["state"] = gated_delta_rule(
+            _of_length_one(seen["query"]),
+            _of_length_one(seen["key"]),
+            seen["value"],
+            log_decay,
+            jax.nn.sigmoid(inputs["beta"].astype(jnp.float32)),
+            segment_ids,
+            cache.get("state"),
+        )
+        return heads.astype(self.fprop_dtype), kept
+
+    def _project(self, heads: jax.Array, gate: jax.Array) -> jax.Array:
+        gated = self.norm(heads) * jax.nn.silu(gate.astype(jnp.float32)).astype(heads.dtype)
+        output: jax.Array = self.output(gated)
+        return checkpoint_name(output, "out_proj")
+
+    def _keep(self, cache: dict[str, jax.Array]) -> None:
+        for name, x in cache.items():
+            axes = ("norm",) * (x.ndim - 2)
+            of_heads = (
+                ("batch", "activation_heads", *axes)
+                if name == "state"
+                else ("batch", "norm", "activation_heads", *axes[1:])
+            )
+            self.update_decode_state(name, self.split(x, *of_heads))
+
+    def _whole(self, x: jax.Array) -> jax.Array:
+        """Constrains whole rows of heads, [batch, time, G, ...]."""
+        return self.split(x, "batch", "norm", "activation_linear_heads", *("norm",) * (x.ndim - 3))
+
+    def _head_axes(self, x: jax.Array) -> tuple[str, ...]:
+        return ("batch", "length", "activation_heads", *("norm",) * (x.ndim - 3))
+
+    def _child_of(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
+        letters = "gjv"[: len(shape)]
+        self.child(
+            name,
+            Projection,
+            equation=f"btd,d{letters}->bt{letters}",
+            shape=(self.spec.model_dims, *shape),
+            split_axes=("embed", *axes),
+            output_axes=("batch", "length", "activation_heads", *("norm",) * (len(shape) - 1)),
+        )
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        return (*self.convolved, "decay", "beta")
+
+    @property
+    def _cached(self) -> tuple[str, ...]:
+        return ("state", *(f"{name}_past" for name in self.convolved))
+
+    @property
+    def _delta(self) -> DeltaSpec:
+        assert self.spec.delta is not None  # what makes a layer one of this class
+        return self.spec.delta
+
+
+class Convolution(SpecLayer):
+    """The kernel of a causal convolution of each channel.
+
+    Attributes:
+      shape: [width, ...].
+      split_axes: logical axes of `shape`.
+    """
+
+    shape: tuple[int, ...] = ()
+    split_axes: tuple[str, ...] = ()
+
+    def setup(self) -> None:
+        self.add_weight("w", self.shape, self.split_axes)
+
+    def kernel(self) -> jax.Array:
+        return self.read("w")
+
+
+def _of_length_one(x: jax.Array) -> jax.Array:
+    """Returns vectors divided by their length, float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _EPSILON)

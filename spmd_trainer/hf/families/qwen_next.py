@@ -1,0 +1,174 @@
+"""Qwen3-Next, and the text models of Qwen 3.5: three layers of linear attention for each layer of softmax attention."""
+
+from __future__ import annotations
+
+import functools
+
+from spmd_trainer.hf.errors import HfError
+from spmd_trainer.hf.families import shared
+from spmd_trainer.hf.families.family import Family, Names, Rule, Settings
+from spmd_trainer.models.decoder_spec import DecoderSpec, DeltaSpec, MoeSpec
+
+_LINEAR = "linear_attention"
+_DEFAULTS = {
+    **shared.DEFAULTS,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_MOE_DEFAULTS = {
+    **shared.MOE_DEFAULTS,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_FIXED = {"norm_scale_offset": 1.0, "query_key_norm": "head", "gated_attention": True}
+_OFF = {"attention_bias": (None, False), "attn_output_gate": (None, True), "mlp_only_layers": (None, [])}
+# States are float32 here. transformers does not read the layers that predict further tokens either.
+_WITHOUT_EFFECT = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers"})
+_NOT_READ = ("mtp.",)
+
+
+def _read(config: Settings, fields: Settings) -> None:
+    shared.read_layer_types(config, fields, _LINEAR, "linear")
+    heads, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if values % heads:
+        raise HfError(f"linear_num_key_heads={heads} does not divide linear_num_value_heads={values}")
+    if "linear" in fields["layer_pattern"]:
+        fields["delta"] = DeltaSpec(
+            num_heads=heads,
+            values_per_head=values // heads,
+            key_dims=config["linear_key_head_dim"],
+            value_dims=config["linear_value_head_dim"],
+            conv_width=config["linear_conv_kernel_dim"],
+        )
+
+
+def _write(spec: DecoderSpec, config: Settings) -> None:
+    config["layer_types"] = [_LINEAR if kind == "linear" else shared.FULL for kind in spec.layer_kinds]
+    config["attention_bias"] = False
+    if (delta := spec.delta) is not None:
+        config["linear_num_key_heads"] = delta.num_heads
+        config["linear_num_value_heads"] = delta.num_heads * delta.values_per_head
+        config["linear_key_head_dim"], config["linear_value_head_dim"] = delta.key_dims, delta.value_dims
+        config["linear_conv_kernel_dim"] = delta.conv_width
+
+
+def _read_moe(config: Settings, fields: Settings) -> None:
+    _read(config, fields)
+    fields["moe"] = MoeSpec(
+        num_experts=config["num_experts"],
+        num_experts_per_token=config["num_experts_per_tok"],
+        hidden_dims=config["moe_intermediate_size"],
+        normalise_top_k=bool(config.get("norm_topk_prob", True)),
+        shared_dims=config["shared_expert_intermediate_size"],
+        shared_gate=True,
+        aux_loss_weight=shared.aux_loss_weight(config),
+    )
+
+
+def _write_moe(spec: DecoderSpec, config: Settings) -> None:
+    if spec.moe is None or not spec.moe.shared_gate:
+        raise HfError("it has experts with a shared_gate, and the model has none")
+    _write(spec, config)
+    config["num_experts"] = spec.moe.num_experts
+    config["moe_intermediate_size"] = spec.moe.hidden_dims
+    config["shared_expert_intermediate_size"] = spec.moe.shared_dims
+    shared.write_moe(spec.moe, config)
+
+
+def _write_next(spec: DecoderSpec, config: Settings) -> None:
+    _write_moe(spec, config)
+    config["norm_topk_prob"] = spec.moe is not None and spec.moe.normalise_top_k
+    config["decoder_sparse_step"], config["mlp_only_layers"] = 1, []
+
+
+def _names(spec: DecoderSpec, *, interleaved: bool) -> Names:
+    def attention(spec: DecoderSpec, kind: str) -> list[Rule]:
+        return _delta(interleaved) if kind == "linear" else shared.softmax_attention(spec)
+
+    return shared.names_like_llama(spec, attention, functools.partial(shared.named_experts, shared="shared_expert"))
+
+
+def _delta(interleaved: bool) -> list[Rule]:
+    """Returns the rules of a layer of linear attention.
+
+    Args:
+      interleaved: a tensor holds query, key, value and gate of the first key head, then those of the next one, and so on.
+    """
+    inputs = {"query": "a", "key": "a", "value": "j b", "gate": "j b"}
+    found = []
+    for part, (ours, letters) in enumerate(inputs.items()):
+        if interleaved:
+            rule = Rule("", "in_proj_qkvz", f"(g (a + a + j b + j b)) d -> d g {letters}", part)
+        elif ours == "gate":
+            rule = Rule("", "in_proj_z", "(g j b) d -> d g j b")
+        else:
+            rule = Rule("", "in_proj_qkv", f"(g a + g a + g j b) d -> d g {letters}", part)
+        found.append(Rule(f"{ours}/w", f"{rule.name}.weight", rule.layout, rule.part))
+        if ours != "gate":
+            layout = f"(g a + g a + g j b) 1 w -> w g {letters}"
+            found.append(Rule(f"{ours}_conv/w", "conv1d.weight", layout, part))
+    for part, (ours, letter) in enumerate((("beta", "b"), ("decay", "a"))):
+        if interleaved:
+            found.append(Rule(f"{ours}/w", "in_proj_ba.weight", "(g (j + j)) d -> d g j", part))
+        else:
+            found.append(Rule(f"{ours}/w", f"in_proj_{letter}.weight", "(g j) d -> d g j"))
+    found += [
+        Rule("log_decay_rate", "A_log", "(g j) -> g j"),
+        Rule("decay_bias", "dt_bias", "(g j) -> g j"),
+        Rule("norm/scale", "norm.weight", "b -> b"),
+        Rule("output/w", "out_proj.weight", "d (g j b) -> g j b d"),
+    ]
+    return [Rule(f"attention/{rule.path}", f"linear_attn.{rule.name}", rule.layout, rule.part) for rule in found]
+
+
+FAMILIES = (
+    Family(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        shared.KEYS,
+        {**_DEFAULTS, **_MOE_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        _FIXED,
+        _read_moe,
+        _write_next,
+        functools.partial(_names, interleaved=True),
+        off={**_OFF, "decoder_sparse_step": (None, 1)},
+        without_effect=_WITHOUT_EFFECT,
+        not_read=_NOT_READ,
+    ),
+    Family(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        shared.KEYS,
+        {**_DEFAULTS, "num_key_value_heads": 4},
+        _FIXED,
+        _read,
+        _write,
+        functools.partial(_names, interleaved=False),
+        off={**_OFF, "output_gate_type": (None, "swish", "silu")},
+        without_effect=_WITHOUT_EFFECT,
+        not_read=_NOT_READ,
+    ),
+    Family(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        {field: key for field, key in shared.KEYS.items() if field != "hidden_dims"},
+        {**_DEFAULTS, **_MOE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
+        _FIXED,
+        _read_moe,
+        _write_moe,
+        functools.partial(_names, interleaved=False),
+        off={**_OFF, "output_gate_type": (None, "swish", "silu")},
+        without_effect=_WITHOUT_EFFECT | {"intermediate_size"},
+        fused_experts=True,
+        not_read=_NOT_READ,
+    ),
+)

@@ -1,0 +1,273 @@
+"""Parts that several families share: keys, defaults, windows, experts, and tensor names in the style of Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from spmd_trainer.hf.errors import HfError
+from spmd_trainer.hf.families.family import NON_TRAINABLE, Names, Rule, Settings
+from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
+
+KEYS = {
+    "vocab_size": "vocab_size",
+    "model_dims": "hidden_size",
+    "hidden_dims": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dims": "head_dim",
+    "norm_epsilon": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+    "tied_embeddings": "tie_word_embeddings",
+    "activation": "hidden_act",
+}
+DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "attention_bias": False,
+}
+MOE_DEFAULTS: Mapping[str, Any] = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
+# GLM and DeepSeek.
+SIGMOID_DEFAULTS: Mapping[str, Any] = {
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 0,
+}
+SIGMOID_OFF: Mapping[str, tuple[Any, ...]] = {
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
+}
+# Settings of how experts are chosen, with the values of families that don't have them.
+ROUTING_OFF: Mapping[str, tuple[Any, ...]] = {
+    "scoring_func": (None, "softmax"),
+    "topk_method": (None, "greedy"),
+    "norm_topk_prob": (None, True),
+    "routed_scaling_factor": (None, 1, 1.0),
+    "n_group": (None, 1),
+    "topk_group": (None, 1),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "first_k_dense_replace": (None, 0),
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def head_dims(dims: int, heads: int, dims_key: str, heads_key: str) -> int:
+    """Returns the default width of a head, dims / heads. Raises HfError, which names the keys, if it is not a whole number."""
+    if dims % heads:
+        raise HfError(f"{heads_key}={heads} does not divide {dims_key}={dims}, and there is no head_dim")
+    return dims // heads
+
+
+def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Returns the shortest pattern that gives the kinds of all layers when repeated."""
+    lengths = range(1, len(kinds) + 1)
+    length = next(n for n in lengths if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+    return tuple(kinds[:length])
+
+
+def read_biases(config: Settings, fields: Settings) -> None:
+    """Reads `attention_bias`, which most families have."""
+    fields["qkv_bias"] = fields["output_bias"] = bool(config["attention_bias"])
+
+
+def write_biases(spec: DecoderSpec, config: Settings) -> None:
+    config["attention_bias"] = spec.qkv_bias
+
+
+def read_window_of_all(config: Settings, fields: Settings) -> None:
+    """Reads the window of families such as Mistral and Mixtral, in which all layers or none have it."""
+    fields["window"] = config["sliding_window"]
+    fields["layer_pattern"] = ("global",) if config["sliding_window"] is None else ("local",)
+
+
+def write_window_of_all(spec: DecoderSpec, config: Settings) -> None:
+    config["sliding_window"] = spec.window if "local" in spec.layer_kinds else None
+
+
+def read_layer_types(config: Settings, fields: Settings, other: str = SLIDING, kind: str = "local") -> None:
+    """Reads the kinds of the layers, for families whose config lists the kind of each layer.
+
+    Args:
+      config: the config with its defaults; `_every` is the default of how many layers there are for each full one.
+      fields: the fields to add to.
+      other, kind: the type of the layers that are not full ones, in config.json and in a DecoderSpec.
+    """
+    if (types := config["layer_types"]) is None:
+        every = next(config[key] for key in _EVERY if config.get(key))
+        types = [other if (i + 1) % every else FULL for i in range(config["num_hidden_layers"])]
+    unknown = sorted(set(types) - {other, FULL})
+    if unknown:
+        raise HfError(f"layer_types has {unknown[0]!r}; {FULL!r} and {other!r} are supported")
+    if len(types) != config["num_hidden_layers"]:
+        raise HfError(f"layer_types has {len(types)} entries, and num_hidden_layers is {config['num_hidden_layers']}")
+    kinds = [kind if found == other else "global" for found in types]
+    fields["layer_pattern"] = shortest_pattern(kinds)
+    if kind == "local":
+        fields["window"] = config["sliding_window"] if kind in kinds else None
+
+
+# One layer in this many is full, where `layer_types` is missing. Gemma 2, OLMo 3 and gpt-oss lack the key.
+_EVERY = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern", "_every")
+
+
+def write_layer_types(spec: DecoderSpec, config: Settings) -> None:
+    config["layer_types"] = [SLIDING if kind == "local" else FULL for kind in spec.layer_kinds]
+    config["sliding_window"] = spec.window
+
+
+def aux_loss_weight(config: Settings) -> float:
+    return float(config["router_aux_loss_coef"]) if config["output_router_logits"] else 0.0
+
+
+def write_moe(moe: MoeSpec, config: Settings) -> None:
+    config["num_experts_per_tok"] = moe.num_experts_per_token
+    config["output_router_logits"] = moe.aux_loss_weight != 0
+    if moe.aux_loss_weight:
+        config["router_aux_loss_coef"] = float(moe.aux_loss_weight)
+
+
+def sigmoid_experts(config: Settings) -> MoeSpec:
+    """Returns the experts of GLM and DeepSeek: with sigmoid scores, groups, shared experts and choice biases."""
+    return MoeSpec(
+        num_experts=config["n_routed_experts"],
+        num_experts_per_token=config["num_experts_per_tok"],
+        hidden_dims=config["moe_intermediate_size"],
+        dense_layers=config["first_k_dense_replace"],
+        score="sigmoid",
+        normalise_top_k=bool(config["norm_topk_prob"]),
+        scaling_factor=config["routed_scaling_factor"],
+        num_groups=config["n_group"],
+        num_chosen_groups=config["topk_group"],
+        shared_dims=config["n_shared_experts"] * config["moe_intermediate_size"],
+        choice_bias=True,
+        # transformers does not move them, and fine-tuning is not where a load goes wrong.
+        choice_bias_rate=0.0,
+    )
+
+
+def write_sigmoid_experts(moe: MoeSpec | None, config: Settings) -> None:
+    if moe is None:
+        raise HfError("it has experts, and the model has none")
+    if moe.shared_dims % moe.hidden_dims:
+        raise HfError(f"moe.shared_dims={moe.shared_dims} is not a multiple of moe.hidden_dims={moe.hidden_dims}")
+    config["n_routed_experts"] = moe.num_experts
+    config["num_experts_per_tok"] = moe.num_experts_per_token
+    config["moe_intermediate_size"] = moe.hidden_dims
+    config["first_k_dense_replace"] = moe.dense_layers
+    config["norm_topk_prob"] = moe.normalise_top_k
+    config["routed_scaling_factor"] = float(moe.scaling_factor)
+    config["n_group"], config["topk_group"] = moe.num_groups, moe.num_chosen_groups
+    config["n_shared_experts"] = moe.shared_dims // moe.hidden_dims
+    config["num_nextn_predict_layers"] = 0
+
+
+def names_like_llama(
+    spec: DecoderSpec,
+    attention: Callable[[DecoderSpec, str], Sequence[Rule]] | None = None,
+    experts: Callable[[MoeSpec], Sequence[Rule]] | None = None,
+) -> Names:
+    """Returns the tensor names of a model in the style of Llama, which all families but GPT-2 have.
+
+    Args:
+      spec: the model.
+      attention: rules of the attention of a layer of a kind; None for `softmax_attention`.
+      experts: rules of the experts of a layer; None for `named_experts`.
+    """
+    model = [Rule("token_emb/w", "embed_tokens.weight", "v d -> v d"), *norm("final_norm", "norm")]
+    if not spec.tied_embeddings:
+        model.append(Rule("logits/w", "lm_head.weight", "v d -> d v"))
+    norms = [rule for ours, theirs in _NORM_NAMES[spec.norm_placement].items() for rule in norm(ours, theirs)]
+
+    def in_layer(kind: str, has_experts: bool) -> tuple[Rule, ...]:
+        mixer = softmax_attention(spec) if attention is None else attention(spec, kind)
+        if has_experts and spec.moe is not None:
+            return (*norms, *mixer, *(named_experts if experts is None else experts)(spec.moe))
+        return (*norms, *mixer, *_feed_forward(spec))
+
+    return Names("model.", "layers.{layer}.", tuple(model), in_layer)
+
+
+_NORM_NAMES = {
+    "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "pre_and_post": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+    "post": {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+}
+
+
+def norm(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
+    found = [Rule(f"{ours}/scale", f"{theirs}.weight", "d -> d")]
+    return [*found, Rule(f"{ours}/bias", f"{theirs}.bias", "d -> d")] if bias else found
+
+
+def softmax_attention(spec: DecoderSpec) -> list[Rule]:
+    """Returns the rules of an attention layer: queries, keys, values with their biases and norms, and its output."""
+    found = []
+    for ours, n in (("query", "n"), ("key", "k"), ("value", "k")):
+        theirs = f"self_attn.{ours[0]}_"
+        if ours == "query" and spec.gated_attention:
+            for part, path in enumerate(("query", "gate")):
+                found.append(Rule(f"attention/{path}/w", f"{theirs}proj.weight", "(n (h + h)) d -> d n h", part))
+        else:
+            found.append(Rule(f"attention/{ours}/w", f"{theirs}proj.weight", f"({n} h) d -> d {n} h"))
+        if spec.qkv_bias:
+            found.append(Rule(f"attention/{ours}/b", f"{theirs}proj.bias", f"({n} h) -> {n} h"))
+        if spec.query_key_norm is not None and ours != "value":
+            layout = "h -> h" if spec.query_key_norm == "head" else f"({n} h) -> {n} h"
+            found.append(Rule(f"attention/{ours}_norm/scale", f"{theirs}norm.weight", layout))
+    return [*found, *attention_output(spec)]
+
+
+def attention_output(spec: DecoderSpec) -> list[Rule]:
+    found = [Rule("attention/output/w", "self_attn.o_proj.weight", "d (n u) -> n u d")]
+    if spec.output_bias:
+        found.append(Rule("attention/output/b", "self_attn.o_proj.bias", "d -> d"))
+    return found
+
+
+def _feed_forward(spec: DecoderSpec) -> list[Rule]:
+    found = []
+    for ours, layout in (("gate", "f d -> d f"), ("up", "f d -> d f"), ("down", "d f -> f d")):
+        found.append(Rule(f"mlp/{ours}/w", f"mlp.{ours}_proj.weight", layout))
+        if spec.mlp_bias:
+            found.append(Rule(f"mlp/{ours}/b", f"mlp.{ours}_proj.bias", "d -> d" if ours == "down" else "f -> f"))
+    return found
+
+
+USUAL_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def named_experts(
+    moe: MoeSpec, inside: str = "mlp", parts: Mapping[str, str] = USUAL_PARTS, shared: str = "shared_experts"
+) -> list[Rule]:
+    """Returns the rules of experts that have a tensor each.
+
+    Args:
+      moe: the experts.
+      inside: prefix of the tensors.
+      parts: names of an expert's matrices.
+      shared: name of the shared experts.
+    """
+    found = [Rule("moe/router/w", f"{inside}.gate.weight", "e d -> d e")]
+    if moe.choice_bias:
+        name = f"{inside}.gate.e_score_correction_bias"
+        found.append(Rule("moe/router/choice_bias", name, "e -> e", root=NON_TRAINABLE))
+    if moe.shared_gate:
+        found.append(Rule("moe/shared_gate/w", f"{inside}.{shared}_gate.weight", "1 d -> d 1"))
+    places = {"moe": ("experts.{expert}", "x"), **({"moe/shared": (shared, "s")} if moe.shared_dims else {})}
+    for place, (name, width) in places.items():
+        for ours, projection in parts.items():
+            layout = f"d {width} -> {width} d" if ours == "down" else f"{width} d -> d {width}"
+            found.append(Rule(f"{place}/{ours}/w", f"{inside}.{name}.{projection}.weight", layout))
+    return found
