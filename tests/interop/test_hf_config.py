@@ -14,8 +14,8 @@ from praxis import pax_fiddle
 
 from spmd_trainer.decoder import rotary
 from spmd_trainer.errors import UserError
-from spmd_trainer.experiments.lm import deepseek
-from spmd_trainer.hf import config_json
+from spmd_trainer.experiments.lm import deepseek, gemma, qwen_next
+from spmd_trainer.hf import config_json, text_part
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 from spmd_trainer.training import experiment_config
 
@@ -324,6 +324,125 @@ def test_other_models_of_its_architecture(name, changes):
     assert config_json.differing_fields(found, pax_fiddle.build(getattr(deepseek, name)().spec())) == []
 
 
+# The text model of Qwen 3.5 27B, as its makers wrote it.
+QWEN3_5 = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 17408,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 248320,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+}
+
+
+def test_qwen_3_5_is_the_experiment_of_its_size():
+    whole = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
+        "text_config": QWEN3_5, "vision_config": {"depth": 27}, "tie_word_embeddings": False,
+    }  # fmt: skip
+    wanted = pax_fiddle.build(qwen_next.Qwen3_5_27B().spec())
+    config = text_part.config_of_text(whole, "config.json")
+    assert config_json.spec_of(config, "config.json") == wanted
+    assert "image_token_id" not in config
+    without = {key: value for key, value in config.items() if key != "layer_types"}
+    assert config_json.spec_of(without, "config.json") == wanted
+    written = config_json.config_of(wanted)
+    assert (written["architectures"], written["layer_types"]) == (["Qwen3_5ForCausalLM"], QWEN3_5["layer_types"])
+    with raises_naming(UserError, "Qwen3_5ForConditionalGeneration", "text_config"):
+        text_part.config_of_text({**whole, "text_config": None}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({"attn_output_gate": False}, ("attn_output_gate", "True")),
+        ({"output_gate_type": "sigmoid"}, ("output_gate_type", "silu")),
+        ({"linear_num_key_heads": 5}, ("linear_num_key_heads=5", "linear_num_value_heads=48")),
+        ({"layer_types": ["sliding_attention"] * 64}, ("sliding_attention", "linear_attention")),
+        ({"attention_bias": True}, ("attention_bias", "False")),
+    ],
+)
+def test_settings_that_qwen_3_5_has_in_one_way_alone(changes, facts):
+    with raises_naming(UserError, *facts):
+        config_json.spec_of({**QWEN3_5, "architectures": ["Qwen3_5ForCausalLM"], **changes}, "config.json")
+
+
+def test_the_text_models_config_of_gemma_3_may_lack_what_transformers_takes_for_granted():
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    spec = config_json.spec_of(text_part.config_of_text(whole, "config.json"), "config.json")
+    published = pax_fiddle.build(gemma.Gemma3_4B().spec())
+    differing = config_json.differing_fields(spec, published)
+    assert set(differing) <= {"vocab_size"}  # the published size counts the tokens for images, too
+    assert spec.vocab_size == 262_208
+
+
+@pytest.mark.parametrize(
+    ("config", "facts"),
+    [
+        ({"sliding_windw": 7}, ("sliding_windw=7", "did you mean sliding_window")),
+        (
+            {"clip_qkv": 8.0, "logit_scale": 2.0},
+            ("2 unknown settings", "clip_qkv=8.0", "logit_scale=2.0", "delete them"),
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "facter": 2.0}}, ("rope_parameters.facter",)),
+    ],
+)
+def test_a_setting_that_is_not_known_is_an_error(config, facts):
+    with raises_naming(UserError, *facts):
+        config_json.spec_of({**golden("mistral"), **config}, "config.json")
+
+
+def test_unknown_settings_that_switch_nothing_on_are_no_error():
+    spec = config_json.spec_of(golden("mistral"), "config.json")
+    harmless = {
+        "clip_qkv": None,
+        "use_parallel_residual": False,
+        "transformers.js_config": {"dtype": "q4"},
+        "id2label": {},
+    }
+    assert config_json.spec_of({**golden("mistral"), **harmless}, "config.json") == spec
+
+
+def test_mistral_has_no_biases_of_attention():
+    with raises_naming(UserError, "attention_bias", "False"):
+        config_json.spec_of({**golden("mistral"), "attention_bias": True}, "config.json")
+
+
 def test_defaults_are_those_of_the_family():
     spec = config_json.spec_of(GEMMA3, "config.json")
     assert spec.tied_embeddings  # transformers 4 does not write it
@@ -354,9 +473,8 @@ def test_rotary_bases_of_olmo_3_that_versions_of_transformers_read_differently()
     assert config_json.spec_of(config_json.config_of(spec, "Olmo3ForCausalLM"), "") == spec
 
 
-def test_gpt_oss_as_its_makers_wrote_it(caplog):
+def test_gpt_oss_as_its_makers_wrote_it():
     spec = config_json.spec_of(GPT_OSS, "config.json")
-    assert "not read" not in caplog.text
     published = experiment_config.resolve("lm.gpt_oss.GptOss20B").task_p.model.lm_tpl.spec
     assert config_json.differing_fields(spec, pax_fiddle.build(published)) == []
     # What transformers takes for granted.

@@ -302,8 +302,13 @@ GENERATION = (("max_tokens", 4), ("eos_ids", ()), ("temperature", 1.0), ("num_sa
 @pytest.mark.parametrize(
     "settings",
     # A decode step of latent attention multiplies by parts of the matrix that whole rows multiply by.
-    [{}, {"dora": True}, {"experiment": "lm.deepseek.TinyDeepSeek", "targets": ("attention/.*/w",)}],
-    ids=["lora", "dora", "latent"],
+    [
+        {},
+        {"dora": True},
+        {"experiment": "lm.deepseek.TinyDeepSeek", "targets": ("attention/.*/w",)},
+        {"experiment": "lm.qwen_next.TinyQwenNext", "targets": ("attention/(query|value|gate|output)/w",)},
+    ],
+    ids=["lora", "dora", "latent", "linear"],
 )
 def test_decoding_with_adapters_and_with_merged_weights(settings):
     task, _, mdl_vars, _ = ready(generation=GENERATION, **settings)
