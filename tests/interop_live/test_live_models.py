@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+import hf_models
 import jax
 import numpy as np
 import optax
@@ -60,6 +61,20 @@ def test_weights_in_mxfp4_are_those_of_transformers_bit_for_bit(torch_side, tmp_
     torch_side(TORCH_SIDE, "mxfp4", *(tmp_path / f"{name}.npy" for name in ("blocks", "scales", "values")))
     found = mxfp4.dequantised(blocks, scales).transpose(0, 2, 1).astype(np.float32)
     np.testing.assert_array_equal(found.view(np.uint32), np.load(tmp_path / "values.npy").view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"],
+)
+def test_the_text_models_of_models_for_text_and_images(architecture, torch_side, tmp_path, monkeypatch):
+    folder, ids = tmp_path / architecture, np.arange(3, 25, dtype=np.int32).reshape(2, 11)
+    np.save(tmp_path / "ids.npy", ids)
+    torch_side(TORCH_SIDE, "whole", folder, tmp_path / "ids.npy", tmp_path / "logits.npy")
+    monkeypatch.setattr(hf_models, "expected", lambda folder: {"ids": ids})
+    job = make_job(folder, mesh_of(*UNEVEN))
+    logits, _ = job.logits_and_loss(read(folder, job))
+    np.testing.assert_allclose(logits, np.load(tmp_path / "logits.npy"), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
