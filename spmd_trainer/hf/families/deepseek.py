@@ -1,15 +1,76 @@
-"""DeepSeek V3, Kimi K2 and Moonlight."""
+"""GLM 4.5 to 4.7, and DeepSeek V3 with Kimi K2 and Moonlight, which choose experts in the same way."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from spmd_trainer.hf.errors import HfError
 from spmd_trainer.hf.families import shared
 from spmd_trainer.hf.families.family import Family, Names, Rule, Settings
-from spmd_trainer.models.decoder_spec import DecoderSpec, LatentSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec, LatentSpec, MoeSpec
+
+_SIGMOID_DEFAULTS: Mapping[str, Any] = {
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 0,
+}
+_SIGMOID_OFF: Mapping[str, tuple[Any, ...]] = {
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
+}
+
+
+def _experts(config: Settings) -> MoeSpec:
+    """Returns the experts of both families: with sigmoid scores, groups, shared experts and choice biases."""
+    return MoeSpec(
+        num_experts=config["n_routed_experts"],
+        num_experts_per_token=config["num_experts_per_tok"],
+        hidden_dims=config["moe_intermediate_size"],
+        dense_layers=config["first_k_dense_replace"],
+        score="sigmoid",
+        normalise_top_k=bool(config["norm_topk_prob"]),
+        scaling_factor=config["routed_scaling_factor"],
+        num_groups=config["n_group"],
+        num_chosen_groups=config["topk_group"],
+        shared_dims=config["n_shared_experts"] * config["moe_intermediate_size"],
+        choice_bias=True,
+        # transformers does not move them, and fine-tuning is not where a load goes wrong.
+        choice_bias_rate=0.0,
+    )
+
+
+def _write_experts(moe: MoeSpec | None, config: Settings) -> None:
+    if moe is None:
+        raise HfError("it has experts, and the model has none")
+    if moe.shared_dims % moe.hidden_dims:
+        raise HfError(f"moe.shared_dims={moe.shared_dims} is not a multiple of moe.hidden_dims={moe.hidden_dims}")
+    config["n_routed_experts"] = moe.num_experts
+    config["num_experts_per_tok"] = moe.num_experts_per_token
+    config["moe_intermediate_size"] = moe.hidden_dims
+    config["first_k_dense_replace"] = moe.dense_layers
+    config["norm_topk_prob"] = moe.normalise_top_k
+    config["routed_scaling_factor"] = float(moe.scaling_factor)
+    config["n_group"], config["topk_group"] = moe.num_groups, moe.num_chosen_groups
+    config["n_shared_experts"] = moe.shared_dims // moe.hidden_dims
+    config["num_nextn_predict_layers"] = 0
+
+
+def _read_glm(config: Settings, fields: Settings) -> None:
+    fields["qkv_bias"] = bool(config["attention_bias"])
+    fields["query_key_norm"] = "head" if config["use_qk_norm"] else None
+    fields["moe"] = _experts(config)
+
+
+def _write_glm(spec: DecoderSpec, config: Settings) -> None:
+    shared.write_biases(spec, config)
+    config["use_qk_norm"] = spec.query_key_norm is not None
+    _write_experts(spec.moe, config)
 
 
 def _read(config: Settings, fields: Settings) -> None:
-    fields["moe"] = shared.sigmoid_experts(config)
+    fields["moe"] = _experts(config)
     fields["head_dims"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
     fields["rotary_dims"] = config["qk_rope_head_dim"]
     fields["rotary_pairs_adjacent"] = config["rope_interleave"]
@@ -24,7 +85,7 @@ def _read(config: Settings, fields: Settings) -> None:
 def _write(spec: DecoderSpec, config: Settings) -> None:
     if spec.latent is None:
         raise HfError("it has latent attention, and the model has none")
-    shared.write_sigmoid_experts(spec.moe, config)
+    _write_experts(spec.moe, config)
     # transformers gives the rotated part's width the name of a head's.
     config["head_dim"] = config["qk_rope_head_dim"] = spec.rotary_dims
     config["qk_nope_head_dim"] = spec.head_dims - spec.rotary_dims
@@ -60,12 +121,37 @@ def _attention(spec: DecoderSpec, kind: str) -> list[Rule]:
 
 FAMILIES = (
     Family(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        shared.KEYS,
+        {
+            **shared.DEFAULTS,
+            **_SIGMOID_DEFAULTS,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "n_routed_experts": 128,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        {},
+        _read_glm,
+        _write_glm,
+        shared.names_like_llama,
+        off=_SIGMOID_OFF,
+    ),
+    Family(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
         {field: key for field, key in shared.KEYS.items() if field != "head_dims"},
         {
             **shared.DEFAULTS,
-            **shared.SIGMOID_DEFAULTS,
+            **_SIGMOID_DEFAULTS,
             "num_key_value_heads": 128,
             "max_position_embeddings": 4096,
             "q_lora_rank": 1536,
@@ -85,7 +171,7 @@ FAMILIES = (
         _read,
         _write,
         _names,
-        off={**shared.SIGMOID_OFF, "attention_bias": (None, False), "moe_layer_freq": (None, 1)},
+        off={**_SIGMOID_OFF, "attention_bias": (None, False), "moe_layer_freq": (None, 1)},
         without_effect=frozenset({"aux_loss_alpha", "ep_size", "head_dim", "qk_head_dim", "seq_aux"}),
     ),
 )

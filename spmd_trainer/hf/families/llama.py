@@ -1,9 +1,37 @@
-"""Llama 1 to 3."""
+"""Llama 1 to 3, Mistral and Mixtral."""
 
 from __future__ import annotations
 
 from spmd_trainer.hf.families import shared
-from spmd_trainer.hf.families.family import Family
+from spmd_trainer.hf.families.family import Family, Names, Rule, Settings
+from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
+
+
+def _read_mixtral(config: Settings, fields: Settings) -> None:
+    shared.read_window_of_all(config, fields)
+    fields["moe"] = MoeSpec(
+        num_experts=config["num_local_experts"],
+        num_experts_per_token=config["num_experts_per_tok"],
+        hidden_dims=config["intermediate_size"],
+        normalise_top_k=True,
+        aux_loss_weight=shared.aux_loss_weight(config),
+    )
+
+
+def _write_mixtral(spec: DecoderSpec, config: Settings) -> None:
+    shared.write_window_of_all(spec, config)
+    if spec.moe is not None:
+        config["num_local_experts"] = spec.moe.num_experts
+        config["intermediate_size"] = spec.moe.hidden_dims
+        shared.write_moe(spec.moe, config)
+
+
+def _mixtral_names(spec: DecoderSpec) -> Names:
+    def experts(moe: MoeSpec) -> list[Rule]:
+        return shared.named_experts(moe, "block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
+
+    return shared.names_like_llama(spec, experts=experts)
+
 
 FAMILIES = (
     Family(
@@ -16,5 +44,42 @@ FAMILIES = (
         shared.write_biases,
         shared.names_like_llama,
         heads_divide_dims=True,
+    ),
+    Family(
+        "MistralForCausalLM",
+        "mistral",
+        shared.KEYS,
+        {
+            **shared.DEFAULTS,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "max_position_embeddings": 131072,
+        },
+        {},
+        shared.read_window_of_all,
+        shared.write_window_of_all,
+        shared.names_like_llama,
+        off={"attention_bias": (None, False)},
+    ),
+    Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        shared.KEYS,
+        {
+            **shared.DEFAULTS,
+            **shared.MOE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 131072,
+        },
+        {},
+        _read_mixtral,
+        _write_mixtral,
+        _mixtral_names,
+        off={"attention_bias": (None, False), "router_jitter_noise": (None, 0, 0.0)},
     ),
 )

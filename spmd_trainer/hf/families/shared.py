@@ -32,17 +32,6 @@ DEFAULTS: Mapping[str, Any] = {
     "attention_bias": False,
 }
 MOE_DEFAULTS: Mapping[str, Any] = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
-# GLM and DeepSeek.
-SIGMOID_DEFAULTS: Mapping[str, Any] = {
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "n_shared_experts": 1,
-    "num_nextn_predict_layers": 0,
-}
-SIGMOID_OFF: Mapping[str, tuple[Any, ...]] = {
-    "scoring_func": (None, "sigmoid"),
-    "topk_method": (None, "noaux_tc"),
-}
 # Settings of how experts are chosen, with the values of families that don't have them.
 ROUTING_OFF: Mapping[str, tuple[Any, ...]] = {
     "scoring_func": (None, "softmax"),
@@ -131,41 +120,6 @@ def write_moe(moe: MoeSpec, config: Settings) -> None:
     config["output_router_logits"] = moe.aux_loss_weight != 0
     if moe.aux_loss_weight:
         config["router_aux_loss_coef"] = float(moe.aux_loss_weight)
-
-
-def sigmoid_experts(config: Settings) -> MoeSpec:
-    """Returns the experts of GLM and DeepSeek: with sigmoid scores, groups, shared experts and choice biases."""
-    return MoeSpec(
-        num_experts=config["n_routed_experts"],
-        num_experts_per_token=config["num_experts_per_tok"],
-        hidden_dims=config["moe_intermediate_size"],
-        dense_layers=config["first_k_dense_replace"],
-        score="sigmoid",
-        normalise_top_k=bool(config["norm_topk_prob"]),
-        scaling_factor=config["routed_scaling_factor"],
-        num_groups=config["n_group"],
-        num_chosen_groups=config["topk_group"],
-        shared_dims=config["n_shared_experts"] * config["moe_intermediate_size"],
-        choice_bias=True,
-        # transformers does not move them, and fine-tuning is not where a load goes wrong.
-        choice_bias_rate=0.0,
-    )
-
-
-def write_sigmoid_experts(moe: MoeSpec | None, config: Settings) -> None:
-    if moe is None:
-        raise HfError("it has experts, and the model has none")
-    if moe.shared_dims % moe.hidden_dims:
-        raise HfError(f"moe.shared_dims={moe.shared_dims} is not a multiple of moe.hidden_dims={moe.hidden_dims}")
-    config["n_routed_experts"] = moe.num_experts
-    config["num_experts_per_tok"] = moe.num_experts_per_token
-    config["moe_intermediate_size"] = moe.hidden_dims
-    config["first_k_dense_replace"] = moe.dense_layers
-    config["norm_topk_prob"] = moe.normalise_top_k
-    config["routed_scaling_factor"] = float(moe.scaling_factor)
-    config["n_group"], config["topk_group"] = moe.num_groups, moe.num_chosen_groups
-    config["n_shared_experts"] = moe.shared_dims // moe.hidden_dims
-    config["num_nextn_predict_layers"] = 0
 
 
 def names_like_llama(
