@@ -44,7 +44,7 @@ class DeltaAttention(SpecLayer):
         shapes |= dict.fromkeys(("value", "gate"), (*values, delta.value_dims))
         axes = {2: ("heads", "head_dims"), 3: ("heads", "norm", "head_dims")}
         for name, shape in shapes.items():
-            self._child_of(name, shape, axes[len(shape)])
+            self._child_projection(name, shape, axes[len(shape)])
             if name in self.convolved:
                 self.child(
                     f"{name}_conv",
@@ -53,7 +53,7 @@ class DeltaAttention(SpecLayer):
                     split_axes=("norm", *axes[len(shape)]),
                 )
         for name in ("decay", "beta"):
-            self._child_of(name, values, ("heads", "norm"))
+            self._child_projection(name, values, ("heads", "norm"))
         exact = [base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION]
         rates = base_layer.WeightInit.Uniform(_LARGEST_LOG_RATE)
         self.add_weight("log_decay_rate", values, ("heads", "norm"), init=rates, collections=exact)
@@ -88,7 +88,7 @@ class DeltaAttention(SpecLayer):
         Raises:
           UserError: there are no states, because the cache was not filled by `DecoderLm.prefill`.
         """
-        cache = {name: self._kept(name) for name in self._cached}
+        cache = {name: self._cached_array(name) for name in self._cached}
         inputs = {name: getattr(self, name)(x) for name in self._inputs}
         heads, cache = self._attend(inputs, context.segment_ids, cache)
         self._keep(cache)
@@ -97,17 +97,17 @@ class DeltaAttention(SpecLayer):
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
         """Replaces each array of the cache by `transform_fn(array, batch_dim=0, time_dim=-1)`."""
         for name in self._cached:
-            self.update_decode_state(name, transform_fn(self._kept(name), 0, -1))
+            self.update_decode_state(name, transform_fn(self._cached_array(name), 0, -1))
 
-    def _kept(self, name: str) -> jax.Array:
+    def _cached_array(self, name: str) -> jax.Array:
         """Returns an array of the cache. Raises UserError if the cache was not filled by `DecoderLm.prefill`."""
         if not self.has_variable(base_layer.DECODE_CACHE, name):
             raise UserError(
-                "linear attention keeps one state for all tokens of a prompt, which praxis' decoders can't begin from; decode by "
-                "the settings `generation` of a DecoderLanguageModel"
+                "linear attention keeps one state for all tokens of a prompt, which DecoderLm.prefill makes. praxis' decoders "
+                "don't call it: decode by the settings `generation` of a DecoderLanguageModel"
             )
-        kept: jax.Array = self.get_decode_state(name)
-        return kept
+        found: jax.Array = self.get_decode_state(name)
+        return found
 
     def _attend(
         self, inputs: dict[str, jax.Array], segment_ids: jax.Array, cache: dict[str, jax.Array]
@@ -120,25 +120,25 @@ class DeltaAttention(SpecLayer):
           cache: {name: content before the first token}; {} if there is none.
         """
         activation: Callable[[jax.Array], jax.Array] = ACTIVATION_FNS[self.spec.activation]
-        seen, kept = {}, {}
+        convolved, new_cache = {}, {}
         for name in self.convolved:
             kernel, past = getattr(self, f"{name}_conv").kernel(), f"{name}_past"
-            x, kept[past] = causal_convolution(inputs[name], kernel, segment_ids, cache.get(past))
-            seen[name] = checkpoint_name(activation(x), f"{name}_proj")
+            x, new_cache[past] = causal_convolution(inputs[name], kernel, segment_ids, cache.get(past))
+            convolved[name] = checkpoint_name(activation(x), f"{name}_proj")
         rate = jnp.exp(self.theta.log_decay_rate.astype(jnp.float32))
         log_decay = -rate * jax.nn.softplus(
             inputs["decay"].astype(jnp.float32) + self.theta.decay_bias.astype(jnp.float32)
         )
-        heads, kept["state"] = gated_delta_rule(
-            _of_length_one(seen["query"]),
-            _of_length_one(seen["key"]),
-            seen["value"],
+        heads, new_cache["state"] = gated_delta_rule(
+            _of_length_one(convolved["query"]),
+            _of_length_one(convolved["key"]),
+            convolved["value"],
             log_decay,
             jax.nn.sigmoid(inputs["beta"].astype(jnp.float32)),
             segment_ids,
             cache.get("state"),
         )
-        return heads.astype(self.fprop_dtype), kept
+        return heads.astype(self.fprop_dtype), new_cache
 
     def _project(self, heads: jax.Array, gate: jax.Array) -> jax.Array:
         gated = self.norm(heads) * jax.nn.silu(gate.astype(jnp.float32)).astype(heads.dtype)
@@ -162,7 +162,7 @@ class DeltaAttention(SpecLayer):
     def _head_axes(self, x: jax.Array) -> tuple[str, ...]:
         return ("batch", "length", "activation_heads", *("norm",) * (x.ndim - 3))
 
-    def _child_of(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
+    def _child_projection(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
         letters = "gjv"[: len(shape)]
         self.child(
             name,

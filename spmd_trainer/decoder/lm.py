@@ -14,8 +14,8 @@ B is the number of rows, T the width of `ids` and V the size of the vocabulary. 
 [0, T), so that the tokens of a step have the same index in the cache in all rows, T + step. Variables of the collection, below
 `lm`: `time_step`, int32, the next index to write; `first_index`, int32 [B], the index of each row's first token; and for each
 layer `attention/key_state` and `attention/value_state`, [B, cache_length, K, H], for K cached heads of width H; with latent
-attention `attention/key_state` alone. Those of layers that are repeated R times are stacked, with a leading dimension R; with
-`unroll_in_decode` they are separate variables below `layer{r}`.
+attention `attention/key_state` alone, with linear attention those of `DeltaAttention`. Variables of layers that are repeated R
+times are stacked, with a leading dimension R; with `unroll_in_decode` they are separate variables below `layer{r}`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class DecoderLm(SpecLayer):
           inputs: token ids, int32 [batch, time].
           paddings: [batch, time], 1 for padding.
           labels: class_ids int32 [batch, time] and class_weights [batch, time], or None.
-          segment_ids: int32 [batch, time]; None: each row is one text.
+          segment_ids: int32 [batch, time], equal for a text's tokens, which are consecutive; None: each row is one text.
           segment_pos: int32 [batch, time], position of each token in its text. None: 0, 1, 2, ...
           causal_attention_mask, segment_mask: must be None.
           start_time_step: index in the decode cache that the next `extend_step` writes.
@@ -234,7 +234,7 @@ class DecoderLm(SpecLayer):
         return self._logits(x[:, -1:])[:, 0]
 
     def extend_step(self, inputs: jax.Array, segment_pos: jax.Array | None = None) -> NestedMap:
-        """Adds tokens to the decode cache, after `prefill`, `__call__` or another step.
+        """Adds tokens to the decode cache, after `prefill`, another step or, without linear attention, `__call__`.
 
         Args:
           inputs: token ids, int32 [batch] or [batch, new tokens].

@@ -1,11 +1,10 @@
 """Reads and writes Hugging Face model folders: config.json, *.safetensors, generation_config.json, tokenizer.
 
 config_json.py       config.json as a `DecoderSpec`, and back
-families.py          the architectures: their settings, by transformers' names
-family_settings.py   settings that need more than a renaming
-setting_types.py     the types of the settings
+families/            the architectures: their settings, and the names of their tensors
+setting_types.py     the names and types of the settings
+text_part.py         the text model in the folder of a model for text and images
 tensor_names.py      which tensors hold which variables, and in which order of dimensions
-quantised.py         weights in FP8, and in MXFP4 (mxfp4.py), read as bfloat16
 safetensors_file.py  the format of the files
 quantised.py         tensors in FP8, and in MXFP4 (mxfp4.py), read as bfloat16
 folder.py            opens a folder and checks its tensors

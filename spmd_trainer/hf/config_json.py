@@ -168,7 +168,7 @@ def _refuse_options(config: Mapping[str, Any], family: Family, where: str) -> No
         if key in config and config[key] not in off:
             raise HfError(f"{where}: {key}={config[key]!r:.200} is not supported; {off[-1]!r} is")
     known = {*family.keys.values(), *family.defaults, *_SWITCHED_OFF, *family.off, *family.without_effect}
-    check_known(config, {*known, *_READ_IF_PRESENT, *_ROTARY_KEYS, "quantization_config"}, where)
+    check_known(config, {*known, *_ROTARY_KEYS, "quantization_config"}, where)
 
 
 def config_of(spec: DecoderSpec, architecture: str | None = None) -> Settings:
@@ -336,10 +336,12 @@ def _scaling(parameters: Mapping[str, Any], name: str, longest: int) -> RotarySc
             f"{did_you_mean(str(kind), _ROTARY_KINDS, otherwise='')}"
         )
     known = _SCALING_KEYS[kind]
+    # Frequencies that are not scaled may come with settings of any scaling, which have no effect then.
+    read = known.values() if known else {key for keys in _SCALING_KEYS.values() for key in keys.values()}
     if missing := [key for key in _REQUIRED_OF_SCALING[kind] if parameters.get(key) is None]:
         raise HfError(f"{name} has the rope type {kind!r} and no {', '.join(missing)}")
-    if unknown := sorted(set(parameters) - {*known.values(), *_OF_ANY_KIND, "original_max_position_embeddings"}):
-        raise HfError(f"{name}.{unknown[0]} is not supported{did_you_mean(unknown[0], list(known.values()))}")
+    if unknown := sorted(set(parameters) - {*read, *_OF_ANY_KIND, "original_max_position_embeddings"}):
+        raise HfError(f"{name}.{unknown[0]} is not supported{did_you_mean(unknown[0], sorted(read))}")
     if kind == "default":
         return None
     given = {field: parameters[key] for field, key in known.items() if parameters.get(key) is not None}

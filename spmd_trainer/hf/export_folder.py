@@ -136,8 +136,7 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
     dtypes = {"dtype": dtype, "torch_dtype": dtype}  # the spellings of transformers 5 and 4
     if source is None:
         return {**config_json.config_of(spec, architecture), **dtypes}
-    config = read_config(source)
-    where = os.path.join(os.fspath(source), CONFIG)
+    config, where = read_config(source)
     family = config_json.family_of(config, where)
     there = config_json.spec_of(config, where)
     differing = config_json.differing_fields(there, spec)

@@ -40,7 +40,7 @@ class HfFolder:
 
     Attributes:
       path: path of the folder.
-      config: the content of config.json.
+      config: the content of config.json, or of its text model's part.
       family: the architecture.
       spec: the model.
       variables: the model's variables by path, with the tensors that hold them.
@@ -132,12 +132,12 @@ def read_model(directory: epath.PathLike) -> tuple[dict[str, Any], Family, Decod
 
 
 def _described(path: str) -> tuple[dict[str, Any], Family, DecoderSpec]:
-    config, where = read_config(path), os.path.join(path, CONFIG)
+    config, where = read_config(path)
     return config, config_json.family_of(config, where), config_json.spec_of(config, where)
 
 
-def read_config(directory: epath.PathLike) -> dict[str, Any]:
-    """Returns the content of config.json, or of its text model's part, see `text_part`.
+def read_config(directory: epath.PathLike) -> tuple[dict[str, Any], str]:
+    """Returns the content of config.json, or of its text model's part (see `text_part`), and for messages where it stands.
 
     Raises:
       HfNotFoundError: config.json is missing.

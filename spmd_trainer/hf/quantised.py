@@ -36,7 +36,7 @@ _SETTINGS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 }
 # Settings of each method without an effect here: the tensors' names show which are quantised.
 _WITHOUT_EFFECT = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
-_FACTORS = "_scale_inv"
+FACTORS = "_scale_inv"
 _FACTOR_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 
 
@@ -116,15 +116,15 @@ def combined(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
 def _from_fp8(tensors: Mapping[str, Tensor], block: tuple[int, int]) -> dict[str, Tensor]:
     found = dict(tensors)
     for name, values in tensors.items():
-        if name.endswith(_FACTORS) and name.removesuffix(_FACTORS) not in tensors:
+        if name.endswith(FACTORS) and name.removesuffix(FACTORS) not in tensors:
             raise HfDamagedError(
-                f"{values.path} has {name} and no {name.removesuffix(_FACTORS)}. Copy the folder again."
+                f"{values.path} has {name} and no {name.removesuffix(FACTORS)}. Copy the folder again."
             )
         if values.dtype != ml_dtypes.float8_e4m3fn:
             continue
-        factors = found.pop(name + _FACTORS, None)
+        factors = found.pop(name + FACTORS, None)
         if factors is None:
-            raise HfDamagedError(f"{values.path} has {name} in FP8 and no {name + _FACTORS}. Copy the folder again.")
+            raise HfDamagedError(f"{values.path} has {name} in FP8 and no {name + FACTORS}. Copy the folder again.")
         wanted = tuple(-(-size // part) for size, part in zip(values.shape, block, strict=False))
         if len(values.shape) != 2 or factors.shape != wanted or factors.dtype.name not in _FACTOR_DTYPES:
             raise HfDamagedError(

@@ -100,34 +100,36 @@ def check_types(settings: Mapping[str, Any], read: frozenset[str] | None = None,
 
 # Settings without effect on the output of a trained model, in any family: bookkeeping, generation, dropout and initial values,
 # tasks other than language modelling, and how transformers runs a model.
-_WITHOUT_EFFECT = """
-    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash _name_or_path
-    _sliding_window_pattern architectures attention_dropout attn_implementation auto_map bad_words_ids begin_suppress_tokens
-    bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout do_sample dtype early_stopping
-    encoder_no_repeat_ngram_size eos_token eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id gradient_checkpointing id2label initializer_range is_decoder is_llama_config label2id length_penalty
-    max_length min_length model_max_length model_name model_type no_repeat_ngram_size num_beam_groups num_beams num_labels
-    num_return_sequences output_attentions output_hidden_states output_past pad_token pad_token_id prefix pretraining_tp
-    problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
-    sliding_window_pattern suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p
-    torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16
-    use_cache
+_NAMES_WITHOUT_EFFECT = """
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _comment _commit_hash
+    _flash_attn_2_enabled _name_or_path _num_labels _sliding_window_pattern architectures attention_dropout
+    attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
+    classifier_dropout diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
+    initializer_range is_decoder is_llama_config label2id length_penalty max_length max_sequence_length min_length
+    model_max_length model_name model_type n_special no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences output_attentions output_hidden_states output_past pad_token pad_token_id predict_special_tokens
+    prefix pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id sliding_window_pattern suppress_tokens task_specific_params temperature
+    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+    unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_diff
 """
+_WITHOUT_EFFECT = frozenset(_NAMES_WITHOUT_EFFECT.split())
 
 
 def check_known(config: Mapping[str, Any], known: Collection[str], where: str) -> None:
     """Checks that each setting is one that the family reads, or that is known to have no effect.
 
     Args:
-      config: the content of a config.json. Settings that are null or false are not checked: they switch nothing on.
+      config: the content of a config.json. Settings that are null, false, 0 or empty are not checked: they switch nothing on.
       known: the settings that the family reads.
       where: path of the file, for the message.
 
     Raises:
       HfError: it has other settings, which may change what the model computes; the message names them.
     """
-    given = (key for key, value in config.items() if value is not None and value is not False)
-    unknown = sorted(key for key in given if key not in known and key not in _WITHOUT_EFFECT.split())
+    given = (key for key, value in config.items() if value)
+    unknown = sorted(key for key in given if key not in known and key not in _WITHOUT_EFFECT)
     if unknown:
         near = did_you_mean(unknown[0], sorted(known), otherwise="")
         shown = ", ".join(f"{key}={config[key]!r:.100}" for key in unknown)

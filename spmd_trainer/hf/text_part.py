@@ -12,6 +12,7 @@ from typing import Any
 from absl import logging
 
 from spmd_trainer.hf.errors import HfError
+from spmd_trainer.hf.quantised import FACTORS
 from spmd_trainer.hf.safetensors_file import Tensor
 
 # {architecture of the whole: architecture of the text model}
@@ -34,8 +35,9 @@ _VISION = (
     "multi_modal_projector.",
 )
 # Settings that the whole may have for its text model.
+_TIED = "tie_word_embeddings"
 _SHARED = (
-    "tie_word_embeddings",
+    _TIED,
     "quantization_config",
     "dtype",
     "torch_dtype",
@@ -47,12 +49,15 @@ _FUSED = ".experts.gate_up_proj"
 _FUSED_DOWN = ".experts.down_proj"
 
 
-def config_of_text(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def config_of_text(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str]:
     """Returns the content of a config.json, or of its text model's part if it describes a model for text and images.
 
     Args:
       config: the content of the file.
-      where: path of the file, for the message.
+      where: path of the file, for messages.
+
+    Returns:
+      The content, and for messages where it stands.
 
     Raises:
       HfError: the part is missing.
@@ -60,12 +65,15 @@ def config_of_text(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     names = config.get("architectures")
     whole = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     if whole not in _TEXT_MODELS:
-        return dict(config)
+        return dict(config), where
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise HfError(f"{where}: {whole} has no text_config, an object with the settings of its text model")
-    shared = {key: config[key] for key in _SHARED if config.get(key) is not None}
-    return {**shared, **text, "architectures": [_TEXT_MODELS[whole]]}
+    found = {key: config[key] for key in _SHARED if config.get(key) is not None}
+    found |= {key: value for key, value in text.items() if value is not None or key not in found}
+    if config.get(_TIED) is not None:
+        found[_TIED] = config[_TIED]  # transformers ties those of the whole
+    return {**found, "architectures": [_TEXT_MODELS[whole]]}, f"{where}: text_config"
 
 
 def tensors_of_text(tensors: Mapping[str, Tensor], where: str, *, fused_experts: bool) -> dict[str, Tensor]:
@@ -75,6 +83,9 @@ def tensors_of_text(tensors: Mapping[str, Tensor], where: str, *, fused_experts:
       tensors: the stored tensors by name.
       where: path of the folder, for a warning that the vision model is left out.
       fused_experts: replace a tensor that holds the matrices of all experts by one for each expert.
+
+    Raises:
+      HfError: such a tensor is in FP8.
     """
     if any(name.startswith(_VISION) for name in tensors):
         logging.warning("%s: its text model is read, and its vision model is not", where)
@@ -82,11 +93,20 @@ def tensors_of_text(tensors: Mapping[str, Tensor], where: str, *, fused_experts:
     for name, tensor in tensors.items():
         if name.startswith(_VISION):
             continue
-        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
-        alone = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        alone = name_in_text(name)
+        if fused_experts and alone.endswith((f"{_FUSED}{FACTORS}", f"{_FUSED_DOWN}{FACTORS}")):
+            raise HfError(
+                f"{where}: {name} shows that all experts of a layer are one tensor in FP8, which is not supported"
+            )
         for inner, part in _experts(alone, tensor) if fused_experts else [(alone, tensor)]:
             found[inner] = part
     return found
+
+
+def name_in_text(name: str) -> str:
+    """Returns the name that a tensor has in a folder of the text model alone."""
+    prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+    return _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
 
 
 def _experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

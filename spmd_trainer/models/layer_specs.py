@@ -182,7 +182,8 @@ class DeltaSpec:
 
     A head has a state, a matrix that maps keys to values. For each token, the state is multiplied by the token's decay. Then the
     value that it gives for the token's key is replaced, by the share beta, with the token's value. The output is what the new
-    state gives for the query. So the cost per token, and the decode cache, do not grow with the length.
+    state gives for the query. So the cost per token, and the decode cache, do not grow with the length. The tokens of a text
+    must be consecutive, without padding between them.
 
     Attributes:
       num_heads: key heads, G.

@@ -372,8 +372,14 @@ def test_qwen_3_5_is_the_experiment_of_its_size():
         "text_config": QWEN3_5, "vision_config": {"depth": 27}, "tie_word_embeddings": False,
     }  # fmt: skip
     wanted = pax_fiddle.build(qwen_next.Qwen3_5_27B().spec())
-    config = text_part.config_of_text(whole, "config.json")
-    assert config_json.spec_of(config, "config.json") == wanted
+    config, where = text_part.config_of_text(whole, "config.json")
+    assert config_json.spec_of(config, where) == wanted
+    with raises_naming(UserError, "text_config", "rope_thta"):
+        config_json.spec_of({**config, "rope_thta": 5.0}, where)
+    tied = {**whole, "tie_word_embeddings": True, "eos_token_id": 7}
+    tied["text_config"] = {**QWEN3_5, "eos_token_id": None}
+    tied, _ = text_part.config_of_text(tied, "config.json")
+    assert (tied["tie_word_embeddings"], tied["eos_token_id"]) == (True, 7)  # as in transformers
     assert "image_token_id" not in config
     without = {key: value for key, value in config.items() if key != "layer_types"}
     assert config_json.spec_of(without, "config.json") == wanted
@@ -404,7 +410,7 @@ def test_the_text_models_config_of_gemma_3_may_lack_what_transformers_takes_for_
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
     }  # fmt: skip
     whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
-    spec = config_json.spec_of(text_part.config_of_text(whole, "config.json"), "config.json")
+    spec = config_json.spec_of(*text_part.config_of_text(whole, "config.json"))
     published = pax_fiddle.build(gemma.Gemma3_4B().spec())
     differing = config_json.differing_fields(spec, published)
     assert set(differing) <= {"vocab_size"}  # the published size counts the tokens for images, too
@@ -425,6 +431,34 @@ def test_the_text_models_config_of_gemma_3_may_lack_what_transformers_takes_for_
 def test_a_setting_that_is_not_known_is_an_error(config, facts):
     with raises_naming(UserError, *facts):
         config_json.spec_of({**golden("mistral"), **config}, "config.json")
+
+
+# Keys of published folders that change nothing in what transformers computes.
+HARMLESS = [
+    ("gpt2", {"n_special": 0, "predict_special_tokens": True, "_num_labels": 1, "task_specific_params": {"a": 1}}),
+    ("gemma2", {"sliding_window_size": 4096, "cache_implementation": "hybrid"}),
+    ("qwen3_moe", {"use_qk_norm": True, "diversity_penalty": 0.0, "router_aux_loss_coef": 0.0}),
+    ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 262144}}),
+    ("llama_untied", {"activation": "swiglu", "pretraining_tp": 1, "max_sequence_length": 4096, "_comment": "a model"}),
+    ("glm4_moe", {"output_router_logits": True, "router_aux_loss_coef": 0.001}),
+    ("deepseek_v3", {"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "unsloth_version": "2026.1"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "keys"), HARMLESS, ids=[name for name, _ in HARMLESS])
+def test_what_published_folders_have_besides_is_no_error(name, keys):
+    assert config_json.spec_of({**golden(name), **keys}, "config.json") == golden_spec(name)
+
+
+def test_settings_of_a_scaling_have_no_effect_where_there_is_none():
+    unscaled = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "factor": 2.0}}
+    assert config_json.spec_of({**golden("llama_untied"), **unscaled}, "config.json").rotary_scaling is None
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next80B", "Qwen3_5_27B", "Qwen3_5_35B_A3B"])
+def test_published_sizes_have_a_config(name):
+    spec = pax_fiddle.build(getattr(qwen_next, name)().spec())
+    assert config_json.spec_of(config_json.config_of(spec), "config.json") == spec
 
 
 def test_unknown_settings_that_switch_nothing_on_are_no_error():

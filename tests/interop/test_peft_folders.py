@@ -11,6 +11,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 from etils import epath
 from facts import raises_naming
 from hf_models import DATA, expected, make_job, mesh_of, read
@@ -19,6 +20,7 @@ from spmd_trainer.checkpointing import CheckpointError, DamagedCheckpointError, 
 from spmd_trainer.decoder import lora
 from spmd_trainer.hf import peft
 from spmd_trainer.hf.safetensors_file import read_header
+from spmd_trainer.sharding.variables import named_leaves
 from spmd_trainer.training import checkpoint_sources
 
 PEFT = DATA.parent / "peft"
@@ -98,6 +100,43 @@ def test_modules_are_named_in_full_where_others_of_their_name_have_no_adapters(t
     peft.export(state, job, tmp_path / "out")
     modules = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["target_modules"]
     assert modules == ["model.layers.1.self_attn.q_proj", "up_proj"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "targets", "modules"),
+    [
+        ("deepseek_v3", ["attention/.*/w"], ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]),
+        (
+            "qwen3_5",
+            ["layer_0/attention/(gate|output)/w", "layer_3/attention/key/w"],
+            ["in_proj_z", "k_proj", "out_proj"],
+        ),
+    ],
+)
+def test_adapters_of_latent_and_linear_attention_come_back(model, targets, modules, tmp_path):
+    job = make_job(DATA / model, mesh_of(1, 2, 4), lora=lora.Lora(targets, rank=2))
+    state = job.partitioner.initialize_train_state(job.prng_key, with_opt_states=False)
+    peft.export(state, job, tmp_path / "out")
+    named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["target_modules"]
+    assert sorted({name.rpartition(".")[2] for name in named}) == modules
+    again = read_adapters(tmp_path / "out", job, model)
+    found, wanted = (dict(named_leaves(one.mdl_vars["params"]["lora"])) for one in (again, state))
+    for path, array in wanted.items():
+        np.testing.assert_array_equal(found[path], array, err_msg=path)
+
+
+@pytest.mark.full
+def test_adapters_trained_on_a_whole_have_longer_names(tmp_path):
+    folder = shutil.copytree(PEFT / "lora", tmp_path / "adapters")
+    tensors = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+    longer = {name.replace("model.model.", "model.model.language_model."): x for name, x in tensors.items()}
+    assert longer.keys() != tensors.keys()
+    safetensors.numpy.save_file(longer, folder / "adapter_model.safetensors")
+    job = adapted_job("lora")
+    found, wanted = (read_adapters(given, job, "llama_tokenizer") for given in (folder, PEFT / "lora"))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.full

@@ -81,6 +81,16 @@ def test_an_export_has_the_text_model_alone(tmp_path):
         np.testing.assert_array_equal(one, other, err_msg=path)
 
 
+def test_experts_in_one_tensor_in_fp8_are_refused(tmp_path):
+    folder = whole("qwen3_5_moe", tmp_path / "whole")
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("gate_up_proj"))
+    tensors[f"{name}_scale_inv"] = np.ones((3, 1, 1), np.float32)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    with raises_naming(UserError, "gate_up_proj_scale_inv", "FP8"):
+        hf_folder.open_folder(folder)
+
+
 def test_a_whole_whose_text_config_is_missing_is_refused(tmp_path):
     folder = whole("gemma3", tmp_path / "gemma3")
     (folder / "config.json").write_text(json.dumps({"architectures": ["Gemma3ForConditionalGeneration"]}))

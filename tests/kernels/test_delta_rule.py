@@ -48,7 +48,7 @@ rule, definition = jax.jit(gated_delta_rule), jax.jit(token_by_token)
 # The lengths are few because each compiles.
 @settings(max_examples=30, deadline=None)
 @given(
-    length=st.sampled_from([1, 7, CHUNK + 6]),
+    length=st.sampled_from([1, 7, 2 * CHUNK + 6]),
     seed=st.integers(0, 2**31),
     segments=st.integers(1, 5),
     keys_repeat=st.booleans(),
@@ -76,9 +76,11 @@ def test_gradients_are_those_of_the_definition():
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * scale)
 
 
-@pytest.mark.parametrize("cut", [1, CHUNK])
-def test_a_row_may_be_cut_anywhere_and_go_on_from_its_state(cut):
-    arrays = inputs(CHUNK + 6, 5)
+@pytest.mark.parametrize(("cut", "segments"), [(1, 1), (CHUNK, 1), (CHUNK, 3)])
+def test_a_row_may_be_cut_anywhere_and_go_on_from_its_state(cut, segments):
+    arrays = inputs(CHUNK + 6, 5, segments=segments)
+    arrays[-1] = arrays[-1].at[:, cut].set(arrays[-1][:, cut - 1])  # the state is of the same segment
+    arrays[-1] = jax.lax.cummax(arrays[-1], axis=1)
     whole, last = rule(*arrays)
     first, state = rule(*(x[:, :cut] for x in arrays))
     second, state = rule(*(x[:, cut:] for x in arrays), state)

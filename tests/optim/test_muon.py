@@ -206,6 +206,19 @@ def test_matrices_are_found_in_the_program():
     assert apart["experts_up"].matrix is None
 
 
+@pytest.mark.full
+def test_the_gates_of_linear_and_softmax_attention_are_matrices_without_doubt(caplog):
+    built, batches = of_experiment("lm.qwen_next.TinyQwenNext")
+    layout = on_mesh(built, batches, {"replica": 1, "data": 1, "mdl": 1}).layout
+    found = built.learner.optimizer.choices(layout.var_weight_hparams)
+    sizes = {path.removeprefix("params/lm/layers/sub/"): str(choice) for path, choice in found.items()}
+    assert "1 matrix 20 x 30" in sizes["layer_0/attention/gate/w"]
+    assert "1 matrix 20 x 24" in sizes["layer_2/attention/gate/w"]
+    for name in ("key_conv/w", "log_decay_rate", "decay_bias"):
+        assert found[f"params/lm/layers/sub/layer_0/attention/{name}"].matrix is None
+    assert "the program doesn't show" not in caplog.text
+
+
 class TrainsMore(nnx.Module):
     """A layer that training alone adds."""
 

@@ -1,5 +1,6 @@
 """Rows split over a sequence axis: training and generation give what one device gives, and nothing keeps whole rows."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -131,7 +132,7 @@ WIDTH, STEPS, HEAD = 6, 11, 4
 LENGTHS = np.array([6, 3, 1, 5])
 
 
-def language_model(num_heads, num_kv_heads):
+def language_model(num_heads, num_kv_heads, linear=False):
     spec = DecoderSpec(
         vocab_size=31,
         model_dims=12,
@@ -144,6 +145,9 @@ def language_model(num_heads, num_kv_heads):
         window=4,
         initializer_range=0.5,
     )
+    if linear:
+        delta = DeltaSpec(num_heads=num_kv_heads, values_per_head=2, key_dims=HEAD, value_dims=5)
+        spec = dataclasses.replace(spec, layer_pattern=("linear", "local"), delta=delta, norm_epsilon=1e-2)
     model_p = pax_fiddle.Config(DecoderLanguageModel, name="lm", mesh_axis_names=AXES, ici_mesh_shape=[1] * 4)
     model_p.lm_tpl.set(spec=spec, mesh_axis_names=AXES, ici_mesh_shape=[1] * 4)
     model_p.generation = GenerationSettings(max_tokens=STEPS)
@@ -156,17 +160,17 @@ def prompts():
 
 
 @functools.cache
-def variables(num_heads, num_kv_heads):
+def variables(*heads):
     ones = np.ones((1, WIDTH), np.int32)
     batch = NestedMap(
         ids=ones, labels=ones, paddings=ones * 0.0, weights=ones * 1.0, segment_ids=ones, segment_pos=ones
     )
-    return jax.device_get(jax.jit(language_model(num_heads, num_kv_heads).init)(jax.random.key(5), batch))
+    return jax.device_get(jax.jit(language_model(*heads).init)(jax.random.key(5), batch))
 
 
-def decode_on(mesh, num_heads, num_kv_heads):
+def decode_on(mesh, *heads):
     """Returns the generated texts, and the text of the compiled program."""
-    model = language_model(num_heads, num_kv_heads)
+    model = language_model(*heads)
 
     def run(given, batch):
         with base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
@@ -174,16 +178,14 @@ def decode_on(mesh, num_heads, num_kv_heads):
             return model.apply(given, batch, method=model.decode, mutable=[base_layer.DECODE_CACHE], rngs=rngs)[0]
 
     with jax.set_mesh(mesh):
-        arguments = jax.device_put(
-            (variables(num_heads, num_kv_heads), prompts()), NamedSharding(mesh, PartitionSpec())
-        )
+        arguments = jax.device_put((variables(*heads), prompts()), NamedSharding(mesh, PartitionSpec()))
         compiled = jax.jit(run).lower(*arguments).compile()
         return np.asarray(compiled(*arguments)[1].output_ids), compiled.as_text()
 
 
 @functools.cache
-def on_one_device(num_heads, num_kv_heads):
-    return decode_on(mesh_of(), num_heads, num_kv_heads)
+def on_one_device(*heads):
+    return decode_on(mesh_of(), *heads)
 
 
 @pytest.mark.full
@@ -206,6 +208,13 @@ def test_generation_on_a_mesh_splits_the_cache_and_gives_the_same_tokens(sizes, 
     assert loop_arrays(whole).count((4, 17, heads[1], HEAD)) == 4
     assert loop_arrays(program).count((*cached, HEAD)) == 4
     assert not [shape for shape in shapes(program) if math.prod(shape) >= 4 * 17 * heads[1] * HEAD and 17 in shape]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [{"data": 2, "seq": 4}, {"data": 2, "seq": 2, "mdl": 2}], ids=str)
+def test_generation_with_linear_attention_gives_the_same_tokens_on_a_mesh(sizes):
+    heads = (6, 3, True)
+    np.testing.assert_array_equal(decode_on(mesh_of(**sizes), *heads)[0], on_one_device(*heads)[0])
 
 
 def loop_arrays(program):

@@ -204,6 +204,18 @@ def test_praxis_decoders_work_with_it(fprop_for_prefix, num_samples):
             np.testing.assert_array_equal(outputs[1].output_ids[row, sample, : length + STEPS], text)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_linear_attention_in_bfloat16_and_in_a_loop_over_the_layers(unrolled):
+    decoder = Decoder(small_spec(**{**LINEAR, "num_layers": 4}), fprop_dtype=jnp.bfloat16, unroll_in_decode=unrolled)
+    logits, cache = decoder.decode(incremental)
+    whole = decoder(texts()).logits
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(logits[row], whole[row, length - 1 : length + STEPS], atol=0.5)
+    names = {name.key: x.dtype for (*_, name), x in jax.tree_util.tree_leaves_with_path(cache)}
+    assert (names["state"], names["key_past"]) == (jnp.float32, jnp.bfloat16)
+
+
 def test_linear_attention_refuses_to_begin_at_another_token_than_the_last():
     ids = texts()
 

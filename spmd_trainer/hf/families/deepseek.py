@@ -22,6 +22,10 @@ _SIGMOID_OFF: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+# Biases balance the experts here, without a loss.
+_OF_TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef"})
+
+
 def _experts(config: Settings) -> MoeSpec:
     """Returns the experts of both families: with sigmoid scores, groups, shared experts and choice biases."""
     return MoeSpec(
@@ -144,6 +148,7 @@ FAMILIES = (
         _write_glm,
         shared.names_like_llama,
         off=_SIGMOID_OFF,
+        without_effect=_OF_TRAINING,
     ),
     Family(
         "DeepseekV3ForCausalLM",
@@ -172,6 +177,6 @@ FAMILIES = (
         _write,
         _names,
         off={**_SIGMOID_OFF, "attention_bias": (None, False), "moe_layer_freq": (None, 1)},
-        without_effect=frozenset({"aux_loss_alpha", "ep_size", "head_dim", "qk_head_dim", "seq_aux"}),
+        without_effect=_OF_TRAINING | {"aux_loss_alpha", "ep_size", "head_dim", "qk_head_dim", "seq_aux"},
     ),
 )

@@ -61,7 +61,7 @@ FAMILIES = (
         _write,
         shared.names_like_llama,
         heads_divide_dims=True,
-        without_effect=frozenset({"hidden_act"}),
+        without_effect=frozenset({"hidden_act", "sliding_window_size"}),
     ),
     Family(
         "Gemma3ForCausalLM",

@@ -44,6 +44,7 @@ FAMILIES = (
         shared.write_biases,
         shared.names_like_llama,
         heads_divide_dims=True,
+        without_effect=frozenset({"activation"}),  # Falcon 3's other name of hidden_act
     ),
     Family(
         "MistralForCausalLM",

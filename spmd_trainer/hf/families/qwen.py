@@ -79,6 +79,8 @@ FAMILIES = (
         _read,
         _write,
         shared.names_like_llama,
+        # Of Qwen 2.5 1M; transformers computes all attention in one way.
+        without_effect=frozenset({"dual_chunk_attention_config"}),
     ),
     Family(
         "Qwen3ForCausalLM",
@@ -107,7 +109,7 @@ FAMILIES = (
         _read_moe,
         _write_moe,
         shared.names_like_llama,
-        off={"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)},
+        off={"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1), "use_qk_norm": (None, True)},
         without_effect=frozenset({"max_window_layers", "layer_types", "num_local_experts"}),
     ),
 )

@@ -34,6 +34,8 @@ _OFF = {"attention_bias": (None, False), "attn_output_gate": (None, True), "mlp_
 # States are float32 here. transformers does not read the layers that predict further tokens either.
 _WITHOUT_EFFECT = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers"})
 _NOT_READ = ("mtp.",)
+# All layers have experts, and none has a feed-forward layer of the width intermediate_size.
+_KEYS_WITH_EXPERTS = {field: key for field, key in shared.KEYS.items() if field != "hidden_dims"}
 
 
 def _read(config: Settings, fields: Settings) -> None:
@@ -67,7 +69,7 @@ def _read_moe(config: Settings, fields: Settings) -> None:
         num_experts=config["num_experts"],
         num_experts_per_token=config["num_experts_per_tok"],
         hidden_dims=config["moe_intermediate_size"],
-        normalise_top_k=bool(config.get("norm_topk_prob", True)),
+        normalise_top_k=config.get("norm_topk_prob") is not False,
         shared_dims=config["shared_expert_intermediate_size"],
         shared_gate=True,
         aux_loss_weight=shared.aux_loss_weight(config),
@@ -97,6 +99,10 @@ def _names(spec: DecoderSpec, *, interleaved: bool) -> Names:
     return shared.names_like_llama(spec, attention, functools.partial(shared.named_experts, shared="shared_expert"))
 
 
+# All queries, all keys, all values.
+_JOINED = "g a + g a + g j b"
+
+
 def _delta(interleaved: bool) -> list[Rule]:
     """Returns the rules of a layer of linear attention.
 
@@ -106,16 +112,13 @@ def _delta(interleaved: bool) -> list[Rule]:
     inputs = {"query": "a", "key": "a", "value": "j b", "gate": "j b"}
     found = []
     for part, (ours, letters) in enumerate(inputs.items()):
-        if interleaved:
-            rule = Rule("", "in_proj_qkvz", f"(g (a + a + j b + j b)) d -> d g {letters}", part)
-        elif ours == "gate":
-            rule = Rule("", "in_proj_z", "(g j b) d -> d g j b")
+        name, fused = ("in_proj_qkvz", "g (a + a + j b + j b)") if interleaved else ("in_proj_qkv", _JOINED)
+        if ours == "gate" and not interleaved:
+            found.append(Rule("gate/w", "in_proj_z.weight", "(g j b) d -> d g j b"))
         else:
-            rule = Rule("", "in_proj_qkv", f"(g a + g a + g j b) d -> d g {letters}", part)
-        found.append(Rule(f"{ours}/w", f"{rule.name}.weight", rule.layout, rule.part))
+            found.append(Rule(f"{ours}/w", f"{name}.weight", f"({fused}) d -> d g {letters}", part))
         if ours != "gate":
-            layout = f"(g a + g a + g j b) 1 w -> w g {letters}"
-            found.append(Rule(f"{ours}_conv/w", "conv1d.weight", layout, part))
+            found.append(Rule(f"{ours}_conv/w", "conv1d.weight", f"({_JOINED}) 1 w -> w g {letters}", part))
     for part, (ours, letter) in enumerate((("beta", "b"), ("decay", "a"))):
         if interleaved:
             found.append(Rule(f"{ours}/w", "in_proj_ba.weight", "(g (j + j)) d -> d g j", part))
@@ -134,14 +137,14 @@ FAMILIES = (
     Family(
         "Qwen3NextForCausalLM",
         "qwen3_next",
-        shared.KEYS,
+        _KEYS_WITH_EXPERTS,
         {**_DEFAULTS, **_MOE_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
         _FIXED,
         _read_moe,
         _write_next,
         functools.partial(_names, interleaved=True),
         off={**_OFF, "decoder_sparse_step": (None, 1)},
-        without_effect=_WITHOUT_EFFECT,
+        without_effect=_WITHOUT_EFFECT | {"intermediate_size"},
         not_read=_NOT_READ,
     ),
     Family(
@@ -160,7 +163,7 @@ FAMILIES = (
     Family(
         "Qwen3_5MoeForCausalLM",
         "qwen3_5_moe_text",
-        {field: key for field, key in shared.KEYS.items() if field != "hidden_dims"},
+        _KEYS_WITH_EXPERTS,
         {**_DEFAULTS, **_MOE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
         _FIXED,
         _read_moe,

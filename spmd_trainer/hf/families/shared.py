@@ -45,6 +45,8 @@ ROUTING_OFF: Mapping[str, tuple[Any, ...]] = {
     "first_k_dense_replace": (None, 0),
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
+# One layer in this many is full, where `layer_types` is missing. Gemma 2, OLMo 3 and gpt-oss lack the key.
+_EVERY = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern", "_every")
 
 
 def head_dims(dims: int, heads: int, dims_key: str, heads_key: str) -> int:
@@ -100,10 +102,6 @@ def read_layer_types(config: Settings, fields: Settings, other: str = SLIDING, k
     fields["layer_pattern"] = shortest_pattern(kinds)
     if kind == "local":
         fields["window"] = config["sliding_window"] if kind in kinds else None
-
-
-# One layer in this many is full, where `layer_types` is missing. Gemma 2, OLMo 3 and gpt-oss lack the key.
-_EVERY = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern", "_every")
 
 
 def write_layer_types(spec: DecoderSpec, config: Settings) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 from etils import epath
 
 from spmd_trainer.decoder.lora import Lora
+from spmd_trainer.hf import config_json
 from spmd_trainer.hf.errors import HfError, HfNotFoundError
-from spmd_trainer.hf.folder import is_folder, read_json
+from spmd_trainer.hf.families import FAMILIES, Family
+from spmd_trainer.hf.folder import is_folder, read_json, read_model
+from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.storage import json_values
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -89,6 +92,28 @@ def base_of(directory: epath.PathLike) -> epath.Path | None:
     name = (read_json(directory, CONFIG) or {}).get("base_model_name_or_path")
     # Names on the hub ('org/model') are no paths.
     return epath.Path(name) if isinstance(name, str) and name and is_folder(name) else None
+
+
+def family_of(spec: DecoderSpec, base: str | os.PathLike[str] | None, *, otherwise: str | None = None) -> Family:
+    """Returns the architecture that names the base's tensors: the folder's own, or the first that describes the model.
+
+    Args:
+      spec: the model.
+      base: the folder of the base, if there is one.
+      otherwise: the architecture for a model that none describes; None: it is refused.
+
+    Raises:
+      HfError: no architecture describes the model, or the folder can't be read.
+    """
+    if base is not None:
+        return read_model(base)[1]
+    try:
+        architecture = config_json.config_of(spec)["architectures"][0]
+    except HfError:
+        if otherwise is None:
+            raise
+        architecture = otherwise
+    return FAMILIES[architecture]
 
 
 def make(

@@ -13,17 +13,14 @@ from etils import epath
 from spmd_trainer import storage
 from spmd_trainer.checkpointing.agreement import agreed
 from spmd_trainer.decoder import lora
-from spmd_trainer.hf import config_json, writing
 from spmd_trainer.hf import tensor_names as hf_names
+from spmd_trainer.hf import writing
 from spmd_trainer.hf.errors import HfError
 from spmd_trainer.hf.experiment import Job, spec_of_task
-from spmd_trainer.hf.families import FAMILIES, Family
-from spmd_trainer.hf.folder import read_model
 from spmd_trainer.hf.peft import adapter_config, tensor_names
 from spmd_trainer.hf.peft.adapter_config import CONFIG, WEIGHTS
 from spmd_trainer.hf.peft.tensor_names import Slot
 from spmd_trainer.hf.tensor_names import Variable
-from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.sharding.variables import VariableSpec, named_leaves
 from spmd_trainer.train_states import TrainState
 
@@ -78,7 +75,7 @@ def _plan(job: Job, path: epath.Path, base: str | os.PathLike[str] | None) -> di
         raise HfError(f"task.model is a {type(job.task.model).__name__}; only a DecoderLanguageModel can be exported")
     if jax.process_index() == 0:
         writing.check_directory("export_dir", path)
-    every = hf_names.variables_of(spec, _family(spec, base))
+    every = hf_names.variables_of(spec, adapter_config.family_of(spec, base))
     dims, specs = job.task.lora_model.matrix_dims(), _specs(job)
     slots: dict[str, Slot | None] = {"": None}
     if settings.adapters is not None:
@@ -94,11 +91,3 @@ def _plan(job: Job, path: epath.Path, base: str | os.PathLike[str] | None) -> di
         )
         folders[name] = (config, variables)
     return folders
-
-
-def _family(spec: DecoderSpec, base: str | os.PathLike[str] | None) -> Family:
-    """Returns the architecture that names the base's tensors: the folder's own, or the first that describes the model."""
-    if base is not None:
-        return read_model(base)[1]
-    family: Family = FAMILIES[config_json.config_of(spec)["architectures"][0]]
-    return family

@@ -16,11 +16,10 @@ from spmd_trainer.checkpointing.records import SavedVariable
 from spmd_trainer.checkpointing.sources import CheckpointSource
 from spmd_trainer.decoder import lora
 from spmd_trainer.hf import folder as hf_folder
-from spmd_trainer.hf import placing
+from spmd_trainer.hf import placing, text_part
 from spmd_trainer.hf import tensor_names as hf_names
 from spmd_trainer.hf.errors import HfError, HfMismatchError, HfNotFoundError
 from spmd_trainer.hf.experiment import spec_of_task
-from spmd_trainer.hf.families import FAMILIES
 from spmd_trainer.hf.peft import adapter_config, tensor_names
 from spmd_trainer.hf.peft.adapter_config import CONFIG, PICKLED, WEIGHTS
 from spmd_trainer.hf.peft.tensor_names import Slot
@@ -127,9 +126,8 @@ def _open(directory: str, variables: TrainState, task: SingleTask | None) -> Pef
         frozen_base.require_settings(adapter_config.settings(config), settings, folder)
         # Without copies of the base's weights: PEFT saves that of an output layer with adapters, unchanged.
         found = {name: x for name, x in _tensors(folder).items() if not name.endswith(".base_layer.weight")}
-        # Only GPT-2's tensors have other names.
-        architecture = "GPT2LMHeadModel" if any("transformer.h." in name for name in found) else "LlamaForCausalLM"
-        base = hf_names.variables_of(spec, FAMILIES[architecture])
+        family = adapter_config.family_of(spec, adapter_config.base_of(folder), otherwise="LlamaForCausalLM")
+        base = hf_names.variables_of(spec, family)
         adapters = tensor_names.variables_of(specs, base, dims, settings.rank, slot=slot, prefix=prefix)
         named = {f"{prefix}{name}": tensor for name, tensor in found.items()}
         tensors.update(named)
@@ -165,4 +163,10 @@ def _tensors(folder: str) -> dict[str, Tensor]:
     if WEIGHTS not in names:
         hint = f"; it has {PICKLED}, which is pickled: save it again with safetensors" if PICKLED in names else ""
         raise HfNotFoundError(f"{folder} has no {WEIGHTS}{hint}")
-    return read_header(os.path.join(folder, WEIGHTS))
+    found = read_header(os.path.join(folder, WEIGHTS))
+    # Adapters of a model for text and images have its longer names.
+    prefix = tensor_names.PREFIX
+    return {
+        prefix + text_part.name_in_text(name.removeprefix(prefix)) if name.startswith(prefix) else name: tensor
+        for name, tensor in found.items()
+    }
