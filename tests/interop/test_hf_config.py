@@ -267,8 +267,8 @@ def test_experts_with_biases_groups_and_shared_ones():
     assert (spec.rotary_dims, spec.qkv_bias, spec.first_layers) == (64, True, ("global",))
     assert dataclasses.asdict(spec.moe) == {
         "num_experts": 128, "num_experts_per_token": 8, "hidden_dims": 1408, "dense_layers": 1, "score": "sigmoid",
-        "normalise_top_k": True, "scaling_factor": 2.5, "num_groups": 8, "num_chosen_groups": 4, "shared_dims": 1408,
-        "biases": False, "swiglu_limit": None, "swiglu_alpha": 1.702,
+        "normalise_top_k": True, "scaling_factor": 2.5, "num_groups": 8, "num_chosen_groups": 4,
+        "shared_dims": 1408, "shared_gate": False, "biases": False, "swiglu_limit": None, "swiglu_alpha": 1.702,
         "choice_bias": True, "choice_bias_rate": 0.0, "aux_loss_weight": 0.0, "z_loss_weight": 0.0,
     }  # fmt: skip
     with raises_naming(UserError, "scoring_func", "softmax", "sigmoid"):
