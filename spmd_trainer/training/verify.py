@@ -256,8 +256,7 @@ def _compare_runs(
       SystemExit: with status 1 if the numbers differ.
     """
     tolerance = Tolerance.for_task(job.task)
-    numbers_of = [f"{what}, {name}" for what in ("loss", "norm") for name in names]
-    terminal.write("norm: of the gradient\n")
+    numbers_of = [f"{what}, {name}" for what in ("loss", "grad norm") for name in names]
     terminal.write(_row("step", *numbers_of, "deviation", "of variable"))
     failed: Comparison | None = None
     same_bits = True
@@ -283,7 +282,7 @@ def _compare_runs(
 def _row(*cells: str) -> str:
     """Formats one line of the table: step, losses, norms, deviation and path."""
     step, *numbers, path = cells
-    return "  ".join([f"{step:>4}", *(f"{cell:>16}" for cell in numbers), path]) + "\n"
+    return "  ".join([f"{step:>4}", *(f"{cell:>21}" for cell in numbers), path]) + "\n"
 
 
 def _number(x: float | None) -> str:
