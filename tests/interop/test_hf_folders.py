@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -248,13 +249,20 @@ def whole(folder, variable):
     result = np.zeros(variable.shape, np.float32)
     tensors = hf.open_folder(folder).tensors
     for piece in variable.pieces:
-        letters = [letter for group in piece.groups for letter in group]
-        array = tensors[piece.name].read_rows(0, piece.shape[0])
-        array = array.astype(np.float32).reshape([piece.sizes[letter] for letter in letters])
-        if "c" in letters:
-            array = np.take(array, piece.part, axis=letters.index("c"))
-            letters.remove("c")
-        result[piece.leading] = np.einsum(f"{''.join(letters)}->{''.join(piece.order)}", array)
+        array, letters = tensors[piece.name].read_rows(0, piece.shape[0]).astype(np.float32), ""
+        for group in piece.groups:
+            axis, inner = len(letters), group.outer
+            sizes = [piece.sizes[letter] for letter in inner]
+            if group.parts:
+                widths = [math.prod(piece.sizes[letter] for letter in part) for part in group.parts]
+                array = array.reshape(*array.shape[:axis], *sizes, sum(widths), *array.shape[axis + 1 :])
+                array = np.split(array, np.cumsum(widths)[:-1], axis=axis + len(sizes))[piece.part]
+                inner = (*inner, *group.parts[piece.part])
+            rest = array.shape[axis + len(sizes) + 1 :] if group.parts else array.shape[axis + 1 :]
+            array = array.reshape(*array.shape[:axis], *(piece.sizes[letter] for letter in inner), *rest)
+            letters += "".join(inner)
+        equation = f"{letters}->{''.join(piece.order)}".replace("1", "z")
+        result[piece.leading] = np.einsum(equation, array)
     return result
 
 

@@ -252,7 +252,7 @@ def test_other_faults_of_a_folder_are_named(tmp_path):
         (
             "gpt2",
             ["query/w"],
-            r"transformers keeps query, key and value in one tensor \(transformer.h.0.attn.c_attn.weight",
+            r"transformers keeps several matrices in one tensor \(transformer.h.0.attn.c_attn.weight",
         ),
         ("mixtral", ["moe/up/w"], "transformers keeps the experts of a layer"),
     ],
