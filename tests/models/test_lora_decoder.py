@@ -320,7 +320,7 @@ def test_decoding_with_adapters_and_with_merged_weights(settings):
     np.testing.assert_allclose(log_probs, their_log_probs, atol=1e-5)
     alone, _ = decoded(task, model.base, lora.base_only(mdl_vars), prompts())
     assert (ids != alone).any()
-    assert bool(model._warned) == ("experiment" in settings)
+    assert bool(model._warned) == ("DeepSeek" in settings.get("experiment", ""))
 
 
 @pytest.mark.full

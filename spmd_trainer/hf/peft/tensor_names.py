@@ -17,7 +17,8 @@ from spmd_trainer.hf.tensor_names import Group, Piece, Variable
 
 PREFIX = "base_model.model."
 _WEIGHT = ".weight"
-_RANK = "r"
+# No letter of `families.family`.
+_RANK = "y"
 _ADAPTERS, _BASE = "mdl_vars/params/lora/", "mdl_vars/params/"
 
 
