@@ -75,12 +75,14 @@ class DeltaAttention(SpecLayer):
         order = context.order
         assert order is not None  # None only in decode steps
         # The rule needs whole rows, so the heads are divided over the axes of the rows too.
-        inputs = {name: self._whole(order.undo(getattr(self, name)(x))) for name in self._inputs}
+        inputs = {
+            name: self._split_heads(order.undo(heads), "batch", "norm", heads="activation_linear_heads")
+            for name, heads in self._projected(x).items()
+        }
         heads, cache = self._attend(inputs, order.undo(context.segment_ids), {})
         if context.cache_length is not None and self.is_mutable_collection(base_layer.DECODE_CACHE):
             self._keep(cache)
-        gate = self.gate(x)
-        return self._project(self.split(order.apply(heads), *self._head_axes(gate)), gate)
+        return self._project(self._split_heads(order.apply(heads), "batch", "length"), self.gate(x))
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
         """Computes new tokens from the states in the cache. Takes and returns [batch, new tokens, model_dims].
@@ -89,8 +91,7 @@ class DeltaAttention(SpecLayer):
           UserError: there are no states, because the cache was not filled by `DecoderLm.prefill`.
         """
         cache = {name: self._cached_array(name) for name in self._cached}
-        inputs = {name: getattr(self, name)(x) for name in self._inputs}
-        heads, cache = self._attend(inputs, context.segment_ids, cache)
+        heads, cache = self._attend(self._projected(x), context.segment_ids, cache)
         self._keep(cache)
         return self._project(heads, self.gate(x))
 
@@ -109,30 +110,34 @@ class DeltaAttention(SpecLayer):
         found: jax.Array = self.get_decode_state(name)
         return found
 
+    def _projected(self, x: jax.Array) -> dict[str, jax.Array]:
+        """Returns {name: projection of the tokens}, of what the rule needs."""
+        return {name: getattr(self, name)(x) for name in (*self.convolved, "decay", "beta")}
+
     def _attend(
         self, inputs: dict[str, jax.Array], segment_ids: jax.Array, cache: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the outputs of the heads, [batch, time, G, J, B], and the new content of the cache.
 
         Args:
-          inputs: {name: projection of the tokens}, in row order, for `_inputs`.
+          inputs: result of `_projected`, in row order.
           segment_ids: int32 [batch, time].
           cache: {name: content before the first token}; {} if there is none.
         """
         activation: Callable[[jax.Array], jax.Array] = ACTIVATION_FNS[self.spec.activation]
-        convolved, new_cache = {}, {}
+        heads_in, new_cache = {}, {}
         for name in self.convolved:
             kernel, past = getattr(self, f"{name}_conv").kernel(), f"{name}_past"
             x, new_cache[past] = causal_convolution(inputs[name], kernel, segment_ids, cache.get(past))
-            convolved[name] = checkpoint_name(activation(x), f"{name}_proj")
+            heads_in[name] = checkpoint_name(activation(x), f"{name}_proj")
         rate = jnp.exp(self.theta.log_decay_rate.astype(jnp.float32))
         log_decay = -rate * jax.nn.softplus(
             inputs["decay"].astype(jnp.float32) + self.theta.decay_bias.astype(jnp.float32)
         )
         heads, new_cache["state"] = gated_delta_rule(
-            _of_length_one(convolved["query"]),
-            _of_length_one(convolved["key"]),
-            convolved["value"],
+            _of_length_one(heads_in["query"]),
+            _of_length_one(heads_in["key"]),
+            heads_in["value"],
             log_decay,
             jax.nn.sigmoid(inputs["beta"].astype(jnp.float32)),
             segment_ids,
@@ -147,20 +152,12 @@ class DeltaAttention(SpecLayer):
 
     def _keep(self, cache: dict[str, jax.Array]) -> None:
         for name, x in cache.items():
-            axes = ("norm",) * (x.ndim - 2)
-            of_heads = (
-                ("batch", "activation_heads", *axes)
-                if name == "state"
-                else ("batch", "norm", "activation_heads", *axes[1:])
-            )
-            self.update_decode_state(name, self.split(x, *of_heads))
+            leading = ("batch",) if name == "state" else ("batch", "norm")
+            self.update_decode_state(name, self._split_heads(x, *leading))
 
-    def _whole(self, x: jax.Array) -> jax.Array:
-        """Constrains whole rows of heads, [batch, time, G, ...]."""
-        return self.split(x, "batch", "norm", "activation_linear_heads", *("norm",) * (x.ndim - 3))
-
-    def _head_axes(self, x: jax.Array) -> tuple[str, ...]:
-        return ("batch", "length", "activation_heads", *("norm",) * (x.ndim - 3))
+    def _split_heads(self, x: jax.Array, *leading: str, heads: str = "activation_heads") -> jax.Array:
+        """Constrains an array whose dimensions are those of the axes `leading`, then heads, then others that are not split."""
+        return self.split(x, *leading, heads, *("norm",) * (x.ndim - len(leading) - 1))
 
     def _child_projection(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
         letters = "gjv"[: len(shape)]
@@ -172,10 +169,6 @@ class DeltaAttention(SpecLayer):
             split_axes=("embed", *axes),
             output_axes=("batch", "length", "activation_heads", *("norm",) * (len(shape) - 1)),
         )
-
-    @property
-    def _inputs(self) -> tuple[str, ...]:
-        return (*self.convolved, "decay", "beta")
 
     @property
     def _cached(self) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ _NAMES_WITHOUT_EFFECT = """
     prefix pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
     return_dict_in_generate sep_token_id sliding_window_pattern suppress_tokens task_specific_params temperature
     tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
-    unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_diff
+    unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
 _WITHOUT_EFFECT = frozenset(_NAMES_WITHOUT_EFFECT.split())
 

@@ -34,8 +34,8 @@ _VISION = (
     "vision_tower.",
     "multi_modal_projector.",
 )
-# Settings that the whole may have for its text model.
 _TIED = "tie_word_embeddings"
+# Settings that the whole may have for its text model.
 _SHARED = (
     _TIED,
     "quantization_config",
@@ -45,8 +45,8 @@ _SHARED = (
     "eos_token_id",
     "pad_token_id",
 )
-_FUSED = ".experts.gate_up_proj"
-_FUSED_DOWN = ".experts.down_proj"
+# {ending of a tensor with the matrices of all experts: which of an expert's matrices it has}
+_FUSED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 
 
 def config_of_text(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str]:
@@ -94,7 +94,7 @@ def tensors_of_text(tensors: Mapping[str, Tensor], where: str, *, fused_experts:
         if name.startswith(_VISION):
             continue
         alone = name_in_text(name)
-        if fused_experts and alone.endswith((f"{_FUSED}{FACTORS}", f"{_FUSED_DOWN}{FACTORS}")):
+        if fused_experts and alone.endswith(tuple(ending + FACTORS for ending in _FUSED)):
             raise HfError(
                 f"{where}: {name} shows that all experts of a layer are one tensor in FP8, which is not supported"
             )
@@ -111,16 +111,16 @@ def name_in_text(name: str) -> str:
 
 def _experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) for each expert of [E, 2 X, D], gate and up, or [E, D, X], down; or the tensor itself."""
-    parts = {_FUSED: ("gate_proj", "up_proj"), _FUSED_DOWN: ("down_proj",)}
-    ending = next((ending for ending in parts if name.endswith(ending)), None)
-    if ending is None or len(tensor.shape) != 3 or tensor.shape[1] % len(parts[ending]):
+    ending = next((ending for ending in _FUSED if name.endswith(ending)), None)
+    if ending is None or len(tensor.shape) != 3 or tensor.shape[1] % len(_FUSED[ending]):
         yield name, tensor
         return
-    rows = tensor.shape[1] // len(parts[ending])
+    parts = _FUSED[ending]
+    rows = tensor.shape[1] // len(parts)
     for expert in range(tensor.shape[0]):
-        for index, part in enumerate(parts[ending]):
+        for index, part in enumerate(parts):
             inner = f"{name.removesuffix(ending)}.experts.{expert}.{part}.weight"
-            first = expert * tensor.row_bytes + index * tensor.row_bytes // len(parts[ending])
+            first = expert * tensor.row_bytes + index * tensor.row_bytes // len(parts)
             yield (
                 inner,
                 dataclasses.replace(tensor, name=inner, shape=(rows, tensor.shape[2]), start=tensor.start + first),

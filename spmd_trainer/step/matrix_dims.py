@@ -162,9 +162,8 @@ def _is_unexplained(column: Column, uses: Mapping[str, Uses]) -> bool:
     paired = use.aligned.get(dim, set())
     if any(_is_expert(other, uses) for other in paired):
         return False
-    # A gate is a head's if it multiplies the output of one.
-    is_shown = any(other_dim in uses[other].heads | uses[other].elsewhere for other, other_dim in paired)
-    is_shown = is_shown or dim in use.heads | use.elsewhere
+    # The program also shows what a gate's columns are, if it multiplies the output of heads.
+    is_shown = any(other_dim in uses[other].heads | uses[other].elsewhere for other, other_dim in (column, *paired))
     return not is_shown or any(uses[other].may_route for other, _ in paired)
 
 

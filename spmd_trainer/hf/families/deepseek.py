@@ -20,8 +20,6 @@ _SIGMOID_OFF: Mapping[str, tuple[Any, ...]] = {
     "scoring_func": (None, "sigmoid"),
     "topk_method": (None, "noaux_tc"),
 }
-
-
 # Biases balance the experts here, without a loss.
 _OF_TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef"})
 
@@ -73,7 +71,7 @@ def _write_glm(spec: DecoderSpec, config: Settings) -> None:
     _write_experts(spec.moe, config)
 
 
-def _read(config: Settings, fields: Settings) -> None:
+def _read_deepseek(config: Settings, fields: Settings) -> None:
     fields["moe"] = _experts(config)
     fields["head_dims"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
     fields["rotary_dims"] = config["qk_rope_head_dim"]
@@ -86,7 +84,7 @@ def _read(config: Settings, fields: Settings) -> None:
         fields["query_scale"] = scaling.query_scale(fields["head_dims"])
 
 
-def _write(spec: DecoderSpec, config: Settings) -> None:
+def _write_deepseek(spec: DecoderSpec, config: Settings) -> None:
     if spec.latent is None:
         raise HfError("it has latent attention, and the model has none")
     _write_experts(spec.moe, config)
@@ -173,8 +171,8 @@ FAMILIES = (
             "topk_group": 4,
         },
         {},
-        _read,
-        _write,
+        _read_deepseek,
+        _write_deepseek,
         _names,
         off={**_SIGMOID_OFF, "attention_bias": (None, False), "moe_layer_freq": (None, 1)},
         without_effect=_OF_TRAINING | {"aux_loss_alpha", "ep_size", "head_dim", "qk_head_dim", "seq_aux"},

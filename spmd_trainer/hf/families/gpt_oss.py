@@ -7,22 +7,22 @@ from spmd_trainer.hf.families import shared
 from spmd_trainer.hf.families.family import Family, Names, Rule, Settings
 from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
 
+_EXPERTS_AND_WIDTH = ("num_local_experts", "intermediate_size")
+
 
 def _read(config: Settings, fields: Settings) -> None:
     shared.read_biases(config, fields)
     shared.read_layer_types(config, fields)
     if fields["activation"] != "silu":
         raise HfError(f"hidden_act={config['hidden_act']!r}: gpt-oss has 'silu'")
-    fields["moe"] = MoeSpec(
-        num_experts=config["num_local_experts"],
-        num_experts_per_token=config["num_experts_per_tok"],
-        hidden_dims=config["intermediate_size"],
+    fields["moe"] = shared.read_moe(
+        config,
+        *_EXPERTS_AND_WIDTH,
         # The softmax over the logits of a token's experts alone.
         normalise_top_k=True,
         biases=True,
         swiglu_limit=config["swiglu_limit"],
         swiglu_alpha=config["swiglu_alpha"],
-        aux_loss_weight=shared.aux_loss_weight(config),
     )
 
 
@@ -31,13 +31,11 @@ def _write(spec: DecoderSpec, config: Settings) -> None:
         raise HfError("it has experts with a swiglu_limit, and the model has none")
     shared.write_biases(spec, config)
     shared.write_layer_types(spec, config)
-    config["num_local_experts"] = spec.moe.num_experts
-    config["intermediate_size"] = spec.moe.hidden_dims
     config["swiglu_limit"] = float(spec.moe.swiglu_limit)
     config["swiglu_alpha"] = float(spec.moe.swiglu_alpha)
     if spec.rotary_scaling is None:
         config["rope_scaling"] = {"rope_type": "default"}  # transformers 4 scales the frequencies if it is missing
-    shared.write_moe(spec.moe, config)
+    shared.write_moe(spec.moe, config, *_EXPERTS_AND_WIDTH)
 
 
 def _names(spec: DecoderSpec) -> Names:

@@ -6,24 +6,18 @@ from spmd_trainer.hf.families import shared
 from spmd_trainer.hf.families.family import Family, Names, Rule, Settings
 from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
 
+_EXPERTS_AND_WIDTH = ("num_local_experts", "intermediate_size")
+
 
 def _read_mixtral(config: Settings, fields: Settings) -> None:
     shared.read_window_of_all(config, fields)
-    fields["moe"] = MoeSpec(
-        num_experts=config["num_local_experts"],
-        num_experts_per_token=config["num_experts_per_tok"],
-        hidden_dims=config["intermediate_size"],
-        normalise_top_k=True,
-        aux_loss_weight=shared.aux_loss_weight(config),
-    )
+    fields["moe"] = shared.read_moe(config, *_EXPERTS_AND_WIDTH)
 
 
 def _write_mixtral(spec: DecoderSpec, config: Settings) -> None:
     shared.write_window_of_all(spec, config)
     if spec.moe is not None:
-        config["num_local_experts"] = spec.moe.num_experts
-        config["intermediate_size"] = spec.moe.hidden_dims
-        shared.write_moe(spec.moe, config)
+        shared.write_moe(spec.moe, config, *_EXPERTS_AND_WIDTH)
 
 
 def _mixtral_names(spec: DecoderSpec) -> Names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spmd_trainer.hf.families import shared
 from spmd_trainer.hf.families.family import Family, Settings
-from spmd_trainer.models.decoder_spec import DecoderSpec, MoeSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec
 
 _DEFAULTS = {
     **shared.DEFAULTS,
@@ -48,14 +48,9 @@ def _read_moe(config: Settings, fields: Settings) -> None:
         config["sliding_window"] = None
     shared.read_window_of_all(config, fields)
     # transformers 5 may call it num_local_experts, as it does in Mixtral.
-    experts = config.get("num_local_experts") or config["num_experts"]
-    fields["moe"] = MoeSpec(
-        num_experts=experts,
-        num_experts_per_token=config["num_experts_per_tok"],
-        hidden_dims=config["moe_intermediate_size"],
-        normalise_top_k=bool(config["norm_topk_prob"]),
-        aux_loss_weight=shared.aux_loss_weight(config),
-    )
+    experts = "num_local_experts" if config.get("num_local_experts") else "num_experts"
+    is_normalised = bool(config["norm_topk_prob"])
+    fields["moe"] = shared.read_moe(config, experts, "moe_intermediate_size", normalise_top_k=is_normalised)
 
 
 def _write_moe(spec: DecoderSpec, config: Settings) -> None:
@@ -63,10 +58,8 @@ def _write_moe(spec: DecoderSpec, config: Settings) -> None:
     shared.write_window_of_all(spec, config)
     config["use_sliding_window"] = config["sliding_window"] is not None
     if spec.moe is not None:
-        config["num_experts"] = spec.moe.num_experts
-        config["moe_intermediate_size"] = spec.moe.hidden_dims
         config["norm_topk_prob"] = spec.moe.normalise_top_k
-        shared.write_moe(spec.moe, config)
+        shared.write_moe(spec.moe, config, "num_experts", "moe_intermediate_size")
 
 
 FAMILIES = (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 from spmd_trainer.hf.errors import HfError
 from spmd_trainer.hf.families import shared
 from spmd_trainer.hf.families.family import Family, Names, Rule, Settings
-from spmd_trainer.models.decoder_spec import DecoderSpec, DeltaSpec, MoeSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec, DeltaSpec
 
 _LINEAR = "linear_attention"
 _DEFAULTS = {
@@ -36,6 +37,23 @@ _WITHOUT_EFFECT = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers"})
 _NOT_READ = ("mtp.",)
 # All layers have experts, and none has a feed-forward layer of the width intermediate_size.
 _KEYS_WITH_EXPERTS = {field: key for field, key in shared.KEYS.items() if field != "hidden_dims"}
+_EXPERTS_AND_WIDTH = ("num_experts", "moe_intermediate_size")
+
+# Letters of the variables of linear attention, after those of their input.
+_LETTERS = {"query": "g a", "key": "g a", "value": "g j b", "gate": "g j b", "beta": "g j", "decay": "g j"}
+# All queries, then all keys, then all values.
+_JOINED = "(g a + g a + g j b)"
+# {tensor: (its layout, the variables that are its parts)}. Qwen3-Next has the parts of each key head in turn.
+_OF_NEXT = {
+    "in_proj_qkvz": ("(g (a + a + j b + j b)) d", ("query", "key", "value", "gate")),
+    "in_proj_ba": ("(g (j + j)) d", ("beta", "decay")),
+}
+_OF_3_5 = {
+    "in_proj_qkv": (f"{_JOINED} d", ("query", "key", "value")),
+    "in_proj_z": ("(g j b) d", ("gate",)),
+    "in_proj_b": ("(g j) d", ("beta",)),
+    "in_proj_a": ("(g j) d", ("decay",)),
+}
 
 
 def _read(config: Settings, fields: Settings) -> None:
@@ -65,14 +83,12 @@ def _write(spec: DecoderSpec, config: Settings) -> None:
 
 def _read_moe(config: Settings, fields: Settings) -> None:
     _read(config, fields)
-    fields["moe"] = MoeSpec(
-        num_experts=config["num_experts"],
-        num_experts_per_token=config["num_experts_per_tok"],
-        hidden_dims=config["moe_intermediate_size"],
+    fields["moe"] = shared.read_moe(
+        config,
+        *_EXPERTS_AND_WIDTH,
         normalise_top_k=config.get("norm_topk_prob") is not False,
         shared_dims=config["shared_expert_intermediate_size"],
         shared_gate=True,
-        aux_loss_weight=shared.aux_loss_weight(config),
     )
 
 
@@ -80,10 +96,8 @@ def _write_moe(spec: DecoderSpec, config: Settings) -> None:
     if spec.moe is None or not spec.moe.shared_gate:
         raise HfError("it has experts with a shared_gate, and the model has none")
     _write(spec, config)
-    config["num_experts"] = spec.moe.num_experts
-    config["moe_intermediate_size"] = spec.moe.hidden_dims
     config["shared_expert_intermediate_size"] = spec.moe.shared_dims
-    shared.write_moe(spec.moe, config)
+    shared.write_moe(spec.moe, config, *_EXPERTS_AND_WIDTH)
 
 
 def _write_next(spec: DecoderSpec, config: Settings) -> None:
@@ -92,45 +106,27 @@ def _write_next(spec: DecoderSpec, config: Settings) -> None:
     config["decoder_sparse_step"], config["mlp_only_layers"] = 1, []
 
 
-def _names(spec: DecoderSpec, *, interleaved: bool) -> Names:
+def _names(spec: DecoderSpec, projections: Mapping[str, tuple[str, tuple[str, ...]]]) -> Names:
     def attention(spec: DecoderSpec, kind: str) -> list[Rule]:
-        return _delta(interleaved) if kind == "linear" else shared.softmax_attention(spec)
+        return _delta(projections) if kind == "linear" else shared.softmax_attention(spec)
 
     return shared.names_like_llama(spec, attention, functools.partial(shared.named_experts, shared="shared_expert"))
 
 
-# All queries, all keys, all values.
-_JOINED = "g a + g a + g j b"
-
-
-def _delta(interleaved: bool) -> list[Rule]:
-    """Returns the rules of a layer of linear attention.
-
-    Args:
-      interleaved: a tensor holds query, key, value and gate of the first key head, then those of the next one, and so on.
-    """
-    inputs = {"query": "a", "key": "a", "value": "j b", "gate": "j b"}
-    found = []
-    for part, (ours, letters) in enumerate(inputs.items()):
-        name, fused = ("in_proj_qkvz", "g (a + a + j b + j b)") if interleaved else ("in_proj_qkv", _JOINED)
-        if ours == "gate" and not interleaved:
-            found.append(Rule("gate/w", "in_proj_z.weight", "(g j b) d -> d g j b"))
-        else:
-            found.append(Rule(f"{ours}/w", f"{name}.weight", f"({fused}) d -> d g {letters}", part))
-        if ours != "gate":
-            found.append(Rule(f"{ours}_conv/w", "conv1d.weight", f"({_JOINED}) 1 w -> w g {letters}", part))
-    for part, (ours, letter) in enumerate((("beta", "b"), ("decay", "a"))):
-        if interleaved:
-            found.append(Rule(f"{ours}/w", "in_proj_ba.weight", "(g (j + j)) d -> d g j", part))
-        else:
-            found.append(Rule(f"{ours}/w", f"in_proj_{letter}.weight", "(g j) d -> d g j"))
-    found += [
-        Rule("log_decay_rate", "A_log", "(g j) -> g j"),
-        Rule("decay_bias", "dt_bias", "(g j) -> g j"),
-        Rule("norm/scale", "norm.weight", "b -> b"),
-        Rule("output/w", "out_proj.weight", "d (g j b) -> g j b d"),
+def _delta(projections: Mapping[str, tuple[str, tuple[str, ...]]]) -> list[Rule]:
+    """Returns the rules of a layer of linear attention whose inputs are projected by the tensors `projections`."""
+    found = [
+        Rule("attention/log_decay_rate", "linear_attn.A_log", "(g j) -> g j"),
+        Rule("attention/decay_bias", "linear_attn.dt_bias", "(g j) -> g j"),
+        Rule("attention/norm/scale", "linear_attn.norm.weight", "b -> b"),
+        Rule("attention/output/w", "linear_attn.out_proj.weight", "d (g j b) -> g j b d"),
     ]
-    return [Rule(f"attention/{rule.path}", f"linear_attn.{rule.name}", rule.layout, rule.part) for rule in found]
+    tensors = {**projections, "conv1d": (f"{_JOINED} 1 w", ("query_conv", "key_conv", "value_conv"))}
+    for name, (stored, variables) in tensors.items():
+        for part, ours in enumerate(variables):
+            layout = f"{stored} -> {stored[-1]} {_LETTERS[ours.removesuffix('_conv')]}"
+            found.append(Rule(f"attention/{ours}/w", f"linear_attn.{name}.weight", layout, part))
+    return found
 
 
 FAMILIES = (
@@ -142,7 +138,7 @@ FAMILIES = (
         _FIXED,
         _read_moe,
         _write_next,
-        functools.partial(_names, interleaved=True),
+        functools.partial(_names, projections=_OF_NEXT),
         off={**_OFF, "decoder_sparse_step": (None, 1)},
         without_effect=_WITHOUT_EFFECT | {"intermediate_size"},
         not_read=_NOT_READ,
@@ -155,7 +151,7 @@ FAMILIES = (
         _FIXED,
         _read,
         _write,
-        functools.partial(_names, interleaved=False),
+        functools.partial(_names, projections=_OF_3_5),
         off={**_OFF, "output_gate_type": (None, "swish", "silu")},
         without_effect=_WITHOUT_EFFECT,
         not_read=_NOT_READ,
@@ -168,7 +164,7 @@ FAMILIES = (
         _FIXED,
         _read_moe,
         _write_moe,
-        functools.partial(_names, interleaved=False),
+        functools.partial(_names, projections=_OF_3_5),
         off={**_OFF, "output_gate_type": (None, "swish", "silu")},
         without_effect=_WITHOUT_EFFECT | {"intermediate_size"},
         fused_experts=True,

@@ -100,8 +100,7 @@ def read_layer_types(config: Settings, fields: Settings, other: str = SLIDING, k
         raise HfError(f"layer_types has {len(types)} entries, and num_hidden_layers is {config['num_hidden_layers']}")
     kinds = [kind if found == other else "global" for found in types]
     fields["layer_pattern"] = shortest_pattern(kinds)
-    if kind == "local":
-        fields["window"] = config["sliding_window"] if kind in kinds else None
+    fields["window"] = config["sliding_window"] if "local" in kinds else None
 
 
 def write_layer_types(spec: DecoderSpec, config: Settings) -> None:
@@ -109,11 +108,26 @@ def write_layer_types(spec: DecoderSpec, config: Settings) -> None:
     config["sliding_window"] = spec.window
 
 
-def aux_loss_weight(config: Settings) -> float:
-    return float(config["router_aux_loss_coef"]) if config["output_router_logits"] else 0.0
+def read_moe(config: Settings, experts: str, width: str, **others: Any) -> MoeSpec:
+    """Returns experts that a router with a softmax chooses.
+
+    Args:
+      config: the config with its defaults.
+      experts, width: keys of the number of experts, and of an expert's width.
+      others: further fields of the MoeSpec.
+    """
+    return MoeSpec(
+        num_experts=config[experts],
+        num_experts_per_token=config["num_experts_per_tok"],
+        hidden_dims=config[width],
+        aux_loss_weight=float(config["router_aux_loss_coef"]) if config["output_router_logits"] else 0.0,
+        **others,
+    )
 
 
-def write_moe(moe: MoeSpec, config: Settings) -> None:
+def write_moe(moe: MoeSpec, config: Settings, experts: str, width: str) -> None:
+    """Writes experts under the keys that `read_moe` reads."""
+    config[experts], config[width] = moe.num_experts, moe.hidden_dims
     config["num_experts_per_tok"] = moe.num_experts_per_token
     config["output_router_logits"] = moe.aux_loss_weight != 0
     if moe.aux_loss_weight:
@@ -197,11 +211,11 @@ def _feed_forward(spec: DecoderSpec) -> list[Rule]:
     return found
 
 
-USUAL_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_USUAL_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def named_experts(
-    moe: MoeSpec, inside: str = "mlp", parts: Mapping[str, str] = USUAL_PARTS, shared: str = "shared_experts"
+    moe: MoeSpec, inside: str = "mlp", parts: Mapping[str, str] = _USUAL_PARTS, shared: str = "shared_experts"
 ) -> list[Rule]:
     """Returns the rules of experts that have a tensor each.
 
