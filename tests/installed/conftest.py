@@ -111,7 +111,8 @@ def _by_uv(project: Project, wheel: pathlib.Path) -> Project:
 def _write_sources(project: Project) -> None:
     (project.folder / "my_pkg").mkdir(parents=True)
     (project.folder / "my_pkg" / "__init__.py").write_text("")
-    (project.folder / "my_pkg" / "tiny.py").write_text(PAGE.experiment)
+    for path, code in PAGE.files.items():
+        (project.folder / path).write_text(code)
     project.good(PAGE.command("text/zen.txt"))
 
 

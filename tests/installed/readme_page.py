@@ -10,7 +10,7 @@ class Page:
     """The code blocks of the page.
 
     Attributes:
-      experiment: the file my_pkg/tiny.py.
+      files: the package's files, by path: the blocks whose title is a path.
       uv_tables: the lines for a uv project's pyproject.toml.
       entry_point: the lines that announce my_pkg.
       cells: the notebook's cells.
@@ -19,10 +19,11 @@ class Page:
 
     def __init__(self) -> None:
         text = (ROOT / "docs/your_project.md").read_text()
-        blocks = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-        self.experiment, *self.cells = [code for kind, code in blocks if kind == "python"]
-        self.uv_tables, self.entry_point = [code for kind, code in blocks if kind == "toml"]
-        self.commands = [line for kind, code in blocks if not kind for line in code.splitlines()]
+        blocks = re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', text, re.DOTALL | re.MULTILINE)
+        self.files = {title: code for _, title, code in blocks if title}
+        self.cells = [code for kind, title, code in blocks if kind == "python" and not title]
+        self.uv_tables, self.entry_point = [code for kind, _, code in blocks if kind == "toml"]
+        self.commands = [line for kind, _, code in blocks if not kind for line in code.splitlines()]
 
     def command(self, *words: str) -> str:
         """Returns the one command that has all of these words."""

@@ -152,7 +152,7 @@ def test_a_package_called_experiments_hides_nothing(project):
     own = project.folder / "experiments"
     own.mkdir()
     (own / "__init__.py").write_text("")
-    (own / "mine.py").write_text(PAGE.experiment)
+    (own / "mine.py").write_text(PAGE.files["my_pkg/tiny.py"])
     try:
         for name in ("experiments.mine.MyTinyLm", "lm.stdlib.StdlibBytesTiny"):
             assert "task.train.num_train_steps: " in project.good(f"spmd-trainer --exp={name} --dump").stdout
@@ -172,10 +172,9 @@ def test_it_runs_on_any_number_of_devices(project, devices, mesh):
     assert "finished: step 2 of 2" in done.stderr
 
 
-def test_shipped_experiments_run_too(projects):
-    done = projects["uv"].good(
-        f"spmd-trainer --exp=lm.stdlib.StdlibBytesTiny --job_log_dir=runs/tiny{SHORT}", devices=1
-    )
+@pytest.mark.parametrize("name", ["lm.stdlib.StdlibBytesTiny", "my_pkg.short.MyShortLm"])
+def test_shipped_and_short_experiments_run_too(projects, name):
+    done = projects["uv"].good(f"spmd-trainer --exp={name} --job_log_dir=runs/{name}{SHORT}", devices=1)
     assert "finished: step 2 of 2" in done.stderr
 
 
