@@ -93,7 +93,7 @@ def sizes(vocab: int, dims: int, hidden: int, layers: int, heads: int, kv_heads:
     }
 
 
-LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+LLAMA, LLAMA4, QWEN2, QWEN3 = "LlamaForCausalLM", "Llama4ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 QWEN3_MOE, MISTRAL, MIXTRAL = "Qwen3MoeForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"
 GLM4_MOE = "Glm4MoeForCausalLM"
 GEMMA2, GEMMA3, GPT2 = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"
@@ -315,6 +315,49 @@ CASES = (
             first_k_dense_replace=1,
             rope_interleave=False,
             rms_norm_eps=1e-3,
+        ),
+    ),
+    Case(
+        "llama4",
+        LLAMA4,
+        sizes(
+            97,
+            18,
+            7,
+            5,
+            6,
+            2,
+            head_dim=8,
+            intermediate_size_mlp=23,
+            num_local_experts=5,
+            interleave_moe_layer_step=2,
+            no_rope_layers=[1, 1, 0, 1, 1],
+            attention_chunk_size=4,
+            floor_scale=3,
+            attn_scale=0.5,
+            rope_parameters={**LLAMA3_ROPE, "high_freq_factor": 1.0},
+        ),
+    ),
+    Case(
+        "llama4_two_of_four",
+        LLAMA4,
+        sizes(
+            83,
+            20,
+            9,
+            3,
+            5,
+            5,
+            head_dim=6,
+            intermediate_size_mlp=11,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            no_rope_layer_interval=2,
+            attention_chunk_size=3,
+            attn_temperature_tuning=False,
+            use_qk_norm=False,
+            attention_bias=True,
+            tie_word_embeddings=True,
         ),
     ),
     Case(

@@ -16,6 +16,7 @@ from spmd_trainer.kernels.attend import Split, attend
 from spmd_trainer.kernels.kernels import MASKED, Pattern
 from spmd_trainer.kernels.reference import softmax
 from spmd_trainer.kernels.sequence_order import SequenceOrder, num_shards
+from spmd_trainer.models.decoder_spec import TemperatureSpec
 
 # Segment id of padding.
 PADDING = -1
@@ -26,7 +27,8 @@ class Context:
     """Inputs shared by all layers of a forward pass.
 
     Attributes:
-      rotary: kind of layer -> (sine, cosine), float32 [batch, time, rotated dims / 2]; empty without rotary embeddings.
+      rotary: kind of layer -> (sine, cosine), float32 [batch, time, rotated dims / 2]; without the kinds that are not rotated.
+      positions: int32 [batch, time], position of each token in its text.
       segment_ids: int32 [batch, time]; a token sees only tokens of its segment. Padding has the segment `PADDING`.
       order: order of each row's tokens on the mesh axes that split the sequence; None in a decode step.
       cache_length: size in tokens of the decode cache that a prefill creates; None for the length of its input.
@@ -36,6 +38,7 @@ class Context:
     """
 
     rotary: dict[str, tuple[jax.Array, jax.Array]]
+    positions: jax.Array
     segment_ids: jax.Array
     order: SequenceOrder | None = None
     cache_length: int | None = None
@@ -49,7 +52,7 @@ class Attention(SpecLayer):
     """Self-attention of one layer.
 
     Attributes:
-      layer_kind: 'global', or 'local' for a sliding window of `spec.window` tokens.
+      layer_kind: 'global'; 'local' for a sliding window of `spec.window` tokens; 'chunked' for chunks of as many.
       cached: names of the arrays in the decode cache.
     """
 
@@ -85,7 +88,7 @@ class Attention(SpecLayer):
                 bias_axes=(axis, "head_dims") if spec.qkv_bias and name != "gate" else (),
                 output_axes=("batch", "length", f"activation_{axis}", "head_dims"),
             )
-            if spec.query_key_norm is not None and name in ("query", "key"):
+            if spec.has_query_key_scales and name in ("query", "key"):
                 over_all = spec.query_key_norm == "all"
                 shape = (heads, spec.head_dims) if over_all else (spec.head_dims,)
                 split_axes = (axis, "head_dims") if over_all else ("head_dims",)
@@ -107,7 +110,7 @@ class Attention(SpecLayer):
             key,
             value,
             self._pattern,
-            segment_ids=context.segment_ids,
+            segment_ids=self._segment_ids(context),
             sinks=self._sinks,
             split=self._attention_split,
             kernel=None if self.is_initializing() else context.kernel,
@@ -136,6 +139,9 @@ class Attention(SpecLayer):
         """Attends from new tokens to arrays of the cache. Returns [batch, new tokens, heads, width of a value]."""
         assert context.cache_index is not None  # always set in decode steps, like the next one
         assert context.first_index is not None
+        seen_from = context.first_index[:, None]
+        if self.layer_kind == "chunked":
+            seen_from += context.positions // self._window * self._window
         return attend_to_cache(
             query,
             key,
@@ -143,7 +149,7 @@ class Attention(SpecLayer):
             self._pattern,
             self._cache_layout,
             context.cache_index,
-            context.first_index,
+            seen_from,
             self._sinks,
         )
 
@@ -154,9 +160,13 @@ class Attention(SpecLayer):
 
     def _heads(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         query, key, value = self.query(x), self.key(x), self.value(x)
-        if self.spec.query_key_norm is not None:
+        if self.spec.has_query_key_scales:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = self._rotate(query, context), self._rotate(key, context)
+        if self.layer_kind in context.rotary and self.spec.query_key_norm == "unit":
+            query, key = self._unit(query), self._unit(key)
+        if self.layer_kind not in context.rotary and self.spec.temperature is not None:
+            query = self._sharpened(query, self.spec.temperature, context.positions)
         return (
             checkpoint_name(query, "query_proj"),
             checkpoint_name(key, "key_proj"),
@@ -164,10 +174,29 @@ class Attention(SpecLayer):
         )
 
     def _rotate(self, heads: jax.Array, context: Context) -> jax.Array:
-        if not context.rotary:
+        if self.layer_kind not in context.rotary:
             return heads
         sine, cosine = context.rotary[self.layer_kind]
         return rotary.rotate(heads, sine, cosine, pairs_adjacent=self.spec.rotary_pairs_adjacent)
+
+    def _unit(self, heads: jax.Array) -> jax.Array:
+        x = heads.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        return (x * jax.lax.rsqrt(mean_square + self.spec.norm_epsilon)).astype(heads.dtype)
+
+    def _sharpened(self, query: jax.Array, temperature: TemperatureSpec, positions: jax.Array) -> jax.Array:
+        intervals = ((positions + 1) // temperature.interval).astype(jnp.float32)
+        factors = 1 + temperature.factor * jnp.log1p(intervals)
+        return (query * factors[:, :, None, None]).astype(query.dtype)
+
+    def _segment_ids(self, context: Context) -> jax.Array:
+        """Returns the segment of each token in this layer, int32 [batch, time]: each chunk of a text is a segment of its own."""
+        if self.layer_kind != "chunked":
+            return context.segment_ids
+        # At most so many chunks of a text are in one row, wherever its first token is in the text.
+        most = -(-context.positions.shape[1] // self._window) + 1
+        chunks = context.segment_ids * most + context.positions // self._window % most
+        return jnp.where(context.segment_ids == PADDING, PADDING, chunks)
 
     def _fill_cache(self, states: dict[str, jax.Array], context: Context) -> None:
         """Stores the named arrays of whole rows in the decode cache, in row order, if the cache is mutable."""
@@ -197,10 +226,15 @@ class Attention(SpecLayer):
         spec = self.spec
         return Pattern(
             causal=True,
-            window=spec.window if self.layer_kind == "local" else None,
+            window=self._window if self.layer_kind == "local" else None,
             softcap=spec.attention_softcap,
             scale=spec.head_dims**-0.5 if spec.query_scale is None else spec.query_scale,
         )
+
+    @property
+    def _window(self) -> int:
+        assert self.spec.window is not None  # checked by the spec for the kinds of layers that ask
+        return self.spec.window
 
     @property
     def _attention_split(self) -> Split:
@@ -321,7 +355,7 @@ def attend_to_cache(
     pattern: Pattern,
     layout: CacheLayout,
     query_index: jax.Array,
-    first_index: jax.Array,
+    seen_from: jax.Array,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Computes causal attention of new tokens over the cache, which already holds them. Logits and softmax are float32.
@@ -333,7 +367,7 @@ def attend_to_cache(
       pattern: window, soft cap and scale of the attention.
       layout: the layout of the cache.
       query_index: int32 [new tokens], indices of the new tokens in the cache.
-      first_index: int32 [batch], index of each row's first token in the cache.
+      seen_from: int32 [batch, new tokens or 1], index in the cache of the first token that each new token sees.
       sinks: float32 [N], see `kernels.attend`; None for none.
     """
     products = jnp.einsum("btkgh,bskh->bkgts", layout.grouped(query), key, preferred_element_type=jnp.float32)
@@ -343,7 +377,7 @@ def attend_to_cache(
     seen = distance >= 0
     if pattern.window is not None:
         seen &= distance < pattern.window
-    seen = seen & (key_index >= first_index[:, None])[:, None]
+    seen = seen & (key_index >= seen_from[..., None])
     if sinks is not None:
         sinks = layout.grouped(sinks[None, None, :, None]).transpose(0, 2, 3, 1, 4)
     probabilities = softmax(jnp.where(seen[:, None, None], logits, MASKED), sinks).astype(value.dtype)

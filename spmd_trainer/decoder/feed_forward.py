@@ -144,6 +144,9 @@ class MixtureOfExperts(SpecLayer):
         groups = token_groups.sort(experts, parts)
         # Whole tokens on each device, as the sort needs them.
         rows = token_groups.dispatch(self.split(x, "batch", "length", "norm"), groups, parts)
+        if moe.weigh_inputs:
+            rows *= token_groups.weights_of_rows(weights, groups, parts).astype(rows.dtype)
+            weights = jnp.ones_like(weights)
         gate, up = self.gate(rows, groups, parts), self.up(rows, groups, parts)
         hidden = checkpoint_name(self._activated(gate, up), "ffn1")
         output = token_groups.combine(self.down(hidden, groups, parts), weights, groups, parts)

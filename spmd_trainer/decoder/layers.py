@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from praxis import base_layer
@@ -11,6 +13,7 @@ from spmd_trainer.decoder.axes import Norm, SpecLayer
 from spmd_trainer.decoder.delta_attention import DeltaAttention
 from spmd_trainer.decoder.feed_forward import FeedForward, MixtureOfExperts
 from spmd_trainer.decoder.latent_attention import LatentAttention
+from spmd_trainer.models.decoder_spec import LayerSpec
 
 
 class Embedding(SpecLayer):
@@ -61,7 +64,7 @@ class DecoderLayer(SpecLayer):
     """Attention and a feed-forward layer, each with a residual connection.
 
     Attributes:
-      layer_kind: 'global' or 'local', see `Attention`, or 'linear', see `DeltaAttention`.
+      layer_kind: 'global', 'local' or 'chunked', see `Attention`, or 'linear', see `DeltaAttention`.
       has_experts: True for a mixture of experts in place of the feed-forward layer.
     """
 
@@ -115,12 +118,17 @@ class DecoderLayer(SpecLayer):
         return self.split(x + output, "batch", "length", "activation_embed")
 
 
+def create_layers(parent: SpecLayer, name: str, layers: Sequence[LayerSpec]) -> None:
+    """Creates a child of `parent` for each of the layers: `{name}_0`, `{name}_1`, ..."""
+    for index, layer in enumerate(layers):
+        parent.child(f"{name}_{index}", DecoderLayer, layer_kind=layer.kind, has_experts=layer.has_experts)
+
+
 class DecoderBlock(SpecLayer):
-    """A layer for each entry of `spec.repeated_pattern`, in order: `layer_0`, `layer_1`, ..."""
+    """The layers `spec.repeated_layers`, in order: `layer_0`, `layer_1`, ..."""
 
     def setup(self) -> None:
-        for index, kind in enumerate(self.spec.repeated_pattern):
-            self.child(f"layer_{index}", DecoderLayer, layer_kind=kind, has_experts=self.spec.moe is not None)
+        create_layers(self, "layer", self.spec.repeated_layers)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """Returns the residual stream [batch, time, model_dims] after all layers."""
@@ -140,4 +148,4 @@ class DecoderBlock(SpecLayer):
             layer.transform_decode_state(transform_fn)
 
     def _layers(self) -> list[DecoderLayer]:
-        return [getattr(self, f"layer_{index}") for index in range(len(self.spec.layer_pattern))]
+        return [getattr(self, f"layer_{index}") for index in range(len(self.spec.repeated_layers))]

@@ -36,7 +36,7 @@ from spmd_trainer.decoder.attention import PADDING, Context
 from spmd_trainer.decoder.axes import Norm, SpecLayer, renamed_axes
 from spmd_trainer.decoder.generation import decode as generation_decode
 from spmd_trainer.decoder.generation.settings import GenerationSettings
-from spmd_trainer.decoder.layers import DecoderBlock, DecoderLayer, Embedding, Logits
+from spmd_trainer.decoder.layers import DecoderBlock, DecoderLayer, Embedding, Logits, create_layers
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.kernels import cross_entropy, kernels, sequence_order
 from spmd_trainer.kernels.sequence_order import SequenceOrder
@@ -112,8 +112,7 @@ class DecoderLm(SpecLayer):
         self.child("token_emb", Embedding, num_rows=spec.vocab_size)
         if spec.positions == "learned":
             self.child("position_emb", Embedding, num_rows=spec.max_positions, rows_axis="positions")
-        for index, kind in enumerate(spec.first_layers):
-            self.child(f"first_layers_{index}", DecoderLayer, layer_kind=kind)
+        create_layers(self, "first_layers", spec.first_layers)
         if spec.num_repeats:
             repeat_p = pax_fiddle.Config(
                 layers.Repeat,
@@ -123,8 +122,7 @@ class DecoderLm(SpecLayer):
                 unroll_in_decode=self.unroll_in_decode,
             )
             self.create_child("layers", repeat_p)
-        for index, kind in enumerate(spec.last_layers):
-            self.child(f"last_layers_{index}", DecoderLayer, layer_kind=kind, has_experts=spec.moe is not None)
+        create_layers(self, "last_layers", spec.last_layers)
         self.child("final_norm", Norm, shape=(spec.model_dims,))
         if not spec.tied_embeddings:
             self.child("logits", Logits)
@@ -255,6 +253,7 @@ class DecoderLm(SpecLayer):
         positions = index - first_index[:, None]
         context = Context(
             rotary=self._rotary(positions),
+            positions=positions,
             segment_ids=jnp.ones_like(positions),
             cache_index=index,
             first_index=first_index,
@@ -301,6 +300,7 @@ class DecoderLm(SpecLayer):
         ids, positions, segment_ids = order.apply(ids), order.apply(positions), order.apply(segment_ids, fill=PADDING)
         context = Context(
             rotary=self._rotary(positions),
+            positions=positions,
             segment_ids=segment_ids,
             order=order,
             cache_length=cache_length,
@@ -333,7 +333,7 @@ class DecoderLm(SpecLayer):
     def _rotary(self, positions: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
         if self.spec.positions != "rotary":
             return {}
-        kinds = sorted({*self.spec.layer_pattern} - {"linear"})
+        kinds = sorted({*self.spec.layer_pattern} - {"linear", *self.spec.unrotated_kinds})
         return {kind: rotary.sine_and_cosine(self.spec, kind, positions) for kind in kinds}
 
     def _logits(self, x: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ def _llama3(plain: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
     """Divides low frequencies by `scaling.factor`, keeps high ones, and interpolates between them."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     rotations = scaling.original_max_positions * plain / np.float32(2 * math.pi)
-    kept = np.clip((rotations - low) / (high - low), 0, 1)
+    kept = np.clip((rotations - low) / (high - low), 0, 1) if low < high else rotations >= high
     return ((1 - kept) * plain / scaling.factor + kept * plain).astype(np.float32)
 
 

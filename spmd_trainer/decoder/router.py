@@ -57,16 +57,12 @@ class Router(SpecLayer):
         if moe.z_loss_weight:
             squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
             loss = jnp.sum(squares * _shares(real))
-            self.add_aux_loss("router_z", loss * moe.z_loss_weight / self._num_layers)
+            self.add_aux_loss("router_z", loss * moe.z_loss_weight / self.spec.num_layers_with_experts)
         weights = _scores_of(experts, scores)
         if moe.normalise_top_k:
             # Rows that XLA adds where the mesh does not divide the batch have the sum 0.
             weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), _LEAST_SUM)
         return experts, weights if moe.scaling_factor == 1 else weights * moe.scaling_factor
-
-    @property
-    def _num_layers(self) -> int:
-        return self.spec.num_layers - self.spec.num_dense_layers
 
     def _chosen(self, scores: jax.Array) -> jax.Array:
         """Returns each token's experts by the scores [batch, time, E], plus `choice_bias` if the spec has one."""
@@ -82,7 +78,7 @@ class Router(SpecLayer):
             scores = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), _LEAST_SUM)
         load = tokens / jnp.maximum(jnp.sum(real), 1)
         loss = moe.num_experts * jnp.sum(load * jnp.einsum("bte,bt->e", scores, _shares(real)))
-        self.add_aux_loss("load_balancing", loss * moe.aux_loss_weight / self._num_layers)
+        self.add_aux_loss("load_balancing", loss * moe.aux_loss_weight / self.spec.num_layers_with_experts)
 
 
 def moe_of(layer: SpecLayer) -> MoeSpec:

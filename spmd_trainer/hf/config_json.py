@@ -256,12 +256,16 @@ def _comparable(spec: DecoderSpec, field: str) -> Any:
         case "layer_pattern":
             return spec.layer_kinds
         case "window":
-            return value if "local" in spec.layer_kinds else None
+            return value if {"local", "chunked"} & {*spec.layer_kinds} else None
+        case "unrotated_kinds":
+            return {*value} & {*spec.layer_kinds}
+        case "temperature" if not {*spec.unrotated_kinds} & {*spec.layer_kinds}:
+            return None
         case "query_scale":
             return round((value or spec.head_dims**-0.5) ** -2, 6)
         case "embedding_scale":
             return round(value, 6)
-        case "hidden_dims" if spec.moe is not None:
+        case "hidden_dims" if spec.num_layers_with_experts == spec.num_layers:
             return None
         case "max_positions" if spec.positions != "learned":
             return None  # only informative

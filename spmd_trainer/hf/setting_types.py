@@ -33,7 +33,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "num_experts_per_tok num_local_experts moe_intermediate_size n_embd n_head n_inner n_layer n_positions "
         "n_routed_experts n_group topk_group q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
-        "full_attention_interval shared_expert_intermediate_size",
+        "full_attention_interval shared_expert_intermediate_size intermediate_size_mlp attention_chunk_size floor_scale "
+        "interleave_moe_layer_step no_rope_layer_interval",
     ),
     # Some folders give 0 where there is no window.
     f"a whole number of 0 or more, at most {_LARGEST:,}": (
@@ -43,7 +44,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "a number above 0": (
         lambda value: is_number(value) and value > 0,
         "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping "
-        "final_logit_softcapping routed_scaling_factor partial_rotary_factor swiglu_alpha swiglu_limit",
+        "final_logit_softcapping routed_scaling_factor partial_rotary_factor swiglu_alpha swiglu_limit attn_scale",
     ),
     "a number of 0 or more": (lambda value: is_number(value) and value >= 0, "router_aux_loss_coef"),
     "a number": (
@@ -60,6 +61,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
         "layer_types",
     ),
+    "a list of whole numbers": (
+        lambda value: isinstance(value, list) and all(is_whole(number) for number in value),
+        "moe_layers no_rope_layers",
+    ),
 }
 _KIND_OF = {name: kind for kind, (_, names) in _KINDS.items() for name in names.split()}
 _NULL_IS_NONE = frozenset(
@@ -73,6 +78,9 @@ _NULL_IS_NONE = frozenset(
         "sliding_window_pattern",
         "_sliding_window_pattern",
         "layer_types",
+        "moe_layers",
+        "no_rope_layers",
+        "attention_chunk_size",
         "attn_logit_softcapping",
         "final_logit_softcapping",
     }

@@ -134,8 +134,8 @@ def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
         base = "" if rule.name.startswith("lm_head.") else names.base
         found[ROOT + rule.path] = _variable(ROOT + rule.path, (), [((), base, rule)], sizes)
     for prefix, layers in _layers(spec):
-        has_experts = spec.moe is not None and not prefix.startswith("first_layers_")
-        for rule in names.in_layer(spec.layer_kinds[layers[0]], has_experts):
+        layer = spec.layers[layers[0]]
+        for rule in names.in_layer(layer.kind, layer.has_experts):
             path = f"{rule.root}{prefix}/{rule.path}"
             stacked = (len(layers),) if prefix.startswith("layers/") else ()
             entries = [
@@ -148,7 +148,7 @@ def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
 
 def _layers(spec: DecoderSpec) -> Iterator[tuple[str, list[int]]]:
     """Yields (path of a layer, or of stacked layers, in the model; numbers of these layers in the folder)."""
-    period, repeats, first = len(spec.layer_pattern), spec.num_repeats, len(spec.first_layers)
+    period, repeats, first = len(spec.repeated_layers), spec.num_repeats, len(spec.first_layers)
     for j in range(first):
         yield f"first_layers_{j}", [j]
     if repeats:

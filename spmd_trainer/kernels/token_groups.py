@@ -195,6 +195,13 @@ def dispatch(x: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
     return _dispatch(parts, _with_rows(x, parts, 0), groups)
 
 
+def weights_of_rows(weights: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
+    """Returns the weight of each sorted row, [S, X, M, 1], of `weights` [batch, time, experts of a token]."""
+    of_tokens = dispatch(weights, groups, parts)
+    is_chosen = groups.choice[..., None] == jnp.arange(weights.shape[-1])
+    return jnp.sum(jnp.where(is_chosen, of_tokens, 0), axis=-1, keepdims=True)
+
+
 def combine(rows: jax.Array, weights: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
     """Returns the weighted sum of each token's rows, [batch, time, D], of the rows' dtype.
 

@@ -22,11 +22,11 @@ are the widths in `LatentSpec`, and P is rotary_dims. G, J, A, B and W are the s
 | LAYER/`attention/query_norm/scale`, `.../key_norm/scale` | [H] | query_key_norm='head' |
 | LAYER/`attention/query_norm/scale`; `.../key_norm/scale` | [N, H]; [K, H] | query_key_norm='all' |
 | LAYER/`attention/gate/w` | [D, N, H] | gated_attention |
-| LAYER/`mlp/gate/w` | [D, F] | gated, no moe |
-| LAYER/`mlp/up/w`; `mlp/down/w` | [D, F]; [F, D] | no moe |
-| LAYER/`mlp/gate/b`, `mlp/up/b`; `mlp/down/b` | [F]; [D] | mlp_bias, no moe |
-| LAYER/`moe/router/w` | [D, E] | moe |
-| LAYER/`moe/gate/w`, `moe/up/w`; `moe/down/w` | [E, D, F]; [E, F, D] | moe |
+| LAYER/`mlp/gate/w` | [D, F] | gated, no experts |
+| LAYER/`mlp/up/w`; `mlp/down/w` | [D, F]; [F, D] | no experts |
+| LAYER/`mlp/gate/b`, `mlp/up/b`; `mlp/down/b` | [F]; [D] | mlp_bias, no experts |
+| LAYER/`moe/router/w` | [D, E] | experts |
+| LAYER/`moe/gate/w`, `moe/up/w`; `moe/down/w` | [E, D, F]; [E, F, D] | experts |
 | LAYER/`moe/router/b` | [E] | moe.biases |
 | LAYER/`moe/gate/b`, `moe/up/b`; `moe/down/b` | [E, F]; [E, D] | moe.biases |
 | LAYER/`moe/shared/gate/w`, `moe/shared/up/w`; `moe/shared/down/w` | [D, S]; [S, D] | moe.shared_dims = S |
@@ -48,8 +48,8 @@ A layer of kind 'linear' has the following variables below LAYER/`attention` ins
 A norm of kind 'layer' also has a `/bias` of the same shape as its scale. With moe.choice_bias, there is also
 LAYER/`moe/router/choice_bias`, [E], below `non_trainable/lm/`.
 
-LAYER depends on the layer. Let dense = moe.dense_layers (0 without moe), period = len(layer_pattern) and repeats =
-(num_layers - dense) // period.
+LAYER depends on the layer. Let dense = moe.dense_layers (0 without moe), period = the least common multiple of len(layer_pattern)
+and moe.every (1 without moe), and repeats = (num_layers - dense) // period.
 
 - The first `dense` layers, which have no experts, are separate: `first_layers_{j}` is layer j.
 - The next repeats * period layers are stacked: `layers/sub/layer_{p}` for p < period. Its variables have a leading dimension of
@@ -60,18 +60,28 @@ LAYER depends on the layer. Let dense = moe.dense_layers (0 without moe), period
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.models.layer_specs import DeltaSpec, LatentSpec, MoeSpec, RotaryScaling, not_one_of, not_positive
+from spmd_trainer.models.layer_specs import (
+    DeltaSpec,
+    LatentSpec,
+    LayerSpec,
+    MoeSpec,
+    RotaryScaling,
+    TemperatureSpec,
+    not_one_of,
+    not_positive,
+)
 
-__all__ = ["DecoderSpec", "DeltaSpec", "LatentSpec", "MoeSpec", "RotaryScaling"]
+__all__ = ["DecoderSpec", "DeltaSpec", "LatentSpec", "LayerSpec", "MoeSpec", "RotaryScaling", "TemperatureSpec"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 NORMS = ("rms", "layer")
 NORM_PLACEMENTS = ("pre", "pre_and_post", "post")
-QUERY_KEY_NORMS = (None, "head", "all")
+QUERY_KEY_NORMS = (None, "head", "all", "unit")
 POSITIONS = ("rotary", "learned")
-LAYER_KINDS = ("global", "local", "linear")
+LAYER_KINDS = ("global", "local", "chunked", "linear")
 
 
 @dataclasses.dataclass
@@ -81,7 +91,7 @@ class DecoderSpec:
     Attributes:
       vocab_size: number of token ids, V.
       model_dims: width of the residual stream, D.
-      hidden_dims: width of the feed-forward layers, F. With `moe`, only the first `moe.dense_layers` layers use it.
+      hidden_dims: width of the feed-forward layers, F. With `moe`, only the layers without experts use it.
       num_layers: number of layers.
       num_heads: query heads, N.
       num_kv_heads: key and value heads, K; divides num_heads.
@@ -97,8 +107,10 @@ class DecoderSpec:
       output_bias: the attention's output projection has a bias.
       mlp_bias: the feed-forward layers have biases.
       query_key_norm: RMS norm of queries and keys before the rotary embedding: None, 'head' (over a head's width, the same
-        scale for all heads) or 'all' (over all heads together).
+        scale for all heads), 'all' (over all heads together), or 'unit' (over a head's width, without a scale, and only in
+        layers with rotary embeddings).
       query_scale: factor of the attention logits; None for head_dims ** -0.5.
+      temperature: attention that gets sharper with the position in layers without rotary embeddings, or None.
       gated_attention: the output of each head is multiplied by a sigmoid of another projection of the token (arXiv:2505.06708).
       attention_sinks: each head has one more, learned logit in its softmax, whose probability is discarded (arXiv:2309.17453).
       positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
@@ -111,8 +123,10 @@ class DecoderSpec:
       rotary_scaling: scaling of the frequencies for long sequences; None for no scaling.
       local_rotary_base: rotary base of the local layers, whose frequencies are then not scaled; None: local layers have the
         frequencies of the global layers.
-      layer_pattern: kinds of the layers, 'global', 'local' or 'linear'; the pattern is repeated over all layers.
-      window: a token of a local layer sees itself and the window - 1 tokens before it.
+      unrotated_kinds: kinds of layers without rotary embeddings.
+      layer_pattern: kinds of the layers, 'global', 'local', 'chunked' or 'linear'; the pattern is repeated over all layers.
+      window: a token of a local layer sees itself and the window - 1 tokens before it. A chunked layer divides each text into
+        chunks of `window` tokens; a token sees itself and the tokens before it in its chunk.
       attention_softcap: attention logits x become cap * tanh(x / cap); None for no cap.
       final_softcap: as attention_softcap, for the logits of the vocabulary.
       tied_embeddings: the token embedding is also the weight of the logits.
@@ -143,6 +157,7 @@ class DecoderSpec:
     mlp_bias: bool = False
     query_key_norm: str | None = None
     query_scale: float | None = None
+    temperature: TemperatureSpec | None = None
     gated_attention: bool = False
     attention_sinks: bool = False
     positions: str = "rotary"
@@ -152,6 +167,7 @@ class DecoderSpec:
     rotary_base: float = 10_000.0
     rotary_scaling: RotaryScaling | None = None
     local_rotary_base: float | None = None
+    unrotated_kinds: tuple[str, ...] = ()
     layer_pattern: tuple[str, ...] = ("global",)
     window: int | None = None
     attention_softcap: float | None = None
@@ -166,35 +182,46 @@ class DecoderSpec:
     initializer_range: float = 0.02
 
     @property
-    def num_dense_layers(self) -> int:
-        """Number of layers without experts at the beginning of a model with experts; 0 for a model without experts."""
-        return 0 if self.moe is None else self.moe.dense_layers
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """All layers, in order."""
+        return tuple(self._layer(index) for index in range(self.num_layers))
 
     @property
-    def first_layers(self) -> tuple[str, ...]:
-        """Kinds of the first layers, which have no experts."""
-        return self.layer_kinds[: self.num_dense_layers]
+    def first_layers(self) -> tuple[LayerSpec, ...]:
+        """The first `moe.dense_layers` layers."""
+        return self.layers[: self._num_first]
 
     @property
-    def repeated_pattern(self) -> tuple[str, ...]:
-        """Kinds of the layers of one repetition: `layer_pattern`, rotated to begin after the first layers without experts."""
-        start = self.num_dense_layers % len(self.layer_pattern)
-        return (*self.layer_pattern[start:], *self.layer_pattern[:start])
+    def repeated_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers of one repetition of the pattern, which begins after the first layers."""
+        every = 1 if self.moe is None else self.moe.every
+        period = math.lcm(len(self.layer_pattern), every)
+        return tuple(self._layer(self._num_first + index) for index in range(period))
 
     @property
     def num_repeats(self) -> int:
-        """Number of whole repetitions of the pattern after the first layers without experts."""
-        return (self.num_layers - self.num_dense_layers) // len(self.layer_pattern)
+        """Number of whole repetitions of the pattern after the first layers."""
+        return (self.num_layers - self._num_first) // len(self.repeated_layers)
 
     @property
-    def last_layers(self) -> tuple[str, ...]:
-        """Kinds of the layers after the last whole repetition of the pattern."""
-        return self.repeated_pattern[: (self.num_layers - self.num_dense_layers) % len(self.layer_pattern)]
+    def last_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers after the last whole repetition of the pattern."""
+        return self.layers[self._num_first + self.num_repeats * len(self.repeated_layers) :]
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """Kinds of all layers, in order."""
-        return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
+        return tuple(layer.kind for layer in self.layers)
+
+    @property
+    def num_layers_with_experts(self) -> int:
+        """Number of layers with experts."""
+        return sum(layer.has_experts for layer in self.layers)
+
+    @property
+    def has_query_key_scales(self) -> bool:
+        """True if the norms of queries and keys have scales, which are variables."""
+        return self.query_key_norm in ("head", "all")
 
     @property
     def value_dims(self) -> int:
@@ -214,9 +241,9 @@ class DecoderSpec:
         linear = self.model_dims * delta.num_heads * 2 * (delta.key_dims + delta.values_per_head * delta.value_dims)
         num_linear = self.layer_kinds.count("linear")
         attention = (self.num_layers - num_linear) * heads + num_linear * linear
-        moe, dense = self.moe, self.num_dense_layers
-        width = self.hidden_dims if moe is None else moe.num_experts * moe.hidden_dims + moe.shared_dims
-        widths = dense * self.hidden_dims + (self.num_layers - dense) * width
+        of_experts = 0 if self.moe is None else self.moe.num_experts * self.moe.hidden_dims + self.moe.shared_dims
+        sparse = self.num_layers_with_experts
+        widths = (self.num_layers - sparse) * self.hidden_dims + sparse * of_experts
         return self.vocab_size * self.model_dims + attention + 2 * self.model_dims * widths
 
     def matrix_flops(self, num_params: float, num_frozen: float, length: int) -> float:
@@ -225,15 +252,20 @@ class DecoderSpec:
         Args:
           num_params: number of trainable parameters that a token uses.
           num_frozen: number of frozen parameters that a token uses; their gradients are not computed.
-          length: tokens of a row. A token sees half of them on average, and at most its window in a local layer. Attention
-            counts only the tokens that are seen. A linear layer counts three products with each state: it reads the value of the
-            key and the output, and writes a value.
+          length: tokens of a row. A token sees half of them on average, at most its window in a local layer, and half of its
+            chunk in a chunked layer. Attention counts only the tokens that are seen. A linear layer counts three products with
+            each state: it reads the value of the key and the output, and writes a value.
         """
         lookups = 0 if self.tied_embeddings else self.vocab_size * self.model_dims
         lookups += self.max_positions * self.model_dims if self.positions == "learned" else 0
         window = min(self.window or length, length)
         of_key = 6.0 * self.num_heads * (self.head_dims + self.value_dims)
-        attention = {"global": of_key * length / 2, "local": of_key * (window - window * window / (2 * length))}
+        rest = length % window
+        attention = {
+            "global": of_key * length / 2,
+            "local": of_key * (window - window * window / (2 * length)),
+            "chunked": of_key * ((length - rest) * window + rest * rest) / (2 * length),
+        }
         delta = self.delta or DeltaSpec()
         attention["linear"] = 6.0 * 3 * delta.num_heads * delta.values_per_head * delta.key_dims * delta.value_dims
         # The lookup is of a variable that learns, or of one that doesn't.
@@ -243,12 +275,8 @@ class DecoderSpec:
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each, which begins with the field's name."""
         sizes = ["vocab_size", "model_dims", "num_layers", "num_heads", "num_kv_heads", "head_dims"]
-        has_dense = self.moe is None or self.moe.dense_layers
+        has_dense = self.moe is None or self.moe.dense_layers or self.moe.every > 1
         found = not_positive(self, [*sizes, "hidden_dims"] if has_dense else sizes)
-        if self.num_dense_layers >= self.num_layers > 0:
-            found.append(
-                f"moe.dense_layers={self.num_dense_layers}; num_layers={self.num_layers} leaves no layer with experts"
-            )
         found += not_one_of("activation", self.activation, ACTIVATIONS)
         found += not_one_of("norm", self.norm, NORMS)
         found += not_one_of("norm_placement", self.norm_placement, NORM_PLACEMENTS)
@@ -263,7 +291,7 @@ class DecoderSpec:
             if getattr(self, field) is not None and not getattr(self, field) > 0:
                 found.append(f"{field}={getattr(self, field)}; give a number above 0, or None")
         found += self._problems_of_positions() + self._problems_of_layers() + self._problems_of_latent()
-        for field in ("rotary_scaling", "moe", "latent", "delta"):
+        for field in ("rotary_scaling", "temperature", "moe", "latent", "delta"):
             inner = getattr(self, field)
             found += [] if inner is None else [f"{field}.{problem}" for problem in inner.problems()]
         return found
@@ -277,6 +305,14 @@ class DecoderSpec:
         if found := self.problems():
             raise UserError(f"{where} can't be built: " + "; ".join(found))
 
+    @property
+    def _num_first(self) -> int:
+        return 0 if self.moe is None else self.moe.dense_layers
+
+    def _layer(self, index: int) -> LayerSpec:
+        has_experts = self.moe is not None and index >= self._num_first and (index + 1) % self.moe.every == 0
+        return LayerSpec(self.layer_pattern[index % len(self.layer_pattern)], has_experts)
+
     def _problems_of_positions(self) -> list[str]:
         if self.positions == "learned":
             return not_positive(self, ["max_positions"])
@@ -289,6 +325,8 @@ class DecoderSpec:
             )
         if self.local_rotary_base is not None and not self.local_rotary_base > 0:
             found.append(f"local_rotary_base={self.local_rotary_base}; give a number above 0, or None")
+        for kind in self.unrotated_kinds:
+            found += not_one_of("unrotated_kinds has a kind", kind, LAYER_KINDS)
         return found
 
     def _problems_of_layers(self) -> list[str]:
@@ -297,8 +335,14 @@ class DecoderSpec:
         found = []
         for kind in self.layer_pattern:
             found += not_one_of("layer_pattern has a kind", kind, LAYER_KINDS)
-        if "local" in self.layer_pattern and (self.window is None or self.window < 1):
-            found.append(f"window={self.window}; local layers need 1 or more")
+        windowed = [kind for kind in ("local", "chunked") if kind in self.layer_pattern]
+        if windowed and (self.window is None or self.window < 1):
+            found.append(f"window={self.window}; {windowed[0]} layers need 1 or more")
+        if self.moe is not None and self.moe.every > 0 and not self.num_layers_with_experts:
+            found.append(
+                f"moe.dense_layers={self.moe.dense_layers}, moe.every={self.moe.every}; num_layers={self.num_layers} leaves no "
+                "layer with experts"
+            )
         if ("linear" in self.layer_pattern) != (self.delta is not None):
             found.append(f"delta={self.delta}; it must be given if, and only if, layer_pattern has linear layers")
         return found
@@ -315,7 +359,13 @@ class DecoderSpec:
             found.append(
                 f"rotary_dims={self.rotary_dims}; with latent give more than 0 and less than head_dims={self.head_dims}"
             )
-        needed = {"qkv_bias": False, "query_key_norm": None, "positions": "rotary", "gated_attention": False}
+        needed = {
+            "qkv_bias": False,
+            "query_key_norm": None,
+            "positions": "rotary",
+            "unrotated_kinds": (),
+            "gated_attention": False,
+        }
         return found + [
             f"{field}={getattr(self, field)!r}; with latent it must be {value!r}"
             for field, value in needed.items()

@@ -1,4 +1,4 @@
-"""Settings of parts of a decoder's layers: rotary embeddings, experts, latent and linear attention; fields of `DecoderSpec`."""
+"""Settings of parts of a decoder's layers: positions, experts, latent and linear attention; fields of `DecoderSpec`."""
 
 from __future__ import annotations
 
@@ -58,11 +58,43 @@ class RotaryScaling:
             found.append(f"factor={self.factor}; give 1 or more")
         if self.kind in ("llama3", "yarn") and self.original_max_positions < 1:
             found.append(f"original_max_positions={self.original_max_positions}; kind={self.kind!r} needs 1 or more")
-        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+        if self.kind == "llama3" and not self.low_freq_factor <= self.high_freq_factor:
             found.append(
-                f"low_freq_factor={self.low_freq_factor} must be less than high_freq_factor={self.high_freq_factor}"
+                f"low_freq_factor={self.low_freq_factor} is greater than high_freq_factor={self.high_freq_factor}"
             )
         return found
+
+
+@dataclasses.dataclass
+class LayerSpec:
+    """One layer of a decoder.
+
+    Attributes:
+      kind: kind of its attention, see `DecoderSpec.layer_pattern`.
+      has_experts: True if it has a mixture of experts in place of the feed-forward layer.
+    """
+
+    kind: str
+    has_experts: bool
+
+
+@dataclasses.dataclass
+class TemperatureSpec:
+    """Attention that gets sharper with the position (arXiv:2501.19399), of the layers without rotary embeddings.
+
+    The query at position p is multiplied by 1 + factor * log(1 + floor((p + 1) / interval)).
+
+    Attributes:
+      factor: see above.
+      interval: see above; queries at the first interval - 1 positions are not changed.
+    """
+
+    factor: float = 0.1
+    interval: int = 8192
+
+    def problems(self) -> list[str]:
+        """Returns the problems with the settings, one sentence each."""
+        return not_positive(self, ("factor", "interval"))
 
 
 @dataclasses.dataclass
@@ -75,9 +107,12 @@ class MoeSpec:
       hidden_dims: width of an expert, F.
       dense_layers: number of layers at the beginning of the model with a feed-forward layer of width `DecoderSpec.hidden_dims`
         in place of experts.
+      every: one layer in this many has experts, the last one of each group; the others have a feed-forward layer as the first
+        `dense_layers` have.
       score: how the router's logits become scores: 'softmax' over the experts, or 'sigmoid' of each.
       normalise_top_k: divide the scores of a token's experts by their sum.
       scaling_factor: factor of the routed experts' weights, applied after `normalise_top_k`.
+      weigh_inputs: a weight multiplies the input of its expert; otherwise the output.
       num_groups: number of equally large groups of experts. A token's experts are chosen from its best `num_chosen_groups`
         groups; a group's score is the sum of its two highest expert scores (DeepSeek V3, arXiv:2412.19437). 1: no groups.
       num_chosen_groups: number of groups that a token's experts are chosen from.
@@ -104,9 +139,11 @@ class MoeSpec:
     num_experts_per_token: int = 0
     hidden_dims: int = 0
     dense_layers: int = 0
+    every: int = 1
     score: str = "softmax"
     normalise_top_k: bool = True
     scaling_factor: float = 1.0
+    weigh_inputs: bool = False
     num_groups: int = 1
     num_chosen_groups: int = 1
     shared_dims: int = 0
@@ -121,7 +158,7 @@ class MoeSpec:
 
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each."""
-        found = not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims", "scaling_factor"))
+        found = not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims", "scaling_factor", "every"))
         if self.swiglu_limit is not None:
             found += not_positive(self, ("swiglu_limit", "swiglu_alpha"))
         found += not_one_of("score", self.score, ROUTER_SCORES)

@@ -14,7 +14,7 @@ from praxis import pax_fiddle
 
 from spmd_trainer.decoder import rotary
 from spmd_trainer.errors import UserError
-from spmd_trainer.experiments.lm import deepseek, gemma, qwen_next
+from spmd_trainer.experiments.lm import deepseek, gemma, llama4, qwen_next
 from spmd_trainer.hf import config_json, text_part
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 from spmd_trainer.training import experiment_config
@@ -404,6 +404,75 @@ def test_settings_that_qwen_3_5_has_in_one_way_alone(changes, facts):
         config_json.spec_of({**QWEN3_5, "architectures": ["Qwen3_5ForCausalLM"], **changes}, "config.json")
 
 
+# Llama 4 Scout as its makers wrote it.
+LLAMA4 = {
+    "architectures": ["Llama4ForCausalLM"],
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": 4,
+    "cache_implementation": "hybrid",
+    "floor_scale": 8192,
+    "for_llm_compressor": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "max_position_embeddings": 262144,
+    "model_type": "llama4_text",
+    "moe_layers": list(range(48)),
+    "no_rope_layers": [1, 1, 1, 0] * 12,
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "use_qk_norm": True,
+    "vocab_size": 202048,
+}
+
+
+def test_llama_4_is_the_experiment_of_its_size():
+    wanted = pax_fiddle.build(llama4.Llama4Scout().spec())
+    assert config_json.differing_fields(config_json.spec_of(LLAMA4, "config.json"), wanted) == []
+    # What transformers computes where it is missing.
+    shorter = {key: value for key, value in LLAMA4.items() if key not in ("moe_layers", "attn_temperature_tuning")}
+    shorter["no_rope_layers"] = []
+    assert config_json.differing_fields(config_json.spec_of(shorter, "config.json"), wanted) == []
+    without_experts = config_json.spec_of({**LLAMA4, "moe_layers": []}, "config.json")
+    assert (without_experts.moe, without_experts.hidden_dims) == (None, 16384)
+    assert config_json.spec_of(config_json.config_of(without_experts, "Llama4ForCausalLM"), "config.json").moe is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({"moe_layers": [1, 2]}, ("moe_layers=[1, 2]", "every")),
+        ({"layer_types": ["full_attention"] * 48}, ("no_rope_layers", "layer_types")),
+        ({"no_rope_layers": [1, 0]}, ("layer_types", "2", "num_hidden_layers", "48")),
+        ({"attention_chunk_size": None}, ("window=None", "chunked")),
+        ({"router_jitter_noise": 0.1}, ("router_jitter_noise", "0.0")),
+    ],
+)
+def test_settings_of_llama_4_that_are_refused(changes, facts):
+    with raises_naming(UserError, *facts):
+        config_json.spec_of({**LLAMA4, **changes}, "config.json")
+
+
 def test_the_text_models_config_of_gemma_3_may_lack_what_transformers_takes_for_granted():
     text = {
         "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
@@ -455,9 +524,18 @@ def test_settings_of_a_scaling_have_no_effect_where_there_is_none():
     assert config_json.spec_of({**golden("llama_untied"), **unscaled}, "config.json").rotary_scaling is None
 
 
-@pytest.mark.parametrize("name", ["Qwen3Next80B", "Qwen3_5_27B", "Qwen3_5_35B_A3B"])
-def test_published_sizes_have_a_config(name):
-    spec = pax_fiddle.build(getattr(qwen_next, name)().spec())
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        llama4.Llama4Maverick,
+        llama4.Llama4Scout,
+        qwen_next.Qwen3Next80B,
+        qwen_next.Qwen3_5_27B,
+        qwen_next.Qwen3_5_35B_A3B,
+    ],
+)
+def test_published_sizes_have_a_config(experiment):
+    spec = pax_fiddle.build(experiment().spec())
     assert config_json.spec_of(config_json.config_of(spec), "config.json") == spec
 
 

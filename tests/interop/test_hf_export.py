@@ -21,6 +21,8 @@ from spmd_trainer.hf import export_folder
 # One folder of each family, each with other sizes.
 FAMILIES = [
     "llama_biases",
+    "llama4",
+    "llama4_two_of_four",
     "qwen2_tied",
     "qwen3",
     "qwen3_moe_wide",

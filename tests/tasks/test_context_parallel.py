@@ -81,6 +81,12 @@ def test_verify_passes(sizes, form, tmp_path, capsys):
     assert_names(capsys.readouterr().out, "same numbers", "one device", "replica=1, data=2")
 
 
+class PackedChunks(Packed):
+    """Packed rows of a model with chunks, which devices and texts divide elsewhere."""
+
+    LAYER_PATTERN, WINDOW, UNROTATED_KINDS = ("chunked", "global"), 3, ("global",)
+
+
 class PackedLinear(Packed):
     """Packed rows of a model with linear attention."""
 
@@ -90,8 +96,9 @@ class PackedLinear(Packed):
 
 @pytest.mark.full
 @pytest.mark.parametrize("form", ["ring", "all_to_all"])
-def test_linear_attention_divides_its_heads_instead_of_the_rows(form, tmp_path, capsys):
-    resolved = experiment_config.resolve(PackedLinear, (f"CONTEXT_PARALLEL={form!r}",))
+@pytest.mark.parametrize("experiment", [PackedChunks, PackedLinear])
+def test_rows_with_chunks_or_linear_attention_give_the_same_numbers(experiment, form, tmp_path, capsys):
+    resolved = experiment_config.resolve(experiment, (f"CONTEXT_PARALLEL={form!r}",))
     resolved.experiment.partitioner = lambda: pjit.PjitPartitioner(mesh_of(data=2, seq=2, mdl=2))
     verify.verify(Job.build(VerifyConfig(resolved, epath.Path(tmp_path), verify_steps=2)))
     assert_names(capsys.readouterr().out, "same numbers", "one device")

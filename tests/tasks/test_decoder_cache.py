@@ -14,7 +14,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.decoder import lm
 from spmd_trainer.errors import UserError
-from spmd_trainer.models.decoder_spec import LatentSpec, MoeSpec, RotaryScaling
+from spmd_trainer.models.decoder_spec import LatentSpec, MoeSpec, RotaryScaling, TemperatureSpec
 
 LENGTHS = np.array([5, 2, 1])
 STEPS = 4
@@ -55,6 +55,15 @@ FORMS = {
         "window": 3,
     },
     "linear attention": LINEAR,
+    "chunks": {
+        "num_layers": 5,
+        "layer_pattern": ("chunked", "global"),
+        "window": 3,
+        "unrotated_kinds": ("global",),
+        "query_key_norm": "unit",
+        "temperature": Config(TemperatureSpec, factor=0.5, interval=2),
+        "moe": Config(MoeSpec, num_experts=3, num_experts_per_token=2, hidden_dims=5, every=2, weigh_inputs=True),
+    },
     "sinks": {**LOCAL, "attention_sinks": True},
     "experts": {"moe": Config(MoeSpec, num_experts=3, num_experts_per_token=2, hidden_dims=5), "query_key_norm": "all"},
     "all of a router": {

@@ -28,6 +28,8 @@ PUBLISHED = {
     "llama.Llama3_1_70BLora": 70_553_706_496,
     "llama.Llama3_2_1B": 1_235_814_400,
     "llama.Llama3_2_3B": 3_212_749_824,
+    "llama4.Llama4Scout": 107_769_861_120,
+    "llama4.Llama4Maverick": 400_711_848_960,
     "qwen.Qwen2_5_0_5B": 494_032_768,
     "qwen.Qwen2_5_1_5B": 1_543_714_304,
     "qwen.Qwen2_5_3B": 3_085_938_688,
@@ -90,6 +92,7 @@ def test_every_published_size_is_counted():
 # One size of each family.
 SHORT = (
     "llama.Llama3_1_8B",
+    "llama4.Llama4Maverick",
     "qwen.Qwen3_30B_A3B",
     "mistral.Mixtral8x7B",
     "qwen_next.Qwen3_5_35B_A3B",

@@ -10,9 +10,11 @@ from praxis.pax_fiddle import Config
 
 from spmd_trainer.decoder import attention, axes, feed_forward
 from spmd_trainer.decoder.router import Router
-from spmd_trainer.models.decoder_spec import MoeSpec
+from spmd_trainer.models.decoder_spec import MoeSpec, TemperatureSpec
 
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
+# The second row continues a text, as in a corpus.
+POSITIONS = np.array([[0, 1, 2, 3, 0, 1, 2, 0], [7, 8, 9, 10, 11, 12, 13, 14]])
 
 
 def built(cls, spec_p, *inputs, **fields):
@@ -69,20 +71,32 @@ def test_norms_compute_in_float32():
     np.testing.assert_allclose(output.astype(np.float32), expected, rtol=1e-2, atol=1e-2)
 
 
-def attended(spec, params, x, *, window=None):
-    """Attention as loops over rows, heads, queries and keys."""
+def is_seen(spec, b, t, s):
+    """Whether the token t of the row b sees the token s before it."""
+    if SEGMENTS[b, s] != SEGMENTS[b, t]:
+        return False
+    if spec.layer_pattern[0] == "chunked":
+        return POSITIONS[b, s] // spec.window == POSITIONS[b, t] // spec.window
+    return spec.layer_pattern[0] == "global" or t - s < spec.window
+
+
+def attended(spec, params, x):
+    """Attention as loops over rows, heads, queries and keys, without rotary embeddings."""
     batch, length, _ = x.shape
     q, k, v = (
         np.einsum("btd,dnh->btnh", x, params[name]["w"]) + params[name].get("b", 0)
         for name in ("query", "key", "value")
     )
-    if spec.query_key_norm is not None:
+    if spec.temperature is not None:
+        intervals = np.floor((POSITIONS + 1) / spec.temperature.interval)
+        q = q * (1 + spec.temperature.factor * np.log(1 + intervals))[:, :, None, None]
+    if spec.query_key_norm in ("head", "all"):
         dims = (-2, -1) if spec.query_key_norm == "all" else (-1,)
         q, k = rms(q, params["query_norm"]["scale"], dims=dims), rms(k, params["key_norm"]["scale"], dims=dims)
     heads = np.zeros_like(q)
     for b, n, t in np.ndindex(batch, spec.num_heads, length):
         group = n // (spec.num_heads // spec.num_kv_heads)
-        seen = [s for s in range(t + 1) if SEGMENTS[b, s] == SEGMENTS[b, t] and (window is None or t - s < window)]
+        seen = [s for s in range(t + 1) if is_seen(spec, b, t, s)]
         logits = np.array([q[b, t, n] @ k[b, s, group] for s in seen]) * (spec.query_scale or spec.head_dims**-0.5)
         if spec.attention_softcap is not None:
             logits = spec.attention_softcap * np.tanh(logits / spec.attention_softcap)
@@ -103,6 +117,9 @@ def attended(spec, params, x, *, window=None):
         {"attention_softcap": 0.7},
         {"layer_pattern": ("local",), "window": 3},
         {"layer_pattern": ("local",), "window": 1},
+        {"layer_pattern": ("chunked",), "window": 3},
+        {"layer_pattern": ("chunked",), "window": 9},
+        {"temperature": TemperatureSpec(factor=0.7, interval=3), "query_key_norm": "unit"},
     ],
     ids=str,
 )
@@ -110,10 +127,9 @@ def test_attention(fields):
     spec_p = small_spec(positions="learned", max_positions=8, **fields)
     spec = pax_fiddle.build(spec_p)
     x = random(2, 8, 12, seed=4)
-    context = attention.Context({}, jnp.asarray(SEGMENTS))
-    kind = spec.layer_pattern[0]
-    output, params, _ = built(attention.Attention, spec_p, x, context, layer_kind=kind)
-    expected = attended(spec, params, x, window=spec.window if kind == "local" else None)
+    context = attention.Context({}, jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
+    output, params, _ = built(attention.Attention, spec_p, x, context, layer_kind=spec.layer_pattern[0])
+    expected = attended(spec, params, x)
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
 
 

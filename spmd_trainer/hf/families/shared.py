@@ -138,6 +138,7 @@ def names_like_llama(
     spec: DecoderSpec,
     attention: Callable[[DecoderSpec, str], Sequence[Rule]] | None = None,
     experts: Callable[[MoeSpec], Sequence[Rule]] | None = None,
+    inside: str = "mlp",
 ) -> Names:
     """Returns the tensor names of a model in the style of Llama, which all families but GPT-2 have.
 
@@ -145,6 +146,7 @@ def names_like_llama(
       spec: the model.
       attention: rules of the attention of a layer of a kind; None for `softmax_attention`.
       experts: rules of the experts of a layer; None for `named_experts`.
+      inside: prefix of the tensors of a feed-forward layer.
     """
     model = [Rule("token_emb/w", "embed_tokens.weight", "v d -> v d"), *norm("final_norm", "norm")]
     if not spec.tied_embeddings:
@@ -155,7 +157,7 @@ def names_like_llama(
         mixer = softmax_attention(spec) if attention is None else attention(spec, kind)
         if has_experts and spec.moe is not None:
             return (*norms, *mixer, *(named_experts if experts is None else experts)(spec.moe))
-        return (*norms, *mixer, *_feed_forward(spec))
+        return (*norms, *mixer, *_feed_forward(spec, inside))
 
     return Names("model.", "layers.{layer}.", tuple(model), in_layer)
 
@@ -189,7 +191,7 @@ def softmax_attention(spec: DecoderSpec) -> list[Rule]:
             found.append(Rule(f"attention/{ours}/w", f"{theirs}proj.weight", f"({n} h) d -> d {n} h"))
         if spec.qkv_bias:
             found.append(Rule(f"attention/{ours}/b", f"{theirs}proj.bias", f"({n} h) -> {n} h"))
-        if spec.query_key_norm is not None and ours != "value":
+        if spec.has_query_key_scales and ours != "value":
             layout = "h -> h" if spec.query_key_norm == "head" else f"({n} h) -> {n} h"
             found.append(Rule(f"attention/{ours}_norm/scale", f"{theirs}norm.weight", layout))
     return [*found, *attention_output(spec)]
@@ -202,12 +204,12 @@ def attention_output(spec: DecoderSpec) -> list[Rule]:
     return found
 
 
-def _feed_forward(spec: DecoderSpec) -> list[Rule]:
+def _feed_forward(spec: DecoderSpec, inside: str) -> list[Rule]:
     found = []
     for ours, layout in (("gate", "f d -> d f"), ("up", "f d -> d f"), ("down", "d f -> f d")):
-        found.append(Rule(f"mlp/{ours}/w", f"mlp.{ours}_proj.weight", layout))
+        found.append(Rule(f"mlp/{ours}/w", f"{inside}.{ours}_proj.weight", layout))
         if spec.mlp_bias:
-            found.append(Rule(f"mlp/{ours}/b", f"mlp.{ours}_proj.bias", "d -> d" if ours == "down" else "f -> f"))
+            found.append(Rule(f"mlp/{ours}/b", f"{inside}.{ours}_proj.bias", "d -> d" if ours == "down" else "f -> f"))
     return found
 
 
