@@ -133,6 +133,7 @@ def test_what_is_no_experiment(exp, says):
         st.inspect(exp)
 
 
+@pytest.mark.full
 def test_errors_of_the_call_are_those_of_the_command_line(trained, tmp_path):
     with pytest.raises(UserError, match="num_train_steps"):
         st.train(Unregistered, tmp_path / "x", overrides=["task.train.num_train_step=2"])

@@ -151,6 +151,7 @@ def test_a_conversation_that_is_too_long():
         list(found.answer("x" * 30))
 
 
+@pytest.mark.full
 def test_adapters_that_learnt_nothing_answer_as_their_base(tmp_path):
     """A decoding model reads on what its output matrix gives, which still gets no adapters."""
     folder = shutil.copytree(FOLDER, tmp_path / "untied")

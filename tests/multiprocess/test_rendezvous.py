@@ -97,6 +97,7 @@ def job() -> Iterator[Joining]:
         running.end()
 
 
+@pytest.mark.full
 def test_processes_with_the_same_id_are_refused_and_so_is_their_job(job):
     for index in (0, 1, 1):
         job.start(index, 3)
@@ -179,6 +180,7 @@ def test_processes_of_different_versions_are_refused(job):
         assert re.search(r"process 1 \(.*\) has version 0\.0\.1 .*process 0 \(.*\) has \d", log)
 
 
+@pytest.mark.full
 def test_a_process_that_is_started_late_is_waited_for(job):
     job.start(0, 3)
     job.start(2, 3)

@@ -123,6 +123,7 @@ def test_at_the_base_nothing_is_different():
     assert set(scales(task_of(width=BASE)).values()) == {mup.Scale(1, 1, 1, 1)}
 
 
+@pytest.mark.full
 def test_a_mesh_that_pads_trains_as_one_device():
     # 4 x 2 devices divide neither 2 heads of 23, nor 46.
     one, mesh = (snapshots(task_of(width=46, base=23), sizes, steps=2)[0] for sizes in ((1, 1), (4, 2)))
@@ -247,6 +248,7 @@ def test_adapters_and_tied_embeddings_without_a_norm_are_refused():
         scales(task_of(Tied))
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_the_multipliers_that_it_began_with(tmp_path):
     wide = ["WIDTH=96", "task.train.num_train_steps=1"]
     st.train(coord_models.Nnx, tmp_path, overrides=wide)

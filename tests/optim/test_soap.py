@@ -202,6 +202,7 @@ def test_from_the_first_step_on_any_mesh_has_the_numbers_of_one_device(sizes):
         assert collections.Counter(re.findall(kinds, entry)) == {"all-to-all": 8, "all-gather": 2}
 
 
+@pytest.mark.full
 def test_a_run_continues_on_another_mesh_with_the_losses_of_one_device(tmp_path):
     built, batches, reference, _ = on_one_device(of_exact_gradients, None)
     first, second = (on_mesh(built, batches, {"data": x, "mdl": y}) for x, y in [(4, 2), (2, 3)])

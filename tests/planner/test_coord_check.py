@@ -25,6 +25,7 @@ def slopes(name, directory, multiples, **settings):
     return [curve.slope for curve in found], [curve.slope for curve in output]
 
 
+@pytest.mark.full
 def test_changes_of_a_wider_model_are_those_of_the_base_with_mup_alone(tmp_path):
     every, _ = slopes("Nnx", tmp_path, [1, 4])
     assert max(map(abs, every)) <= 0.25

@@ -93,6 +93,7 @@ def test_a_second_moment_is_not_rounded_to_zero_and_an_element_that_is_not_finit
         assert np.isnan(np.asarray(opt_state_dtypes.decode(stored("v/params/w", x, dtype)))[2, 5])
 
 
+@pytest.mark.full
 def test_a_step_on_a_mesh_that_divides_nothing_gives_the_losses_of_one_device():
     batch = make_batch()
     state, _, losses = run_steps(in_dtype("8bit"), batch)

@@ -96,6 +96,7 @@ def test_a_finished_sweep_runs_nothing_again(swept):
     assert trial_files(directory) == before
 
 
+@pytest.mark.full
 def test_the_page_has_the_trials_the_best_first(swept):
     directory, _ = swept
     text = (directory / "sweep.html").read_text()

@@ -178,6 +178,7 @@ def test_checkpoint_policies_save_less_and_change_no_gradient():
         )
 
 
+@pytest.mark.full
 def test_policies_that_save_dots_save_the_experts_products():
     moe_p = Config(MoeSpec, num_experts=3, num_experts_per_token=2, hidden_dims=5)
     decoder = Decoder(small_spec(moe=moe_p))

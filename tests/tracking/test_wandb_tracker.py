@@ -92,6 +92,7 @@ def test_samples_are_a_table(tracked):
     assert table["data"][0] == [0, "a|b", "<b>`*x*`\nü", -1.5]
 
 
+@pytest.mark.full
 def test_pictures_and_histograms(tracked):
     from PIL import Image
 

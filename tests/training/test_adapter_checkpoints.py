@@ -138,6 +138,7 @@ def test_orbax_reads_the_adapters_by_itself(trained):
     )
 
 
+@pytest.mark.full
 def test_adapters_alone_are_not_given_as_the_models_variables(trained):
     run, state = trained
     count = sum(map(frozen_base.is_base, state))
@@ -325,6 +326,7 @@ def test_adapters_of_another_run(trained, tmp_path):
         first_state(job)
 
 
+@pytest.mark.full
 def test_rules_for_adapters_must_find_some(tmp_path):
     rules = {str(FOLDER): CheckpointLoadingRules(load_rules=[("params/lora/(.*)", "params/lora/{}"), LOAD_ALL])}
     with raises_naming(CheckpointMismatchError, "load_rules[0]", "mdl_vars/params/lora/lm/", "no adapters"):
@@ -343,6 +345,7 @@ def test_a_fresh_run_begins_as_its_base(tmp_path):
     assert found[f"mdl_vars/params/lora/{prefix}/a"].any()
 
 
+@pytest.mark.full
 def test_a_damaged_step_gives_way_to_an_older_one(run):
     manifest = run / "checkpoints" / str(STEPS) / "manifest.json"
     manifest.write_text(manifest.read_text()[:50])

@@ -124,6 +124,7 @@ def test_a_value_that_is_none_is_refused(value, facts, tmp_path):
         reading(tmp_path, eval_averages=value)
 
 
+@pytest.mark.full
 def test_what_the_run_does_not_keep_is_refused_with_what_it_has(tmp_path):
     for value in ("ema", "schedule_free"):
         with raises_naming(UserError, f"--eval_averages={value}", "none", "last:K"):

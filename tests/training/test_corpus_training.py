@@ -122,6 +122,7 @@ def wait_for_stores(cache, *, without=None):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["eval", "decode"])
 def test_evaluation_and_decode_read_tokens_from_their_store(tmp_path, monkeypatch, kind):
     config = held_out(tmp_path, "held")
@@ -143,6 +144,7 @@ def test_evaluation_and_decode_read_tokens_from_their_store(tmp_path, monkeypatc
         jax.tree.map(np.testing.assert_array_equal, batch, other)
 
 
+@pytest.mark.full
 def test_a_store_that_nobody_uses_makes_room_for_the_next(tmp_path):
     cache = tmp_path / "cache"
     job = make_job(tmp_path, mesh=(1, 1, 1), mode="eval", data_cache_dir=str(cache), data_cache_limit=100)

@@ -68,6 +68,7 @@ def test_metrics_are_those_of_one_device_and_batch_1(one_by_one, mesh, rows, tmp
     np.testing.assert_allclose([row["scores"] for row in ours], [row["scores"] for row in examples], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_bits_per_byte_is_what_the_logits_give_by_hand(one_by_one):
     job, state = restored((1, 1, 1))
     data = job.build_input(job.config.experiment.config.eval_datasets[0])

@@ -70,6 +70,7 @@ def job(tmp_path, callbacks=()):
     return trained_helpers.make_job(tmp_path, callbacks=callbacks, check_replicas_every=2)
 
 
+@pytest.mark.full
 def test_a_run_with_a_broken_device_ends_before_it_saves_and_says_which(tmp_path):
     with raises_naming(ReplicaError, "step 4", "softmax", "copy on device 6", "checkpoint") as raised:
         train.train(job(tmp_path, [FlipsABit()]))

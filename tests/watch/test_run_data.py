@@ -325,6 +325,7 @@ def test_more_scalars_than_a_page_can_hold_are_counted(tmp_path):
     assert data["left_out"] == 300 + 3 - 240
 
 
+@pytest.mark.full
 def test_a_hundred_thousand_steps_make_a_page_below_3_mb(tmp_path):
     lines = (
         {**train_line(step), **{f"layer/{n}": 1.0 / step + n for n in range(60)}} for step in range(10, 100_001, 10)

@@ -194,6 +194,7 @@ def test_a_process_that_was_stopped_starts_no_other(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_worker_processes_give_the_same_images_and_their_end_is_an_error(tmp_path):
     def augment(image, rng):
         if os.getpid() != trainer:
