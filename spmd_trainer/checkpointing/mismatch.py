@@ -11,8 +11,8 @@ from spmd_trainer.train_states import is_adapter
 
 MAX_LISTED = 20
 FIX = (
-    "Fix: build the model as it was saved (the checkpoint's record holds its config), or load the parts that fit with "
-    "task.train.init_from_checkpoint_rules"
+    "Fix: build the model as it was saved (without --exp, --job_log_dir alone takes all settings from its run), or load the "
+    "parts that fit with task.train.init_from_checkpoint_rules"
 )
 _VARS = "mdl_vars/"
 _NOT_OF_THE_MODEL = ("opt_states/", "extra_state/")

@@ -46,7 +46,9 @@ class ModelArgs:
 
 
 _judging = functools.partial(setting, group="Judging with lm-eval (--mode=lm_eval)")
-_chat = functools.partial(setting, group="Talking to a model (--mode=chat)")
+_chat = functools.partial(
+    setting, group="Talking to a model (--mode=chat)", instead="without --mode, --prompt implies it"
+)
 
 
 def _read_tasks(flag: str, value: Any) -> tuple[str, ...]:
