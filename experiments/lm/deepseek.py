@@ -1,8 +1,9 @@
 """DeepSeek V3, Kimi K2 and Moonlight in their published sizes, on synthetic text: latent attention and many small experts.
 
 Sizes are from the config.json of `deepseek-ai/DeepSeek-V3` (arXiv:2412.19437), `moonshotai/Kimi-K2-Instruct-0905`
-(arXiv:2507.20534) and `moonshotai/Moonlight-16B-A3B` (arXiv:2502.16982) on Hugging Face, without the multi-token
-prediction layer. To train on other data, subclass one and override `datasets`.
+(arXiv:2507.20534) and `moonshotai/Moonlight-16B-A3B` (arXiv:2502.16982) on Hugging Face, without the layer that predicts a
+further token; `--fdl.set=task.model.lm_tpl.spec.mtp_layers=1` adds it. To train on other data, subclass one and override
+`datasets`.
 """
 
 from __future__ import annotations
@@ -112,3 +113,10 @@ class TinyDeepSeek(TinySizes, DeepSeekV3):
         shared_dims=5,
         choice_bias=True,
     )
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyDeepSeekMtp(TinyDeepSeek):
+    """TinyDeepSeek with two layers that predict further tokens."""
+
+    MTP_LAYERS, MTP_WEIGHT = 2, 0.5

@@ -46,6 +46,7 @@ class FromFolder(OnDocuments, experiment.DecoderExperiment):
         (*.jsonl, *.parquet), see `inputs.ChatPromptInput`. None disables decoding.
       PROMPT_LEN: most tokens of a prompt.
       NUM_PROMPTS: prompts per decode step.
+      MTP_LAYERS: layers of the folder that predict further tokens to train too (DeepSeek V3, GLM 4.5).
     """
 
     FOLDER: str = ""
@@ -56,6 +57,7 @@ class FromFolder(OnDocuments, experiment.DecoderExperiment):
     PROMPTS: Any = None
     PROMPT_LEN = 256
     NUM_PROMPTS = 8
+    MTP_LAYERS = 0
 
     ICI_MESH_SHAPE = (1, -1, 1)
     FPROP_DTYPE = jnp.float32
@@ -118,7 +120,7 @@ class FromFolder(OnDocuments, experiment.DecoderExperiment):
 
     def spec(self) -> Config[DecoderSpec]:
         _, _, spec = hf_folder.read_model(self._folder())
-        return experiment.config_of_spec(vars(spec))
+        return experiment.config_of_spec({**vars(spec), "mtp_layers": self.MTP_LAYERS})
 
     def _folder(self) -> str:
         if not self.FOLDER:

@@ -12,40 +12,12 @@ from praxis import base_layer
 
 from spmd_trainer.decoder import rotary
 from spmd_trainer.decoder.axes import Norm, Projection, SpecLayer
+from spmd_trainer.decoder.context import PADDING, Context
 from spmd_trainer.kernels.attend import Split, attend
 from spmd_trainer.kernels.kernels import MASKED, Pattern
 from spmd_trainer.kernels.reference import softmax
-from spmd_trainer.kernels.sequence_order import SequenceOrder, num_shards
+from spmd_trainer.kernels.sequence_order import num_shards
 from spmd_trainer.models.decoder_spec import TemperatureSpec
-
-# Segment id of padding.
-PADDING = -1
-
-
-@dataclasses.dataclass
-class Context:
-    """Inputs shared by all layers of a forward pass.
-
-    Attributes:
-      rotary: kind of layer -> (sine, cosine), float32 [batch, time, rotated dims / 2]; without the kinds that are not rotated.
-      positions: int32 [batch, time], position of each token in its text.
-      segment_ids: int32 [batch, time]; a token sees only tokens of its segment. Padding has the segment `PADDING`.
-      order: order of each row's tokens on the mesh axes that split the sequence; None in a decode step.
-      cache_length: size in tokens of the decode cache that a prefill creates; None for the length of its input.
-      cache_index: int32 [time], index of each new token in the cache; None except in a decode step.
-      first_index: int32 [batch], index in the cache of each row's first token; None except in a decode step.
-      kernel, context_parallel: see `DecoderLm.attention_kernel` and `DecoderLm.context_parallel`.
-    """
-
-    rotary: dict[str, tuple[jax.Array, jax.Array]]
-    positions: jax.Array
-    segment_ids: jax.Array
-    order: SequenceOrder | None = None
-    cache_length: int | None = None
-    cache_index: jax.Array | None = None
-    first_index: jax.Array | None = None
-    kernel: str | None = None
-    context_parallel: str | None = None
 
 
 class Attention(SpecLayer):

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from praxis import base_layer
 
-from spmd_trainer.decoder.attention import Context
 from spmd_trainer.decoder.axes import Norm, Projection, SpecLayer
+from spmd_trainer.decoder.context import Context
 from spmd_trainer.decoder.feed_forward import ACTIVATION_FNS
 from spmd_trainer.errors import UserError
 from spmd_trainer.kernels.delta_rule import causal_convolution, gated_delta_rule

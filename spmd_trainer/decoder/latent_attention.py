@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd_trainer.decoder.attention import Attention, Context
+from spmd_trainer.decoder.attention import Attention
 from spmd_trainer.decoder.axes import Norm, Projection
+from spmd_trainer.decoder.context import Context
 from spmd_trainer.models.decoder_spec import LatentSpec
 
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from praxis import base_layer
 
-from spmd_trainer.decoder.attention import Attention, Context
+from spmd_trainer.decoder.attention import Attention
 from spmd_trainer.decoder.axes import Norm, SpecLayer
+from spmd_trainer.decoder.context import Context
 from spmd_trainer.decoder.delta_attention import DeltaAttention
 from spmd_trainer.decoder.feed_forward import FeedForward, MixtureOfExperts
 from spmd_trainer.decoder.latent_attention import LatentAttention

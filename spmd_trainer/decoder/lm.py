@@ -20,7 +20,7 @@ times are stacked, with a leading dimension R; with `unroll_in_decode` they are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -31,15 +31,18 @@ from praxis.layers import transformer_models
 from praxis.layers.checkpoint_policy import custom_policy
 from praxis.py_utils import NestedMap
 
-from spmd_trainer.decoder import rotary
-from spmd_trainer.decoder.attention import PADDING, Context
+from spmd_trainer.decoder import context as context_lib
 from spmd_trainer.decoder.axes import Norm, SpecLayer, renamed_axes
+from spmd_trainer.decoder.context import PADDING, Context
 from spmd_trainer.decoder.generation import decode as generation_decode
 from spmd_trainer.decoder.generation.settings import GenerationSettings
 from spmd_trainer.decoder.layers import DecoderBlock, DecoderLayer, Embedding, Logits, create_layers
+from spmd_trainer.decoder.multi_token import MultiTokenPrediction, Rows
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.kernels import cross_entropy, kernels, sequence_order
+from spmd_trainer.kernels.cross_entropy import TokenLosses
 from spmd_trainer.kernels.sequence_order import SequenceOrder
+from spmd_trainer.sharding.host_devices import hold_each_until_known
 
 # Outputs of `compute_loss` with dimensions batch and time.
 _PER_TOKEN = ("logits", "log_probs", "probs", "per_example_xent", "per_example_argmax", "per_token_xent")
@@ -124,6 +127,8 @@ class DecoderLm(SpecLayer):
             self.create_child("layers", repeat_p)
         create_layers(self, "last_layers", spec.last_layers)
         self.child("final_norm", Norm, shape=(spec.model_dims,))
+        if spec.mtp_layers:
+            self.child("mtp", MultiTokenPrediction, checkpoint_policy=self.checkpoint_policy)
         if not spec.tied_embeddings:
             self.child("logits", Logits)
 
@@ -165,9 +170,16 @@ class DecoderLm(SpecLayer):
         self.update_decode_state("time_step", jnp.asarray(start_time_step, jnp.int32))
         # A decode step without segment_pos continues these rows: each row's last token is at the right end.
         self.update_decode_state("first_index", length - 1 - segment_pos[:, -1].astype(jnp.int32))
+        segment_ids = jnp.where(paddings > 0, PADDING, segment_ids)
         order = self._order(length)
-        x = self._hidden(inputs, jnp.where(paddings > 0, PADDING, segment_ids), segment_pos, order)
+        context = self._context_of_rows(order, segment_ids, segment_pos)
+        x = self._hidden(order.apply(inputs), context)
+        if self.spec.mtp_layers and labels is None and self.is_initializing():  # they create their variables
+            labels = NestedMap(class_ids=inputs, class_weights=paddings)
         if labels is not None:
+            if self.spec.mtp_layers:
+                rows = Rows(inputs, labels.class_ids, labels.class_weights, segment_ids)
+                self.mtp(x, rows, context, lambda ids: self._embed(ids, context), self._token_losses)
             labels = NestedMap({name: order.apply(x) for name, x in labels.items()})
         output = self.compute_loss(x, labels)
         output.update({name: order.undo(output[name]) for name in _PER_TOKEN if name in output})
@@ -193,10 +205,8 @@ class DecoderLm(SpecLayer):
         if labels is None:
             output.probs = jnp.exp(log_probs)
             return output
-        weights = labels.class_weights.astype(jnp.float32)
-        split = cross_entropy.VocabularySplit(*map(self.mesh_axes, ("batch", "length", "activation_vocab", "embed")))
-        matrix, cap = self._output_layer.matrix(), self.spec.final_softcap
-        of_tokens = cross_entropy.cross_entropy(activations, matrix, labels.class_ids, softcap=cap, split=split)
+        of_tokens = self._token_losses(activations, labels.class_ids)
+        weights = hold_each_until_known(of_tokens.xent, labels.class_weights.astype(jnp.float32))
         output.per_example_xent, output.per_example_argmax = of_tokens.xent, of_tokens.argmax
         output.per_token_xent = output.per_example_xent * weights
         output.per_sequence_xent = jnp.sum(output.per_token_xent, axis=-1)
@@ -228,7 +238,8 @@ class DecoderLm(SpecLayer):
         self.update_decode_state("time_step", jnp.asarray(length, jnp.int32))
         self.update_decode_state("first_index", first_index)
         order = self._order(length)
-        x = order.undo(self._hidden(ids, segment_ids, positions, order, cache_length))
+        context = self._context_of_rows(order, segment_ids, positions, cache_length)
+        x = order.undo(self._hidden(order.apply(ids), context))
         return self._logits(x[:, -1:])[:, 0]
 
     def extend_step(self, inputs: jax.Array, segment_pos: jax.Array | None = None) -> NestedMap:
@@ -250,21 +261,12 @@ class DecoderLm(SpecLayer):
         else:
             first_index = time_step - segment_pos.reshape(ids.shape)[:, 0]
         self.update_decode_state("time_step", time_step + ids.shape[1])
-        positions = index - first_index[:, None]
-        context = Context(
-            rotary=self._rotary(positions),
-            positions=positions,
-            segment_ids=jnp.ones_like(positions),
-            cache_index=index,
-            first_index=first_index,
+        context = context_lib.of_step(self.spec, index, first_index)
+        x = self._through(
+            self._embed(ids, context),
+            lambda layer, x: layer.extend_step(x, context),
+            lambda x: self.layers.extend_step(x, context=context),
         )
-        x = self._embed(ids, positions)
-        for layer in self._not_repeated("first_layers"):
-            x = layer.extend_step(x, context)
-        if self.spec.num_repeats:
-            x = self.layers.extend_step(x, context=context)
-        for layer in self._not_repeated("last_layers"):
-            x = layer.extend_step(x, context)
         output = self.compute_loss(self.final_norm(x))
         return jax.tree.map(lambda x: x[:, 0], output) if inputs.ndim == 1 else output
 
@@ -287,59 +289,57 @@ class DecoderLm(SpecLayer):
             "a DecoderLm does not support lazily broadcast prefixes; set task.model.decoder_tpl.lazy_prefix_broadcast=False"
         )
 
-    def _hidden(
-        self,
-        ids: jax.Array,
-        segment_ids: jax.Array,
-        positions: jax.Array,
-        order: SequenceOrder,
-        cache_length: int | None = None,
-    ) -> jax.Array:
-        """Returns the final norm's output, [batch, order.padded_length, model_dims], in `order`; the inputs are in row order."""
-        self._check_positions(ids.shape[1])
-        ids, positions, segment_ids = order.apply(ids), order.apply(positions), order.apply(segment_ids, fill=PADDING)
-        context = Context(
-            rotary=self._rotary(positions),
-            positions=positions,
-            segment_ids=segment_ids,
-            order=order,
-            cache_length=cache_length,
-            kernel=self.attention_kernel,
-            context_parallel=self.context_parallel,
+    def _context_of_rows(
+        self, order: SequenceOrder, segment_ids: jax.Array, positions: jax.Array, cache_length: int | None = None
+    ) -> Context:
+        self._check_positions(segment_ids.shape[1])
+        return context_lib.of_rows(
+            self.spec, order, segment_ids, positions, cache_length, self.attention_kernel, self.context_parallel
         )
+
+    def _hidden(self, ids: jax.Array, context: Context) -> jax.Array:
+        """Returns the final norm's output, [batch, padded time, model_dims], for whole rows of ids in the context's order."""
 
         def run(layer: DecoderLayer, x: jax.Array) -> jax.Array:
             return layer(x, context)
 
         run = nn.remat(run, policy=custom_policy(self.checkpoint_policy))
-        x = self._embed(ids, positions, order)
+        x = self._embed(ids, context)
+        normed: jax.Array = self.final_norm(self._through(x, run, lambda x: self.layers(x, context=context)))
+        return normed
+
+    def _through(
+        self,
+        x: jax.Array,
+        run: Callable[[DecoderLayer, jax.Array], jax.Array],
+        run_repeated: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
+        """Returns the residual stream after all layers: `run` computes a layer, `run_repeated` those that are repeated."""
         for layer in self._not_repeated("first_layers"):
             x = run(layer, x)
         if self.spec.num_repeats:
-            x = self.layers(x, context=context)
+            x = run_repeated(x)
         for layer in self._not_repeated("last_layers"):
             x = run(layer, x)
-        normed: jax.Array = self.final_norm(x)
-        return normed
+        return x
 
-    def _embed(self, ids: jax.Array, positions: jax.Array, order: SequenceOrder | None = None) -> jax.Array:
+    def _embed(self, ids: jax.Array, context: Context) -> jax.Array:
         x = self.token_emb(ids)
         if self.spec.embedding_scale != 1:
             x = x * jnp.asarray(self.spec.embedding_scale, x.dtype)
         if self.spec.positions == "learned":
-            x = x + self.position_emb(positions)
-        return self.dropped(x, self.spec.dropout, order)
-
-    def _rotary(self, positions: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
-        if self.spec.positions != "rotary":
-            return {}
-        kinds = sorted({*self.spec.layer_pattern} - {"linear", *self.spec.unrotated_kinds})
-        return {kind: rotary.sine_and_cosine(self.spec, kind, positions) for kind in kinds}
+            x = x + self.position_emb(context.positions)
+        return self.dropped(x, self.spec.dropout, context.order)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         logits: jax.Array = self._output_layer.logits(x)
         cap = self.spec.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def _token_losses(self, activations: jax.Array, class_ids: jax.Array) -> TokenLosses:
+        split = cross_entropy.VocabularySplit(*map(self.mesh_axes, ("batch", "length", "activation_vocab", "embed")))
+        matrix, cap = self._output_layer.matrix(), self.spec.final_softcap
+        return cross_entropy.cross_entropy(activations, matrix, class_ids, softcap=cap, split=split)
 
     @property
     def _output_layer(self) -> Embedding | Logits:
@@ -361,11 +361,10 @@ class DecoderLm(SpecLayer):
     def _check_names(self) -> None:
         if self.attention_kernel is not None:
             kernels.kernel(self.attention_kernel)
-        if self.context_parallel not in (None, *sequence_order.FORMS):
-            raise UserError(
-                f"task.model.lm_tpl.context_parallel={self.context_parallel!r}"
-                f"{did_you_mean(self.context_parallel, sequence_order.FORMS)}. Forms: {', '.join(sequence_order.FORMS)}"
-            )
+        forms = sequence_order.FORMS
+        if self.context_parallel not in (None, *forms):
+            hint = f"{did_you_mean(self.context_parallel, forms)}. Forms: {', '.join(forms)}"
+            raise UserError(f"task.model.lm_tpl.context_parallel={self.context_parallel!r}{hint}")
 
     def _check_positions(self, length: int) -> None:
         if self.spec.positions == "learned" and length > self.spec.max_positions:

@@ -80,6 +80,14 @@ def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple
     return jnp.sin(angles) * factor, jnp.cos(angles) * factor
 
 
+def of_layers(spec: DecoderSpec, positions: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Returns {kind of layer: `sine_and_cosine`} of the layers with rotary embeddings."""
+    if spec.positions != "rotary":
+        return {}
+    kinds = sorted({*spec.layer_pattern} - {"linear", *spec.unrotated_kinds})
+    return {kind: sine_and_cosine(spec, kind, positions) for kind in kinds}
+
+
 def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array, *, pairs_adjacent: bool = False) -> jax.Array:
     """Applies a rotary embedding to the first dimensions, in float32. Returns an array of x's shape and dtype.
 

@@ -209,6 +209,8 @@ def _write(spec: DecoderSpec, family: Family) -> Settings:
         raise HfError(
             f"model_dims={spec.model_dims} is not a multiple of num_heads={spec.num_heads}, and transformers refuses that"
         )
+    if spec.mtp_layers and not family.names(spec).in_mtp_layer:
+        raise HfError(f"mtp_layers={spec.mtp_layers}, and it has no layers that predict further tokens")
     config: Settings = {"architectures": [family.architecture], "model_type": family.model_type}
     for field, key in family.keys.items():
         value = getattr(spec, field)
@@ -236,7 +238,7 @@ def _spelling(activation: str, usual: str) -> str:
 
 
 # Settings of training, which don't change a trained model's output.
-_OF_TRAINING = ("dropout", "attention_dropout", "initializer_range")
+_OF_TRAINING = ("dropout", "attention_dropout", "initializer_range", "mtp_layers", "mtp_weight")
 
 
 def differing_fields(one: DecoderSpec, other: DecoderSpec) -> list[str]:

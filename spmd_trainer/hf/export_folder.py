@@ -19,7 +19,7 @@ from spmd_trainer.hf import config_json, tensor_names, writing
 from spmd_trainer.hf.errors import HfError, HfMismatchError
 from spmd_trainer.hf.experiment import Job, spec_of_task
 from spmd_trainer.hf.families import FAMILIES
-from spmd_trainer.hf.families.family import ROOT
+from spmd_trainer.hf.families.family import MTP_LAYERS, ROOT
 from spmd_trainer.hf.folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE, read_config, read_json
 from spmd_trainer.models.decoder_spec import DecoderSpec
 from spmd_trainer.sharding.messages import count_text
@@ -123,12 +123,14 @@ def _plan(
     learning = next(leaf for path, leaf in specs.items() if path.startswith(ROOT))
     stored = learning.dtype if dtype is None else jnp.dtype(dtype)
     config = _config(spec, source, architecture, stored.name)
-    variables = tensor_names.variables_of(spec, FAMILIES[config["architectures"][0]])
+    family = FAMILIES[config["architectures"][0]]
+    variables = tensor_names.variables_of(spec, family)
     if surplus := sorted(set(specs) - set(variables)):
         raise HfMismatchError(
             f"the model has variables that {config['architectures'][0]} lacks: {', '.join(surplus[:5])}"
         )
-    return config, _files(writing.tensors_of(variables, stored), max_file_bytes), specs
+    tensors = writing.tensors_of(variables, stored, tensor_names.mtp_copies_of(spec, family))
+    return config, _files(tensors, max_file_bytes), specs
 
 
 def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | None, dtype: str) -> dict[str, Any]:
@@ -149,6 +151,8 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
         if "torch_dtype" not in config:
             del dtypes["torch_dtype"]
         found = {**config, "architectures": [family.architecture], "model_type": family.model_type, **dtypes}
+        if spec.mtp_layers:
+            found[MTP_LAYERS] = spec.mtp_layers
         found.pop("quantization_config", None)  # an export is not quantised
         found.pop("auto_map", None)  # names Python files that are not copied; transformers has the architecture
         if spec.max_positions not in (0, there.max_positions):

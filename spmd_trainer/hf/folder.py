@@ -18,6 +18,7 @@ from spmd_trainer.errors import did_you_mean
 from spmd_trainer.hf import config_json, quantised, tensor_names, text_part
 from spmd_trainer.hf.errors import HfDamagedError, HfMismatchError, HfNotFoundError
 from spmd_trainer.hf.families import Family
+from spmd_trainer.hf.families.family import MTP_LAYERS
 from spmd_trainer.hf.safetensors_file import Tensor, read_header
 from spmd_trainer.hf.tensor_names import Variable
 from spmd_trainer.inputs.files import listed
@@ -92,23 +93,29 @@ def open_folder(directory: epath.PathLike) -> HfFolder:
     _refuse_beyond_files(path, config, spec)
     tensors = text_part.tensors_of_text(tensors, path, fused_experts=family.fused_experts)
     tensors = quantised.combined(tensors, config)
-    variables = tensor_names.variables_of(spec, family)
-    base = family.names(spec).base
+    names = family.names(spec)
+    base = names.base
     if not any(name.startswith(base) for name in tensors):
         # Saved without the head, like GPT-2's own folders.
         tensors = {name if name == _TIED else base + name: tensor for name, tensor in tensors.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if not _BUFFERS.search(name)}
     if spec.tied_embeddings:
         tensors.pop(_TIED, None)  # transformers does not read it either
-    further = int(config.get("num_nextn_predict_layers") or 0)
-    not_read = (*family.not_read, *(f"{base}layers.{spec.num_layers + n}." for n in range(further)))
-    if any(name.startswith(not_read) for name in tensors):
+    # transformers keeps their number in config.json, and leaves them out.
+    has_further = any(name.startswith(f"{base}layers.{spec.num_layers}.") for name in tensors)
+    further = min(config.get(MTP_LAYERS) or 0, len(tensors)) if has_further and names.in_mtp_layer else 0
+    whole = dataclasses.replace(spec, mtp_layers=further)
+    variables = tensor_names.variables_of(whole, family)
+    copies = tensor_names.mtp_copies_of(whole, family)
+    if any(name.startswith(family.not_read) for name in tensors):
         logging.warning(
             "%s: layers that predict further tokens are not read: %s*. transformers does not read them either",
             path,
-            "*, ".join(not_read),
+            "*, ".join(family.not_read),
         )
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(not_read)}
+    tensors = {
+        name: tensor for name, tensor in tensors.items() if name not in copies and not name.startswith(family.not_read)
+    }
     folder = HfFolder(path, config, family, spec, variables, tensors)
     head = f"{folder.label} does not hold the {family.architecture} that its {CONFIG} describes:"
     fix = f"Fix: copy the folder again, or correct {CONFIG}."

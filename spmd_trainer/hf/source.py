@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+from absl import logging
 from etils import epath
 from jax.sharding import Mesh, NamedSharding
 
@@ -18,7 +19,7 @@ from spmd_trainer.checkpointing.sources import CheckpointSource
 from spmd_trainer.hf import folder as hf_folder
 from spmd_trainer.hf import placing
 from spmd_trainer.hf.errors import HfMismatchError, HfNotFoundError
-from spmd_trainer.hf.families.family import ROOT
+from spmd_trainer.hf.families.family import MTP_ROOTS, ROOT
 from spmd_trainer.hf.folder import HfFolder
 from spmd_trainer.train_states import TrainState
 
@@ -57,7 +58,15 @@ class HfSource(CheckpointSource):
             raise HfMismatchError(
                 f"{self.name} holds variables of a decoder below {ROOT}, and the model has none there. {self.fix}"
             )
-        saved = dict(self.saved)
+        further = [path for path in self.saved if path.startswith(MTP_ROOTS) and path not in in_folder]
+        if further:
+            logging.warning(
+                "%s: layers that predict further tokens are not read, as the model's spec.mtp_layers is less: %s and %d others",
+                self.name,
+                further[0],
+                len(further) - 1,
+            )
+        saved = {path: variable for path, variable in self.saved.items() if path not in further}
         for path in saved.keys() & in_folder.keys():
             # A model's variables are converted to its own dtype.
             saved[path] = dataclasses.replace(saved[path], dtype=records.dtype_name(in_folder[path].dtype))

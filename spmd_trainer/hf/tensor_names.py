@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from spmd_trainer.hf.families.family import NON_TRAINABLE, ROOT, Family, Rule
+from spmd_trainer.hf.families.family import NON_TRAINABLE, ROOT, Family, Names, Rule
 from spmd_trainer.models.decoder_spec import DecoderSpec, DeltaSpec, LatentSpec
 
 
@@ -143,7 +143,25 @@ def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
                 for r, layer in enumerate(layers)
             ]
             found[path] = _variable(path, stacked, entries, sizes)
+    for path_of_layer, name_of_layer in _mtp_layers(spec, names):
+        inside = names.in_layer(spec.layers[-1].kind, spec.layers[-1].has_experts)
+        rules = [*names.in_mtp_layer, *(dataclasses.replace(rule, path=f"layer/{rule.path}") for rule in inside)]
+        for rule in rules:
+            path = f"{rule.root}{path_of_layer}/{rule.path}"
+            found[path] = _variable(path, (), [((), name_of_layer, rule)], sizes)
     return found
+
+
+def mtp_copies_of(spec: DecoderSpec, family: Family) -> dict[str, str]:
+    """Returns {tensor of a layer that predicts a further token: tensor of the model that it is a copy of}."""
+    names = family.names(spec)
+    return {layer + copy: name for _, layer in _mtp_layers(spec, names) for copy, name in names.mtp_copies.items()}
+
+
+def _mtp_layers(spec: DecoderSpec, names: Names) -> Iterator[tuple[str, str]]:
+    """Yields (path of a layer that predicts a further token, prefix of its tensors)."""
+    for k in range(spec.mtp_layers):
+        yield f"mtp/layer_{k}", names.base + names.layer.format(layer=spec.num_layers + k)
 
 
 def _layers(spec: DecoderSpec) -> Iterator[tuple[str, list[int]]]:
@@ -195,6 +213,7 @@ def _sizes(spec: DecoderSpec) -> dict[str, int]:
         "v": spec.vocab_size,
         "p": spec.max_positions,
         "d": spec.model_dims,
+        "c": spec.model_dims,
         "n": spec.num_heads,
         "k": spec.num_kv_heads,
         "h": spec.head_dims,

@@ -46,14 +46,22 @@ class ToWrite:
     parts: tuple[tuple[Variable, Piece], ...]
 
 
-def tensors_of(variables: Mapping[str, Variable], dtype: np.dtype[Any]) -> list[ToWrite]:
+def tensors_of(
+    variables: Mapping[str, Variable], dtype: np.dtype[Any], copies: Mapping[str, str] | None = None
+) -> list[ToWrite]:
     """Returns the tensors to write, in the order of the variables. A fused tensor has several parts. Non-trainable variables stay
     float32, because biases of experts differ by less than the precision of bfloat16.
+
+    Args:
+      variables: the variables by path.
+      dtype: dtype of the tensors.
+      copies: tensors to write a second time: {further name: name}. Those that are not written, as tied ones, are left out.
     """
     parts: dict[str, list[tuple[Variable, Piece]]] = {}
     for variable in variables.values():
         for piece in variable.pieces:
             parts.setdefault(piece.name, []).append((variable, piece))
+    parts |= {copy: parts[name] for copy, name in (copies or {}).items() if name in parts}
     return [
         ToWrite(Described(name, dtype if found[0][0].learns else np.dtype(np.float32), found[0][1].shape), tuple(found))
         for name, found in parts.items()

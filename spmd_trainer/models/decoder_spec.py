@@ -33,6 +33,10 @@ are the widths in `LatentSpec`, and P is rotary_dims. G, J, A, B and W are the s
 | LAYER/`moe/shared_gate/w` | [D, 1] | moe.shared_gate |
 | `final_norm/scale` | [D] | always |
 | `logits/w` | [D, V] | not tied_embeddings |
+| MTP/`token_norm/scale`, MTP/`hidden_norm/scale`, MTP/`final_norm/scale` | [D] | mtp_layers |
+| MTP/`token/w`, MTP/`hidden/w` | [D, D] | mtp_layers |
+
+MTP is `mtp/layer_{k}` for k < mtp_layers. MTP/`layer` also has the variables of the model's last layer.
 
 A layer of kind 'linear' has the following variables below LAYER/`attention` instead:
 
@@ -130,6 +134,9 @@ class DecoderSpec:
       attention_softcap: attention logits x become cap * tanh(x / cap); None for no cap.
       final_softcap: as attention_softcap, for the logits of the vocabulary.
       tied_embeddings: the token embedding is also the weight of the logits.
+      mtp_layers: number of layers that predict further tokens, the first of them the token after the next one (multi-token
+        prediction, arXiv:2412.19437). They add a loss in training and evaluation, and are not used in decoding.
+      mtp_weight: weight of the mean of these layers' losses in the total loss.
       embedding_scale: factor of the token embeddings.
       moe: mixture of experts in place of the feed-forward layers, or None.
       latent: multi-head latent attention, or None. It needs num_kv_heads = num_heads.
@@ -173,6 +180,8 @@ class DecoderSpec:
     attention_softcap: float | None = None
     final_softcap: float | None = None
     tied_embeddings: bool = False
+    mtp_layers: int = 0
+    mtp_weight: float = 0.1
     embedding_scale: float = 1.0
     moe: MoeSpec | None = None
     latent: LatentSpec | None = None
@@ -270,7 +279,12 @@ class DecoderSpec:
         attention["linear"] = 6.0 * 3 * delta.num_heads * delta.values_per_head * delta.key_dims * delta.value_dims
         # The lookup is of a variable that learns, or of one that doesn't.
         params, frozen = (num_params, num_frozen - lookups) if num_frozen else (num_params - lookups, 0.0)
-        return 6.0 * params + 4.0 * frozen + sum(attention[kind] for kind in self.layer_kinds)
+        further = (
+            attention[self.layer_kinds[-1]] + 6.0 * self.vocab_size * self.model_dims
+        )  # the output layer once more
+        return (
+            6.0 * params + 4.0 * frozen + sum(attention[kind] for kind in self.layer_kinds) + self.mtp_layers * further
+        )
 
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each, which begins with the field's name."""
@@ -290,6 +304,9 @@ class DecoderSpec:
         for field in ("attention_softcap", "final_softcap", "query_scale"):
             if getattr(self, field) is not None and not getattr(self, field) > 0:
                 found.append(f"{field}={getattr(self, field)}; give a number above 0, or None")
+        for field in ("mtp_layers", "mtp_weight"):
+            if not getattr(self, field) >= 0:
+                found.append(f"{field}={getattr(self, field)}; give 0 or more")
         found += self._problems_of_positions() + self._problems_of_layers() + self._problems_of_latent()
         for field in ("rotary_scaling", "temperature", "moe", "latent", "delta"):
             inner = getattr(self, field)

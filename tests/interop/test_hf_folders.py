@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -19,8 +20,9 @@ from jax.sharding import PartitionSpec
 
 from spmd_trainer import hf
 from spmd_trainer.checkpointing import DamagedCheckpointError
+from spmd_trainer.errors import UserError
+from spmd_trainer.hf import config_json, placing
 from spmd_trainer.hf import folder as hf_folder
-from spmd_trainer.hf import placing
 from spmd_trainer.hf.safetensors_file import Described, in_file_order, read_header, write
 from spmd_trainer.sharding.variables import make_variable_spec
 from spmd_trainer.storage import json_values
@@ -225,16 +227,55 @@ def test_buffers_of_older_versions_and_names_without_the_models_prefix(tmp_path)
     assert sorted(hf.open_folder(folder).tensors) == sorted(arrays)
 
 
-def test_layers_that_predict_further_tokens_are_not_read(tmp_path, caplog):
+@pytest.fixture
+def with_mtp(tmp_path):
+    """A folder with a layer that predicts a further token, and copies of the model's embedding and output layer in it."""
     folder = shutil.copytree(DATA / "glm4_moe", tmp_path / "glm")
     arrays = contents(folder / "model.safetensors")
-    rewrite(folder / "model.safetensors", {**arrays, "model.layers.3.eh_proj.weight": arrays["lm_head.weight"]})
+    last, further = "model.layers.2.", "model.layers.3."
+    arrays |= {further + name.removeprefix(last): 2 * x for name, x in arrays.items() if name.startswith(last)}
+    dims = arrays["model.norm.weight"].size
+    arrays |= {
+        f"{further}{name}.weight": np.full(dims, 0.5, np.float32) for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    arrays[f"{further}eh_proj.weight"] = np.arange(2 * dims * dims, dtype=np.float32).reshape(dims, 2 * dims)
+    arrays[f"{further}embed_tokens.weight"] = arrays["model.embed_tokens.weight"]
+    arrays[f"{further}shared_head.head.weight"] = arrays["lm_head.weight"]
+    rewrite(folder / "model.safetensors", arrays)
+    edit_config(folder, num_nextn_predict_layers=1)
+    return folder
+
+
+def test_layers_that_predict_further_tokens_are_read_if_the_model_has_them(with_mtp, tmp_path, caplog):
+    job = make_job(with_mtp, mesh_of(1, 4, 2), MTP_LAYERS=1)
+    state = read(with_mtp, job)
+    assert "not read" not in caplog.text
+    arrays = contents(with_mtp / "model.safetensors")
+    layer, dims = state.mdl_vars["params"]["lm"]["mtp"]["layer_0"], arrays["model.norm.weight"].size
+    joined = np.concatenate([np.asarray(layer[name]["w"])[:dims, :dims].T for name in ("token", "hidden")], axis=1)
+    np.testing.assert_array_equal(joined, arrays["model.layers.3.eh_proj.weight"])
+    hf.export(state, job, tmp_path / "out", imported_from=with_mtp)
+    exported = contents(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(exported[name], array, err_msg=name)
+    assert hf.open_folder(tmp_path / "out").config["num_nextn_predict_layers"] == 1
+
+
+def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(with_mtp, caplog):
     with caplog.at_level(logging.WARNING):
-        assert hf.open_folder(folder).tensors.keys() == arrays.keys()
-    assert_names(caplog.text, "model.layers.3.", "not read")
-    edit_config(folder, num_nextn_predict_layers=0)
+        state = read(with_mtp, make_job(with_mtp, mesh_of(1, 1, 1)))
+    assert "mtp" not in state.mdl_vars["params"]["lm"]
+    assert_names(caplog.text, "mtp/layer_0", "not read", "mtp_layers")
+    edit_config(with_mtp, num_nextn_predict_layers=0)
     with raises_naming(hf.HfMismatchError, "surplus", "model.layers.3.eh_proj.weight"):
-        hf.open_folder(folder)
+        hf.open_folder(with_mtp)
+
+
+def test_a_family_without_such_layers_cannot_hold_them():
+    spec = dataclasses.replace(hf.open_folder(DATA / "qwen2").spec, mtp_layers=1)
+    with raises_naming(UserError, "Qwen2ForCausalLM", "mtp_layers=1"):
+        config_json.config_of(spec, "Qwen2ForCausalLM")
 
 
 def test_the_stored_projection_of_tied_embeddings_is_not_read(tmp_path):

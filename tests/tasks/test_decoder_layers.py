@@ -9,6 +9,7 @@ from praxis import base_layer, pax_fiddle
 from praxis.pax_fiddle import Config
 
 from spmd_trainer.decoder import attention, axes, feed_forward
+from spmd_trainer.decoder.context import Context
 from spmd_trainer.decoder.router import Router
 from spmd_trainer.models.decoder_spec import MoeSpec, TemperatureSpec
 
@@ -127,7 +128,7 @@ def test_attention(fields):
     spec_p = small_spec(positions="learned", max_positions=8, **fields)
     spec = pax_fiddle.build(spec_p)
     x = random(2, 8, 12, seed=4)
-    context = attention.Context({}, jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
+    context = Context({}, jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
     output, params, _ = built(attention.Attention, spec_p, x, context, layer_kind=spec.layer_pattern[0])
     expected = attended(spec, params, x)
     np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)

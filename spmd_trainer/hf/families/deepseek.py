@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmd_trainer.hf.errors import HfError
 from spmd_trainer.hf.families import shared
-from spmd_trainer.hf.families.family import Family, Names, Rule, Settings
+from spmd_trainer.hf.families.family import MTP_LAYERS, Family, Names, Rule, Settings
 from spmd_trainer.models.decoder_spec import DecoderSpec, LatentSpec, MoeSpec
 
 _SIGMOID_DEFAULTS: Mapping[str, Any] = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
     "n_shared_experts": 1,
-    "num_nextn_predict_layers": 0,
+    MTP_LAYERS: 0,
 }
 _SIGMOID_OFF: Mapping[str, tuple[Any, ...]] = {
     "scoring_func": (None, "sigmoid"),
     "topk_method": (None, "noaux_tc"),
 }
+_IN_MTP_LAYER = (
+    *shared.norm("token_norm", "enorm"),
+    *shared.norm("hidden_norm", "hnorm"),
+    Rule("token/w", "eh_proj.weight", "d (c + c) -> c d", 0),
+    Rule("hidden/w", "eh_proj.weight", "d (c + c) -> c d", 1),
+    *shared.norm("final_norm", "shared_head.norm"),
+)
+_MTP_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 # Biases balance the experts here, without a loss.
 _OF_TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef"})
 
@@ -43,8 +53,8 @@ def _experts(config: Settings) -> MoeSpec:
     )
 
 
-def _write_experts(moe: MoeSpec | None, config: Settings) -> None:
-    if moe is None:
+def _write_experts(spec: DecoderSpec, config: Settings) -> None:
+    if (moe := spec.moe) is None:
         raise HfError("it has experts, and the model has none")
     if moe.shared_dims % moe.hidden_dims:
         raise HfError(f"moe.shared_dims={moe.shared_dims} is not a multiple of moe.hidden_dims={moe.hidden_dims}")
@@ -56,7 +66,7 @@ def _write_experts(moe: MoeSpec | None, config: Settings) -> None:
     config["routed_scaling_factor"] = float(moe.scaling_factor)
     config["n_group"], config["topk_group"] = moe.num_groups, moe.num_chosen_groups
     config["n_shared_experts"] = moe.shared_dims // moe.hidden_dims
-    config["num_nextn_predict_layers"] = 0
+    config[MTP_LAYERS] = spec.mtp_layers
 
 
 def _read_glm(config: Settings, fields: Settings) -> None:
@@ -68,7 +78,7 @@ def _read_glm(config: Settings, fields: Settings) -> None:
 def _write_glm(spec: DecoderSpec, config: Settings) -> None:
     shared.write_biases(spec, config)
     config["use_qk_norm"] = spec.query_key_norm is not None
-    _write_experts(spec.moe, config)
+    _write_experts(spec, config)
 
 
 def _read_deepseek(config: Settings, fields: Settings) -> None:
@@ -87,7 +97,7 @@ def _read_deepseek(config: Settings, fields: Settings) -> None:
 def _write_deepseek(spec: DecoderSpec, config: Settings) -> None:
     if spec.latent is None:
         raise HfError("it has latent attention, and the model has none")
-    _write_experts(spec.moe, config)
+    _write_experts(spec, config)
     # transformers gives the rotated part's width the name of a head's.
     config["head_dim"] = config["qk_rope_head_dim"] = spec.rotary_dims
     config["qk_nope_head_dim"] = spec.head_dims - spec.rotary_dims
@@ -99,8 +109,9 @@ def _write_deepseek(spec: DecoderSpec, config: Settings) -> None:
     config["scoring_func"], config["topk_method"], config["moe_layer_freq"] = "sigmoid", "noaux_tc", 1
 
 
-def _names(spec: DecoderSpec) -> Names:
-    return shared.names_like_llama(spec, attention=_attention)
+def _names(spec: DecoderSpec, attention: Callable[[DecoderSpec, str], Sequence[Rule]] | None = None) -> Names:
+    names = shared.names_like_llama(spec, attention=attention)
+    return dataclasses.replace(names, in_mtp_layer=_IN_MTP_LAYER, mtp_copies=_MTP_COPIES)
 
 
 def _attention(spec: DecoderSpec, kind: str) -> list[Rule]:
@@ -144,7 +155,7 @@ FAMILIES = (
         {},
         _read_glm,
         _write_glm,
-        shared.names_like_llama,
+        _names,
         off=_SIGMOID_OFF,
         without_effect=_OF_TRAINING,
     ),
@@ -173,7 +184,7 @@ FAMILIES = (
         {},
         _read_deepseek,
         _write_deepseek,
-        _names,
+        functools.partial(_names, attention=_attention),
         off={**_SIGMOID_OFF, "attention_bias": (None, False), "moe_layer_freq": (None, 1)},
         without_effect=_OF_TRAINING | {"aux_loss_alpha", "ep_size", "head_dim", "qk_head_dim", "seq_aux"},
     ),

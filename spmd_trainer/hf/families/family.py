@@ -4,7 +4,7 @@ A layout writes both shapes as in einops: '(n h) d -> d n h' is a tensor with fi
 [D, N, H]. A '+' joins the parts of a fused dimension; `Rule.part` says which one the variable is. So '(n h + k h + k h) d' has
 all queries, then all keys and values, and '(n (h + h)) d' has two vectors for each head in turn.
 
-Letters: v vocabulary, p positions, d model width, n and k query and key/value heads, h head width, u a value's width, f
+Letters: v vocabulary, p positions, d and c model width, n and k query and key/value heads, h head width, u a value's width, f
 feed-forward width, e experts, x an expert's width, s the shared experts' width; 1 is a dimension of size 1. For latent attention:
 q and r are the widths of its vectors, query_dims and key_value_dims; l is r + the rotated width of a key; m is the other width of
 a key + u. For linear attention: g key heads, j value heads for each of them, a and b the widths of a key and of a value, w the
@@ -22,8 +22,12 @@ from spmd_trainer.models.decoder_spec import DecoderSpec
 Settings: TypeAlias = dict[str, Any]
 
 ROOT = "mdl_vars/params/lm/"
+# Number of the layers that predict further tokens, in a config.json.
+MTP_LAYERS = "num_nextn_predict_layers"
 # Of variables that don't learn.
 NON_TRAINABLE = "mdl_vars/non_trainable/lm/"
+# Of layers that predict further tokens.
+MTP_ROOTS = (f"{ROOT}mtp/", f"{NON_TRAINABLE}mtp/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +64,17 @@ class Names:
       layer: prefix of a layer, below `base`.
       model: rules of the variables outside the layers.
       in_layer: returns the rules of a layer's variables: (kind of the layer, True if it has experts).
+      in_mtp_layer: rules of a layer that predicts a further token, besides those of the layer in it. Such layers follow the
+        others. () if the family has none.
+      mtp_copies: tensors of such a layer that are copies of the model's: {name in the layer: name in the model}.
     """
 
     base: str
     layer: str
     model: tuple[Rule, ...]
     in_layer: Callable[[str, bool], tuple[Rule, ...]]
+    in_mtp_layer: tuple[Rule, ...] = ()
+    mtp_copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +96,7 @@ class Family:
       without_effect: further keys without an effect on the model's output, besides those of `setting_types.py`.
       in_mxfp4: True if the family's folders may have weights in MXFP4.
       fused_experts: True if the family's folders may have the matrices of all experts in one tensor, see `text_part`.
-      not_read: prefixes of tensors that are not read, which belong to layers that predict further tokens.
+      not_read: prefixes of tensors that are not read, which belong to layers that predict further tokens in another way.
     """
 
     architecture: str

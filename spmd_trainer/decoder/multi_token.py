@@ -1,0 +1,123 @@
+"""Multi-token prediction (DeepSeek V3, arXiv:2412.19437, section 2.2): a further loss, of tokens after the next one.
+
+Layer k = 1, 2, ... gets the hidden states of the layer before it (of the model, for k = 1) and, at each position, the embedding
+of the token k positions later. It predicts the token after that one. Embedding and output layer are the model's. Decoding
+doesn't use these layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from praxis.layers.checkpoint_policy import AutodiffCheckpointType, custom_policy
+
+from spmd_trainer.decoder.axes import Norm, Projection, SpecLayer
+from spmd_trainer.decoder.context import PADDING, Context
+from spmd_trainer.decoder.layers import DecoderLayer
+from spmd_trainer.kernels.cross_entropy import TokenLosses
+from spmd_trainer.sharding.host_devices import hold_each_until_known
+
+
+class Rows(NamedTuple):
+    """Whole rows, in row order.
+
+    Attributes:
+      ids: token ids, int32 [batch, time].
+      class_ids, class_weights: the next tokens and their weights, [batch, time].
+      segment_ids: int32 [batch, time].
+    """
+
+    ids: jax.Array
+    class_ids: jax.Array
+    class_weights: jax.Array
+    segment_ids: jax.Array
+
+    def later(self, count: int) -> Rows:
+        """Returns the rows `count` positions later; the weights are 0 where that is another text."""
+
+        def moved(x: jax.Array, fill: int) -> jax.Array:
+            return jnp.pad(x[:, count:], ((0, 0), (0, min(count, x.shape[1]))), constant_values=fill)
+
+        segment_ids = moved(self.segment_ids, PADDING)
+        weights = moved(self.class_weights.astype(jnp.float32), 0) * (segment_ids == self.segment_ids)
+        return Rows(moved(self.ids, 0), moved(self.class_ids, 0), weights, segment_ids)
+
+
+class MultiTokenLayer(SpecLayer):
+    """One layer that predicts a further token. `final_norm` is applied to its output before the output layer."""
+
+    def setup(self) -> None:
+        dims, last = self.spec.model_dims, self.spec.layers[-1]
+        for name in ("token", "hidden"):
+            self.child(f"{name}_norm", Norm, shape=(dims,))
+            self.child(
+                name,
+                Projection,
+                equation="btc,cd->btd",
+                shape=(dims, dims),
+                split_axes=("embed", "norm"),
+                output_axes=("batch", "length", "activation_embed"),
+            )
+        self.child("layer", DecoderLayer, layer_kind=last.kind, has_experts=last.has_experts)
+        self.child("final_norm", Norm, shape=(dims,))
+
+    def __call__(self, hidden: jax.Array, embedded: jax.Array, context: Context) -> jax.Array:
+        """Returns the new hidden states, of hidden states and embeddings of later tokens, all [batch, time, model_dims]."""
+        joined = self.token(self.token_norm(embedded)) + self.hidden(self.hidden_norm(hidden))
+        output: jax.Array = self.layer(joined, context)
+        return output
+
+
+class MultiTokenPrediction(SpecLayer):
+    """All layers that predict further tokens: `layer_0`, `layer_1`, ...
+
+    Attributes:
+      checkpoint_policy: rematerialisation policy of each layer.
+    """
+
+    checkpoint_policy: Any = AutodiffCheckpointType.SAVE_NOTHING
+
+    def setup(self) -> None:
+        for index in range(self.spec.mtp_layers):
+            self.child(f"layer_{index}", MultiTokenLayer)
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        rows: Rows,
+        context: Context,
+        embed: Callable[[jax.Array], jax.Array],
+        token_losses: Callable[[jax.Array, jax.Array], TokenLosses],
+    ) -> None:
+        """Adds the auxiliary loss `multi_token`, the mean cross entropy of all layers times `mtp_weight`, and a summary of each.
+
+        Args:
+          hidden: the model's hidden states after its final norm, [batch, padded time, model_dims], in the order `context.order`.
+          rows: the model's input and labels. A label of a layer has the weight that it has as a next token, and none if it is of
+            another text than the position.
+          context: context of the layers.
+          embed: returns the embeddings of ids in the order `context.order`.
+          token_losses: returns the losses of hidden states and labels in that order.
+        """
+        order = context.order
+        assert order is not None  # None only in decode steps
+
+        def run(layer: MultiTokenLayer, hidden: jax.Array, embedded: jax.Array) -> jax.Array:
+            return layer(hidden, embedded, context)
+
+        run = nn.remat(run, policy=custom_policy(self.checkpoint_policy))
+        total = jnp.zeros((), jnp.float32)
+        for index in range(self.spec.mtp_layers):
+            layer = getattr(self, f"layer_{index}")
+            later = rows.later(index + 1)
+            hidden = run(layer, hidden, embed(order.apply(later.ids)))
+            losses = token_losses(layer.final_norm(hidden), order.apply(later.class_ids))
+            weights = hold_each_until_known(losses.xent, order.apply(later.class_weights))
+            mean = jnp.sum(losses.xent * weights) / (jnp.sum(weights) + 1e-6)
+            self.add_summary(f"multi_token_xent_{index + 1}", mean)
+            total += mean
+        self.add_aux_loss("multi_token", total * (self.spec.mtp_weight / self.spec.mtp_layers))
