@@ -96,7 +96,7 @@ def sizes(vocab: int, dims: int, hidden: int, layers: int, heads: int, kv_heads:
 LLAMA, LLAMA4, QWEN2, QWEN3 = "LlamaForCausalLM", "Llama4ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 QWEN3_MOE, MISTRAL, MIXTRAL = "Qwen3MoeForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"
 GLM4_MOE = "Glm4MoeForCausalLM"
-GEMMA2, GEMMA3, GPT2 = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"
+GEMMA2, GEMMA3, GEMMA4, GPT2 = "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "GPT2LMHeadModel"
 GPT_OSS = "GptOssForCausalLM"
 DEEPSEEK = "DeepseekV3ForCausalLM"
 OLMO2, OLMO3 = "Olmo2ForCausalLM", "Olmo3ForCausalLM"
@@ -425,6 +425,45 @@ CASES = (
             linear_value_head_dim=8,
             layer_types=[LINEAR, FULL],
             rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+        ),
+    ),
+    Case(
+        "gemma4",
+        GEMMA4,
+        sizes(
+            97,
+            18,
+            23,
+            4,
+            6,
+            3,
+            head_dim=8,
+            global_head_dim=16,
+            num_global_key_value_heads=2,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            sliding_window=4,
+            final_logit_softcapping=30.0,
+            tie_word_embeddings=False,
+            layer_types=[SLIDING, FULL, SLIDING, FULL],
+        ),
+    ),
+    Case(
+        "gemma4_own_values",
+        GEMMA4,
+        sizes(
+            83,
+            20,
+            19,
+            3,
+            5,
+            5,
+            head_dim=6,
+            global_head_dim=10,
+            hidden_size_per_layer_input=0,
+            sliding_window=3,
+            layer_types=[SLIDING, SLIDING, FULL],
+            tie_word_embeddings=False,
         ),
     ),
     Case(

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3 (text) in the sizes that Google published, on synthetic text.
+"""Gemma 2, 3 and 4 (text) in the sizes that Google published, on synthetic text.
 
 Sizes are from the config.json of the `google` models on Hugging Face; those of Gemma 3 are also in transformers'
 `convert_gemma3_weights.py`. To train on other data, subclass one and override `datasets`.
@@ -10,7 +10,7 @@ from typing import Any
 
 from spmd_trainer import experiment_registry
 from spmd_trainer.experiments.lm.synthetic_decoder import SyntheticDecoder, TinySizes
-from spmd_trainer.models.decoder_spec import RotaryScaling
+from spmd_trainer.models.decoder_spec import HeadSpec, RotaryScaling
 
 
 class Gemma(SyntheticDecoder):
@@ -112,6 +112,36 @@ class Gemma3_27B(Gemma3):
     HEAD_DIMS = 128
     QUERY_SCALE = 168**-0.5
     ICI_MESH_SHAPE = (1, 32, 4)
+
+
+@experiment_registry.register
+class Gemma4_31B(Gemma):
+    """Gemma 4 31B on 128 chips: wider heads in the global layers, whose values are their keys."""
+
+    VOCAB_SIZE = 262_144
+    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 60, 5376, 21_504, 32, 16
+    NORM_SCALE_OFFSET = 0.0
+    GLOBAL_HEADS = HeadSpec(num_kv_heads=4, head_dims=512, values_are_keys=True)
+    QUERY_SCALE = 1.0
+    QUERY_KEY_NORM = "head"
+    VALUE_NORM = LAYER_SCALE = True
+    MAX_POSITIONS = 262_144
+    ROTARY_BASE, LOCAL_ROTARY_BASE = 1_000_000.0, 10_000.0
+    ROTARY_SCALING = RotaryScaling("proportional", share=0.25)
+    LAYER_PATTERN = ("local",) * 5 + ("global",)
+    WINDOW = 1024
+    FINAL_SOFTCAP = 30.0
+    ICI_MESH_SHAPE = (1, 32, 4)
+
+
+@experiment_registry.register(tags=["tiny"])
+class TinyGemma4(TinySizes, Gemma4_31B):
+    """Gemma 4's structure: two layers with narrow heads and a window of 5 tokens, then one with wide heads."""
+
+    NUM_LAYERS = 4
+    GLOBAL_HEADS = HeadSpec(num_kv_heads=3, head_dims=10, values_are_keys=True)
+    LAYER_PATTERN = ("local", "local", "global")
+    WINDOW = 5
 
 
 @experiment_registry.register(tags=["tiny"])

@@ -119,7 +119,11 @@ class FromFolder(OnDocuments, experiment.DecoderExperiment):
         return model_p
 
     def spec(self) -> Config[DecoderSpec]:
-        _, _, spec = hf_folder.read_model(self._folder())
+        config, _, spec = hf_folder.read_model(self._folder())
+        if (has := config.get("num_nextn_predict_layers") or 0) < self.MTP_LAYERS:
+            raise UserError(
+                f"MTP_LAYERS={self.MTP_LAYERS}, and {self.FOLDER} has {has} layers that predict further tokens"
+            )
         return experiment.config_of_spec({**vars(spec), "mtp_layers": self.MTP_LAYERS})
 
     def _folder(self) -> str:

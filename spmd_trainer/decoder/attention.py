@@ -17,14 +17,14 @@ from spmd_trainer.kernels.attend import Split, attend
 from spmd_trainer.kernels.kernels import MASKED, Pattern
 from spmd_trainer.kernels.reference import softmax
 from spmd_trainer.kernels.sequence_order import num_shards
-from spmd_trainer.models.decoder_spec import TemperatureSpec
+from spmd_trainer.models.decoder_spec import HeadSpec, TemperatureSpec
 
 
 class Attention(SpecLayer):
     """Self-attention of one layer.
 
     Attributes:
-      layer_kind: 'global'; 'local' for a sliding window of `spec.window` tokens; 'chunked' for chunks of as many.
+      layer_kind: 'global'; 'local' for a sliding window of `spec.window` tokens; 'chunked' for chunks of `spec.window` tokens.
       cached: names of the arrays in the decode cache.
     """
 
@@ -38,7 +38,7 @@ class Attention(SpecLayer):
             "output",
             Projection,
             equation="btnh,nhd->btd",
-            shape=(spec.num_heads, spec.value_dims, spec.model_dims),
+            shape=(spec.num_heads, spec.value_dims_of(self.layer_kind), spec.model_dims),
             split_axes=("heads", "head_dims", "embed"),
             bias_axes=("norm",) if spec.output_bias else (),
             output_axes=("batch", "length", "activation_embed"),
@@ -48,21 +48,22 @@ class Attention(SpecLayer):
 
     def create_inputs(self) -> None:
         """Creates the layers that compute queries, keys and values, and the gate of the output."""
-        spec = self.spec
-        for name in ("query", "key", "value", "gate") if spec.gated_attention else ("query", "key", "value"):
-            heads, axis = (spec.num_kv_heads, "kv_heads") if name in ("key", "value") else (spec.num_heads, "heads")
+        spec, of_kind = self.spec, self._kv_heads
+        has = {"value": not of_kind.values_are_keys, "gate": spec.gated_attention}
+        for name in filter(lambda name: has.get(name, True), ("query", "key", "value", "gate")):
+            heads, axis = (of_kind.num_kv_heads, "kv_heads") if name in ("key", "value") else (spec.num_heads, "heads")
             self.child(
                 name,
                 Projection,
                 equation="btd,dnh->btnh",
-                shape=(spec.model_dims, heads, spec.head_dims),
+                shape=(spec.model_dims, heads, of_kind.head_dims),
                 split_axes=("embed", axis, "head_dims"),
                 bias_axes=(axis, "head_dims") if spec.qkv_bias and name != "gate" else (),
                 output_axes=("batch", "length", f"activation_{axis}", "head_dims"),
             )
             if spec.has_query_key_scales and name in ("query", "key"):
                 over_all = spec.query_key_norm == "all"
-                shape = (heads, spec.head_dims) if over_all else (spec.head_dims,)
+                shape = (heads, of_kind.head_dims) if over_all else (of_kind.head_dims,)
                 split_axes = (axis, "head_dims") if over_all else ("head_dims",)
                 self.child(f"{name}_norm", Norm, shape=shape, split_axes=split_axes, kind="rms")
 
@@ -131,7 +132,9 @@ class Attention(SpecLayer):
             self.update_decode_state(name, transform_fn(self.get_decode_state(name), 0, 1))
 
     def _heads(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
-        query, key, value = self.query(x), self.key(x), self.value(x)
+        query, key = self.query(x), self.key(x)
+        value = key if self._kv_heads.values_are_keys else self.value(x)
+        value = self._unit(value) if self.spec.value_norm else value
         if self.spec.has_query_key_scales:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = self._rotate(query, context), self._rotate(key, context)
@@ -198,9 +201,10 @@ class Attention(SpecLayer):
         spec = self.spec
         return Pattern(
             causal=True,
-            window=self._window if self.layer_kind == "local" else None,
+            # A token of a chunk sees no farther, so kernels leave out the blocks before.
+            window=self._window if self.layer_kind in ("local", "chunked") else None,
             softcap=spec.attention_softcap,
-            scale=spec.head_dims**-0.5 if spec.query_scale is None else spec.query_scale,
+            scale=self._kv_heads.head_dims**-0.5 if spec.query_scale is None else spec.query_scale,
         )
 
     @property
@@ -215,7 +219,11 @@ class Attention(SpecLayer):
 
     @property
     def _cached_heads(self) -> int:
-        return self.spec.num_kv_heads
+        return self._kv_heads.num_kv_heads
+
+    @property
+    def _kv_heads(self) -> HeadSpec:
+        return self.spec.heads_of(self.layer_kind)
 
     @property
     def _cache_layout(self) -> CacheLayout:

@@ -86,6 +86,8 @@ class DecoderLayer(SpecLayer):
                 self.child(f"{part}_norm", Norm, shape=shape)
             if self.spec.norm_placement != "pre":
                 self.child(f"{part}_post_norm", Norm, shape=shape)
+        if self.spec.layer_scale:
+            self.add_weight("layer_scale", (1,), ("norm",), init=1.0, trainable=False)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """Returns the new residual stream [batch, time, model_dims]."""
@@ -104,7 +106,8 @@ class DecoderLayer(SpecLayer):
     def _feed_forward(self, x: jax.Array, context: Context) -> jax.Array:
         normed = self._normed("mlp", x)
         output = self.moe(normed, context.segment_ids > 0) if self.has_experts else self.mlp(normed)
-        return self._residual("mlp", x, output, context)
+        x = self._residual("mlp", x, output, context)
+        return x * self.get_var("layer_scale").astype(x.dtype) if self.spec.layer_scale else x
 
     def _normed(self, part: str, x: jax.Array) -> jax.Array:
         if self.spec.norm_placement == "post":

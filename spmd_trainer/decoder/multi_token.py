@@ -8,7 +8,7 @@ doesn't use these layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ class MultiTokenPrediction(SpecLayer):
       checkpoint_policy: rematerialisation policy of each layer.
     """
 
-    checkpoint_policy: Any = AutodiffCheckpointType.SAVE_NOTHING
+    checkpoint_policy: AutodiffCheckpointType = AutodiffCheckpointType.SAVE_NOTHING
 
     def setup(self) -> None:
         for index in range(self.spec.mtp_layers):

@@ -19,13 +19,16 @@ def frequencies(spec: DecoderSpec, kind: str) -> tuple[np.ndarray, float]:
     base, scaling = spec.rotary_base, spec.rotary_scaling
     if kind == "local" and spec.local_rotary_base is not None:
         base, scaling = spec.local_rotary_base, None
-    dims = spec.rotary_dims or spec.head_dims
+    dims = spec.rotary_dims or spec.heads_of(kind).head_dims
     exponents = np.arange(0, dims, 2, dtype=np.float32) / np.float32(dims)
     plain = np.float32(1) / np.float32(base) ** exponents
     if scaling is None:
         return plain, 1.0
     if scaling.kind == "linear":
         return plain / np.float32(scaling.factor), 1.0
+    if scaling.kind == "proportional":
+        rotated = np.arange(len(plain)) < int(scaling.share * dims // 2)
+        return np.where(rotated, plain / np.float32(scaling.factor), np.float32(0)), 1.0
     if scaling.kind == "llama3":
         return _llama3(plain, scaling), 1.0
     return _yarn(plain, base, scaling)
@@ -72,7 +75,7 @@ def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple
 
     Args:
       spec: the model.
-      kind: 'global' or 'local', the kind of layer.
+      kind: the kind of layer, of those with rotary embeddings.
       positions: int32 [batch, time].
     """
     per_position, factor = frequencies(spec, kind)

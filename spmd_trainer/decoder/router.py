@@ -47,7 +47,9 @@ class Router(SpecLayer):
         if moe.biases:
             logits = logits + self.theta.b.astype(jnp.float32)
         scores = jax.nn.softmax(logits, axis=-1) if moe.score == "softmax" else jax.nn.sigmoid(logits)
-        experts = self._chosen(jax.lax.stop_gradient(scores))
+        # A sigmoid of large logits is 1 for several experts, and the order of the logits is that of the scores.
+        by_logits = moe.score == "sigmoid" and not moe.choice_bias and moe.num_groups == 1
+        experts = self._chosen(jax.lax.stop_gradient(logits if by_logits else scores))
         if moe.aux_loss_weight or not self.do_eval:
             tokens = _tokens_of_experts(experts, real, moe.num_experts)
             if not self.do_eval:

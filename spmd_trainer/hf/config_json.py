@@ -15,13 +15,13 @@ from spmd_trainer.hf import quantised
 from spmd_trainer.hf.errors import HfError
 from spmd_trainer.hf.families import FAMILIES, Family
 from spmd_trainer.hf.families.family import Settings
-from spmd_trainer.hf.families.shared import ROUTING_OFF, head_dims
+from spmd_trainer.hf.families.shared import MOST_LAYERS, ROUTING_OFF, head_dims
 from spmd_trainer.hf.setting_types import check_known, check_types
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 from spmd_trainer.sharding.messages import count_text
 
-# Most layers of a folder's model, and most experts of all its layers together.
-_MOST_LAYERS, _MOST_EXPERTS = 10_000, 1_000_000
+# Most experts of all layers of a folder's model together.
+_MOST_EXPERTS = 1_000_000
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ACTIVATIONS = {
     "silu": "silu",
@@ -45,7 +45,7 @@ _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
 }
 # Rotary embeddings.
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
-_ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
+_ROTARY_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 # {kind: {field of RotaryScaling: key}}
 _SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
     "default": {},
@@ -66,6 +66,7 @@ _SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
         "mscale_all_dim": "mscale_all_dim",
         "truncate": "truncate",
     },
+    "proportional": {"factor": "factor", "share": "partial_rotary_factor"},
 }
 # transformers has no defaults for these.
 _REQUIRED_OF_SCALING: Mapping[str, tuple[str, ...]] = {
@@ -73,6 +74,7 @@ _REQUIRED_OF_SCALING: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": tuple(_SCALING_KEYS["llama3"].values()),
     "yarn": ("factor",),
+    "proportional": (),
 }
 _NO_FLOATS = ("original_max_position_embeddings", "truncate")
 # `mrope_...` divides a head between positions in time, height and width, which are equal for text.
@@ -134,11 +136,11 @@ def spec_of(config: Mapping[str, Any], where: str) -> DecoderSpec:
 def _absurd_counts(spec: DecoderSpec) -> list[str]:
     """Returns a list with one error text if the model has more layers or experts than a folder may have, otherwise []."""
     experts = 1 if spec.moe is None else spec.moe.num_experts
-    if spec.num_layers <= _MOST_LAYERS and spec.num_layers * experts <= _MOST_EXPERTS:
+    if spec.num_layers <= MOST_LAYERS and spec.num_layers * experts <= _MOST_EXPERTS:
         return []
     found = f"{count_text(spec.num_layers, 'layer')} with {count_text(experts, 'expert')} in each"
     return [
-        f"it has {found}; a folder may have up to {_MOST_LAYERS:,} layers and {_MOST_EXPERTS:,} experts in all. For more, give "
+        f"it has {found}; a folder may have up to {MOST_LAYERS:,} layers and {_MOST_EXPERTS:,} experts in all. For more, give "
         "your experiment a DecoderSpec that doesn't come from a folder"
     ]
 
@@ -261,10 +263,12 @@ def _comparable(spec: DecoderSpec, field: str) -> Any:
             return value if {"local", "chunked"} & {*spec.layer_kinds} else None
         case "unrotated_kinds":
             return {*value} & {*spec.layer_kinds}
-        case "temperature" if not {*spec.unrotated_kinds} & {*spec.layer_kinds}:
+        case "temperature" if spec.positions == "rotary" and not {*spec.unrotated_kinds} & {*spec.layer_kinds}:
             return None
         case "query_scale":
             return round((value or spec.head_dims**-0.5) ** -2, 6)
+        case "global_heads" if "global" not in spec.layer_kinds:
+            return None
         case "embedding_scale":
             return round(value, 6)
         case "hidden_dims" if spec.num_layers_with_experts == spec.num_layers:
@@ -307,6 +311,9 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any], family: Fa
         # transformers gives rope_scaling to the global layers alone.
         of_global = {**_object(parameters, _GLOBAL), **older}
         of_local = _object(parameters, _LOCAL)
+        for kind, found in {_GLOBAL: of_global, _LOCAL: of_local}.items():
+            if found.get("rope_type") != "proportional" and found.get("partial_rotary_factor") not in (None, 1):
+                raise HfError(f"rope_parameters.{kind}.partial_rotary_factor needs the rope type 'proportional'")
         fields["rotary_base"] = of_global.get("rope_theta", settings["rope_theta"])
         fields["rotary_scaling"] = _scaling(of_global, f"rope_parameters.{_GLOBAL}", longest)
         if _scaling(of_local, f"rope_parameters.{_LOCAL}", longest) is not None:

@@ -151,7 +151,7 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
         if "torch_dtype" not in config:
             del dtypes["torch_dtype"]
         found = {**config, "architectures": [family.architecture], "model_type": family.model_type, **dtypes}
-        if spec.mtp_layers:
+        if MTP_LAYERS in found:
             found[MTP_LAYERS] = spec.mtp_layers
         found.pop("quantization_config", None)  # an export is not quantised
         found.pop("auto_map", None)  # names Python files that are not copied; transformers has the architecture

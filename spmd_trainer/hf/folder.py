@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import operator
 import os
@@ -22,7 +23,7 @@ from spmd_trainer.hf.families.family import MTP_LAYERS
 from spmd_trainer.hf.safetensors_file import Tensor, read_header
 from spmd_trainer.hf.tensor_names import Variable
 from spmd_trainer.inputs.files import listed
-from spmd_trainer.models.decoder_spec import DecoderSpec
+from spmd_trainer.models.decoder_spec import DecoderSpec, DeltaSpec
 from spmd_trainer.storage import json_values, reading
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -169,13 +170,31 @@ def _refuse_beyond_files(path: str, config: Mapping[str, Any], spec: DecoderSpec
         found = [os.path.join(path, name) for name in reading.names(path) if name.endswith(SUFFIX)]
         return sum(reading.for_each(found, reading.size))
 
-    held, described = step_files.read(f"listing {path}", weights), spec.num_values_at_least
+    held, described = step_files.read(f"listing {path}", weights), _values_at_least(spec)
     values_of_byte = 1 if config.get("quantization_config") is None else 2
     if held and described > held * values_of_byte:
         raise HfMismatchError(
             f"{os.path.join(path, CONFIG)} describes a model of {described:,} values or more, and the {SUFFIX} files beside it "
             f"have {held:,} bytes. Copy the folder again, or correct {CONFIG}."
         )
+
+
+def _values_at_least(spec: DecoderSpec) -> int:
+    """Returns a lower bound of the number of parameters: those of the embedding and of each layer's largest weights."""
+    counts = collections.Counter(spec.layer_kinds)
+    delta = spec.delta or DeltaSpec()
+    linear = spec.model_dims * delta.num_heads * 2 * (delta.key_dims + delta.values_per_head * delta.value_dims)
+    attention = counts.pop("linear", 0) * linear
+    for kind, count in counts.items():
+        query, output = (
+            spec.query_input_dims * spec.heads_of(kind).head_dims,
+            spec.model_dims * spec.value_dims_of(kind),
+        )
+        attention += count * spec.num_heads * (query + output)
+    of_experts = 0 if spec.moe is None else spec.moe.num_experts * spec.moe.hidden_dims + spec.moe.shared_dims
+    sparse = spec.num_layers_with_experts
+    widths = (spec.num_layers - sparse) * spec.hidden_dims + sparse * of_experts
+    return spec.vocab_size * spec.model_dims + attention + 2 * spec.model_dims * widths
 
 
 def read_json(directory: epath.PathLike, name: str) -> dict[str, Any] | None:

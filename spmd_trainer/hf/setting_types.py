@@ -34,12 +34,13 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "n_routed_experts n_group topk_group q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
         "full_attention_interval shared_expert_intermediate_size intermediate_size_mlp attention_chunk_size floor_scale "
-        "interleave_moe_layer_step no_rope_layer_interval",
+        "interleave_moe_layer_step no_rope_layer_interval global_head_dim num_global_key_value_heads",
     ),
     # Some folders give 0 where there is no window.
     f"a whole number of 0 or more, at most {_LARGEST:,}": (
         lambda value: is_whole(value) and 0 <= value <= _LARGEST,
-        "sliding_window max_window_layers n_shared_experts first_k_dense_replace num_nextn_predict_layers",
+        "sliding_window max_window_layers n_shared_experts first_k_dense_replace num_nextn_predict_layers "
+        "hidden_size_per_layer_input",
     ),
     "a number above 0": (
         lambda value: is_number(value) and value > 0,
@@ -55,7 +56,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "true or false": (
         lambda value: isinstance(value, bool),
         "attention_bias mlp_bias norm_topk_prob output_router_logits scale_attn_weights tie_word_embeddings truncate "
-        "use_qk_norm use_sliding_window rope_interleave",
+        "use_qk_norm use_sliding_window rope_interleave attention_k_eq_v",
     ),
     "a list of texts": (
         lambda value: isinstance(value, list) and all(isinstance(kind, str) for kind in value),
@@ -81,6 +82,8 @@ _NULL_IS_NONE = frozenset(
         "moe_layers",
         "no_rope_layers",
         "attention_chunk_size",
+        "hidden_size_per_layer_input",
+        "num_global_key_value_heads",
         "attn_logit_softcapping",
         "final_logit_softcapping",
     }

@@ -58,15 +58,7 @@ class HfSource(CheckpointSource):
             raise HfMismatchError(
                 f"{self.name} holds variables of a decoder below {ROOT}, and the model has none there. {self.fix}"
             )
-        further = [path for path in self.saved if path.startswith(MTP_ROOTS) and path not in in_folder]
-        if further:
-            logging.warning(
-                "%s: layers that predict further tokens are not read, as the model's spec.mtp_layers is less: %s and %d others",
-                self.name,
-                further[0],
-                len(further) - 1,
-            )
-        saved = {path: variable for path, variable in self.saved.items() if path not in further}
+        saved = {p: variable for p, variable in self.saved.items() if p in in_folder or not p.startswith(MTP_ROOTS)}
         for path in saved.keys() & in_folder.keys():
             # A model's variables are converted to its own dtype.
             saved[path] = dataclasses.replace(saved[path], dtype=records.dtype_name(in_folder[path].dtype))
@@ -75,6 +67,15 @@ class HfSource(CheckpointSource):
     def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
         """Reads variables, and the step counter, onto a mesh; see `CheckpointSource.read`."""
         variables = {path: self.folder.variables[source[path]] for path in wanted if path != _STEP}
+        read = {source[path] for path in variables}
+        if left_out := [path for path in self.saved if path.startswith(MTP_ROOTS) and path not in read]:
+            logging.warning(
+                "%s: layers that predict further tokens are not read, as spec.mtp_layers of the model is smaller than theirs: "
+                "%d variables, e.g. %s",
+                self.name,
+                len(left_out),
+                left_out[0],
+            )
         specs = {path: wanted[path] for path in variables}
         result = agreed(lambda: placing.read_onto_mesh(specs, variables, self.folder.tensors, mesh))
         if _STEP in wanted:

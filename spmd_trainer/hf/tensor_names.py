@@ -128,13 +128,14 @@ class Variable:
 
 def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
     """Returns the variables of a model by path, each with its tensors, named as in `family`."""
-    names, sizes = family.names(spec), _sizes(spec)
+    names, sizes = family.names(spec), _sizes(spec, spec.layers[0].kind)
     found = {}
     for rule in names.model:
         base = "" if rule.name.startswith("lm_head.") else names.base
         found[ROOT + rule.path] = _variable(ROOT + rule.path, (), [((), base, rule)], sizes)
     for prefix, layers in _layers(spec):
         layer = spec.layers[layers[0]]
+        sizes = _sizes(spec, layer.kind)
         for rule in names.in_layer(layer.kind, layer.has_experts):
             path = f"{rule.root}{prefix}/{rule.path}"
             stacked = (len(layers),) if prefix.startswith("layers/") else ()
@@ -145,6 +146,7 @@ def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
             found[path] = _variable(path, stacked, entries, sizes)
     for path_of_layer, name_of_layer in _mtp_layers(spec, names):
         inside = names.in_layer(spec.layers[-1].kind, spec.layers[-1].has_experts)
+        sizes = _sizes(spec, spec.layers[-1].kind)
         rules = [*names.in_mtp_layer, *(dataclasses.replace(rule, path=f"layer/{rule.path}") for rule in inside)]
         for rule in rules:
             path = f"{rule.root}{path_of_layer}/{rule.path}"
@@ -207,17 +209,18 @@ def parse_layout(layout: str) -> tuple[tuple[Group, ...], tuple[str, ...]]:
     return tuple(groups), tuple(variable.split())
 
 
-def _sizes(spec: DecoderSpec) -> dict[str, int]:
-    latent, delta = spec.latent or LatentSpec(), spec.delta or DeltaSpec()
+def _sizes(spec: DecoderSpec, kind: str) -> dict[str, int]:
+    """Returns the size of each letter in the layers of a kind."""
+    latent, delta, heads = spec.latent or LatentSpec(), spec.delta or DeltaSpec(), spec.heads_of(kind)
     return {
         "v": spec.vocab_size,
         "p": spec.max_positions,
         "d": spec.model_dims,
         "c": spec.model_dims,
         "n": spec.num_heads,
-        "k": spec.num_kv_heads,
-        "h": spec.head_dims,
-        "u": spec.value_dims,
+        "k": heads.num_kv_heads,
+        "h": heads.head_dims,
+        "u": spec.value_dims_of(kind),
         "f": spec.hidden_dims,
         "e": 0 if spec.moe is None else spec.moe.num_experts,
         "x": 0 if spec.moe is None else spec.moe.hidden_dims,
@@ -225,7 +228,7 @@ def _sizes(spec: DecoderSpec) -> dict[str, int]:
         "q": latent.query_dims,
         "r": latent.key_value_dims,
         "l": latent.key_value_dims + spec.rotary_dims,
-        "m": spec.head_dims - spec.rotary_dims + spec.value_dims,
+        "m": spec.head_dims - spec.rotary_dims + spec.value_dims_of(kind),
         "g": delta.num_heads,
         "j": delta.values_per_head,
         "a": delta.key_dims,

@@ -18,6 +18,7 @@ from spmd_trainer.hf.safetensors_file import Tensor
 # {architecture of the whole: architecture of the text model}
 _TEXT_MODELS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
@@ -31,6 +32,9 @@ _PREFIXES = {
 _VISION = (
     "model.visual.",
     "model.vision_tower.",
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
     "model.multi_modal_projector.",
     "vision_model.",
     "vision_tower.",

@@ -290,8 +290,8 @@ def _forward(
         argmax = lax.pmin(jnp.where(most == whole, argmax, form.vocab_size), axes)
         total, expected = lax.psum((total * jnp.exp(most - whole), expected), axes)
         most = whole
-    # Nothing else waits for the exchange of `argmax`.
-    (total,) = form.after(argmax, total)
+        # Nothing else waits for the exchange of `argmax`.
+        (total,) = form.after(argmax, total)
     log_sum = most + jnp.log(total)
     return log_sum - expected, log_sum, argmax, part
 

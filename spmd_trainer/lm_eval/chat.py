@@ -136,9 +136,9 @@ class Talk:
         given: GenerationSettings | None = getattr(task.model, "generation", None)
         if given is None:
             raise UserError(
-                f"the {type(task.model).__name__} of experiment {experiment.label} can't answer: it has no settings "
-                "`generation`, as a DecoderLanguageModel has (lm.own_text.OwnText trains one). With --mode=decode_once, models "
-                "of praxis continue the texts that decode_datasets() of the experiment returns"
+                f"the {type(task.model).__name__} of experiment {experiment.label} can't answer: it has no `generation` "
+                "settings, as a DecoderLanguageModel has (lm.own_text.OwnText trains one). With --mode=decode_once, models of "
+                "praxis continue the texts that decode_datasets() of the experiment returns"
             )
         changed = {name: getattr(config, name) for name in ("max_tokens", "temperature", "top_p")}
         settings = dataclasses.replace(given, num_samples=1, **{k: v for k, v in changed.items() if v is not None})

@@ -11,7 +11,7 @@ are the widths in `LatentSpec`, and P is rotary_dims. G, J, A, B and W are the s
 | LAYER/`attention_norm/scale`, LAYER/`mlp_norm/scale` | [D] | norm_placement 'pre' or 'pre_and_post' |
 | LAYER/`attention_post_norm/scale`, LAYER/`mlp_post_norm/scale` | [D] | norm_placement 'post' or 'pre_and_post' |
 | LAYER/`attention/query/w` | [D, N, H]; with Q [Q, N, H] | always |
-| LAYER/`attention/key/w`, LAYER/`attention/value/w` | [D, K, H] | no latent |
+| LAYER/`attention/key/w`, LAYER/`attention/value/w` | [D, K, H] | no latent; no value if global_heads.values_are_keys |
 | LAYER/`attention/query/b`; `.../key/b`, `.../value/b` | [N, H]; [K, H] | qkv_bias |
 | LAYER/`attention/query_down/w`, `.../query_down_norm/scale` | [D, Q], [Q] | latent, Q > 0 |
 | LAYER/`attention/key_value_down/w`, `.../key_value_norm/scale` | [D, R + P], [R] | latent |
@@ -49,8 +49,9 @@ A layer of kind 'linear' has the following variables below LAYER/`attention` ins
 | `norm/scale` | [B] |
 | `output/w` | [G, J, B, D] |
 
-A norm of kind 'layer' also has a `/bias` of the same shape as its scale. With moe.choice_bias, there is also
-LAYER/`moe/router/choice_bias`, [E], below `non_trainable/lm/`.
+A norm of kind 'layer' also has a `/bias` of the same shape as its scale. Below `non_trainable/lm/` are LAYER/`layer_scale`, [1],
+with layer_scale, and LAYER/`moe/router/choice_bias`, [E], with moe.choice_bias. K and H of global layers are those of
+`global_heads`, if it is given.
 
 LAYER depends on the layer. Let dense = moe.dense_layers (0 without moe), period = the least common multiple of len(layer_pattern)
 and moe.every (1 without moe), and repeats = (num_layers - dense) // period.
@@ -69,6 +70,7 @@ import math
 from spmd_trainer.errors import UserError
 from spmd_trainer.models.layer_specs import (
     DeltaSpec,
+    HeadSpec,
     LatentSpec,
     LayerSpec,
     MoeSpec,
@@ -76,9 +78,12 @@ from spmd_trainer.models.layer_specs import (
     TemperatureSpec,
     not_one_of,
     not_positive,
+    not_whole,
 )
 
-__all__ = ["DecoderSpec", "DeltaSpec", "LatentSpec", "LayerSpec", "MoeSpec", "RotaryScaling", "TemperatureSpec"]
+__all__ = [
+    "DecoderSpec", "DeltaSpec", "HeadSpec", "LatentSpec", "LayerSpec", "MoeSpec", "RotaryScaling", "TemperatureSpec",
+]  # fmt: skip
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 NORMS = ("rms", "layer")
@@ -100,6 +105,7 @@ class DecoderSpec:
       num_heads: query heads, N.
       num_kv_heads: key and value heads, K; divides num_heads.
       head_dims: width of a head's queries and keys, H; without `latent` also of its values.
+      global_heads: K and H of the global layers if they differ there, or None.
       activation: activation of the feed-forward layers: 'silu', 'gelu', 'gelu_tanh' (the approximation) or 'relu'.
       gated: the feed-forward layer is down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
       norm: 'rms' (root mean square, only a scale) or 'layer' (mean and variance, scale and bias).
@@ -111,8 +117,9 @@ class DecoderSpec:
       output_bias: the attention's output projection has a bias.
       mlp_bias: the feed-forward layers have biases.
       query_key_norm: RMS norm of queries and keys before the rotary embedding: None, 'head' (over a head's width, the same
-        scale for all heads), 'all' (over all heads together), or 'unit' (over a head's width, without a scale, and only in
-        layers with rotary embeddings).
+        scale for all heads) or 'all' (over all heads together); or 'unit': after the rotary embedding, over a head's width,
+        without a scale, and only in layers with rotary embeddings.
+      value_norm: values are divided by their root mean square over a head's width.
       query_scale: factor of the attention logits; None for head_dims ** -0.5.
       temperature: attention that gets sharper with the position in layers without rotary embeddings, or None.
       gated_attention: the output of each head is multiplied by a sigmoid of another projection of the token (arXiv:2505.06708).
@@ -136,8 +143,10 @@ class DecoderSpec:
       tied_embeddings: the token embedding is also the weight of the logits.
       mtp_layers: number of layers that predict further tokens, the first of them the token after the next one (multi-token
         prediction, arXiv:2412.19437). They add a loss in training and evaluation, and are not used in decoding.
-      mtp_weight: weight of the mean of these layers' losses in the total loss.
+      mtp_weight: weight of the mean of these layers' losses in the total loss. Each is a mean over its own tokens, so with
+        minibatches of different numbers of them it is not exactly that of the whole batch.
       embedding_scale: factor of the token embeddings.
+      layer_scale: the residual stream is multiplied by a number after each layer, which does not learn.
       moe: mixture of experts in place of the feed-forward layers, or None.
       latent: multi-head latent attention, or None. It needs num_kv_heads = num_heads.
       delta: linear attention of the layers of kind 'linear', or None.
@@ -153,6 +162,7 @@ class DecoderSpec:
     num_heads: int = 0
     num_kv_heads: int = 0
     head_dims: int = 0
+    global_heads: HeadSpec | None = None
     activation: str = "silu"
     gated: bool = True
     norm: str = "rms"
@@ -163,6 +173,7 @@ class DecoderSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     query_key_norm: str | None = None
+    value_norm: bool = False
     query_scale: float | None = None
     temperature: TemperatureSpec | None = None
     gated_attention: bool = False
@@ -183,6 +194,7 @@ class DecoderSpec:
     mtp_layers: int = 0
     mtp_weight: float = 0.1
     embedding_scale: float = 1.0
+    layer_scale: bool = False
     moe: MoeSpec | None = None
     latent: LatentSpec | None = None
     delta: DeltaSpec | None = None
@@ -203,8 +215,7 @@ class DecoderSpec:
     @property
     def repeated_layers(self) -> tuple[LayerSpec, ...]:
         """The layers of one repetition of the pattern, which begins after the first layers."""
-        every = 1 if self.moe is None else self.moe.every
-        period = math.lcm(len(self.layer_pattern), every)
+        period = math.lcm(len(self.layer_pattern), 1 if self.moe is None else self.moe.every)
         return tuple(self._layer(self._num_first + index) for index in range(period))
 
     @property
@@ -225,35 +236,26 @@ class DecoderSpec:
     @property
     def num_layers_with_experts(self) -> int:
         """Number of layers with experts."""
-        return sum(layer.has_experts for layer in self.layers)
+        return 0 if self.moe is None else self.num_layers // self.moe.every - self.moe.dense_layers // self.moe.every
 
     @property
     def has_query_key_scales(self) -> bool:
         """True if the norms of queries and keys have scales, which are variables."""
         return self.query_key_norm in ("head", "all")
 
-    @property
-    def value_dims(self) -> int:
-        """Width of a head's values."""
-        return self.head_dims if self.latent is None else self.latent.value_dims
+    def heads_of(self, kind: str) -> HeadSpec:
+        """Returns the key and value heads of the layers of a kind."""
+        usual = HeadSpec(self.num_kv_heads, self.head_dims)
+        return self.global_heads if kind == "global" and self.global_heads is not None else usual
+
+    def value_dims_of(self, kind: str) -> int:
+        """Returns the width of a head's values in the layers of a kind."""
+        return self.heads_of(kind).head_dims if self.latent is None else self.latent.value_dims
 
     @property
     def query_input_dims(self) -> int:
         """Width of the vectors that queries are computed from."""
         return self.model_dims if self.latent is None else self.latent.query_dims or self.model_dims
-
-    @property
-    def num_values_at_least(self) -> int:
-        """A lower bound of the number of parameters: those of the embedding and of each layer's largest weights."""
-        heads = self.num_heads * (self.model_dims * self.value_dims + self.query_input_dims * self.head_dims)
-        delta = self.delta or DeltaSpec()
-        linear = self.model_dims * delta.num_heads * 2 * (delta.key_dims + delta.values_per_head * delta.value_dims)
-        num_linear = self.layer_kinds.count("linear")
-        attention = (self.num_layers - num_linear) * heads + num_linear * linear
-        of_experts = 0 if self.moe is None else self.moe.num_experts * self.moe.hidden_dims + self.moe.shared_dims
-        sparse = self.num_layers_with_experts
-        widths = (self.num_layers - sparse) * self.hidden_dims + sparse * of_experts
-        return self.vocab_size * self.model_dims + attention + 2 * self.model_dims * widths
 
     def matrix_flops(self, num_params: float, num_frozen: float, length: int) -> float:
         """Returns the FLOPs per token of all matrix products, forward and backward, without embedding lookups.
@@ -268,20 +270,22 @@ class DecoderSpec:
         lookups = 0 if self.tied_embeddings else self.vocab_size * self.model_dims
         lookups += self.max_positions * self.model_dims if self.positions == "learned" else 0
         window = min(self.window or length, length)
-        of_key = 6.0 * self.num_heads * (self.head_dims + self.value_dims)
         rest = length % window
+        seen = {  # keys that a token sees on average
+            "global": length / 2,
+            "local": window - window * window / (2 * length),
+            "chunked": ((length - rest) * window + rest * rest) / (2 * length),
+        }
         attention = {
-            "global": of_key * length / 2,
-            "local": of_key * (window - window * window / (2 * length)),
-            "chunked": of_key * ((length - rest) * window + rest * rest) / (2 * length),
+            kind: 6.0 * self.num_heads * (self.heads_of(kind).head_dims + self.value_dims_of(kind)) * keys
+            for kind, keys in seen.items()
         }
         delta = self.delta or DeltaSpec()
         attention["linear"] = 6.0 * 3 * delta.num_heads * delta.values_per_head * delta.key_dims * delta.value_dims
         # The lookup is of a variable that learns, or of one that doesn't.
         params, frozen = (num_params, num_frozen - lookups) if num_frozen else (num_params - lookups, 0.0)
-        further = (
-            attention[self.layer_kinds[-1]] + 6.0 * self.vocab_size * self.model_dims
-        )  # the output layer once more
+        output_layer = (4.0 if num_frozen else 6.0) * self.vocab_size * self.model_dims
+        further = attention[self.layer_kinds[-1]] + output_layer
         return (
             6.0 * params + 4.0 * frozen + sum(attention[kind] for kind in self.layer_kinds) + self.mtp_layers * further
         )
@@ -296,19 +300,19 @@ class DecoderSpec:
         found += not_one_of("norm_placement", self.norm_placement, NORM_PLACEMENTS)
         found += not_one_of("query_key_norm", self.query_key_norm, QUERY_KEY_NORMS)
         found += not_one_of("positions", self.positions, POSITIONS)
-        if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
-            found.append(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
+        for name, few in {"": self.num_kv_heads, "global_heads.": self.heads_of("global").num_kv_heads}.items():
+            if few > 0 and self.num_heads % few and (not name or self.global_heads is not None):
+                found.append(f"{name}num_kv_heads={few} does not divide num_heads={self.num_heads}")
         for field in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, field) < 1:
                 found.append(f"{field}={getattr(self, field)}; give a probability of at least 0 and below 1")
         for field in ("attention_softcap", "final_softcap", "query_scale"):
             if getattr(self, field) is not None and not getattr(self, field) > 0:
                 found.append(f"{field}={getattr(self, field)}; give a number above 0, or None")
-        for field in ("mtp_layers", "mtp_weight"):
-            if not getattr(self, field) >= 0:
-                found.append(f"{field}={getattr(self, field)}; give 0 or more")
+        found += not_whole(self, ("mtp_layers",), at_least=0)
+        found += not_positive(self, ["mtp_weight"]) if self.mtp_layers else []
         found += self._problems_of_positions() + self._problems_of_layers() + self._problems_of_latent()
-        for field in ("rotary_scaling", "temperature", "moe", "latent", "delta"):
+        for field in ("global_heads", "rotary_scaling", "temperature", "moe", "latent", "delta"):
             inner = getattr(self, field)
             found += [] if inner is None else [f"{field}.{problem}" for problem in inner.problems()]
         return found
@@ -331,9 +335,20 @@ class DecoderSpec:
         return LayerSpec(self.layer_pattern[index % len(self.layer_pattern)], has_experts)
 
     def _problems_of_positions(self) -> list[str]:
+        found = []
+        for kind in self.unrotated_kinds:
+            found += not_one_of("unrotated_kinds has a kind", kind, LAYER_KINDS[:-1])
         if self.positions == "learned":
-            return not_positive(self, ["max_positions"])
-        found = not_positive(self, ["rotary_base"])
+            if self.unrotated_kinds or self.query_key_norm == "unit":
+                found.append(
+                    "unrotated_kinds and query_key_norm='unit' are of rotary embeddings, and positions='learned'"
+                )
+            return found + not_positive(self, ["max_positions"])
+        if self.temperature is not None and not {*self.unrotated_kinds} & {*self.layer_pattern}:
+            found.append(
+                "temperature is of layers without rotary embeddings, and unrotated_kinds names none of the layers"
+            )
+        found += not_positive(self, ["rotary_base"])
         if not self.rotary_dims and self.head_dims % 2:
             found.append(f"head_dims={self.head_dims} is odd; rotary embeddings need an even width")
         if self.rotary_dims % 2 or not 0 <= self.rotary_dims <= self.head_dims:
@@ -342,8 +357,6 @@ class DecoderSpec:
             )
         if self.local_rotary_base is not None and not self.local_rotary_base > 0:
             found.append(f"local_rotary_base={self.local_rotary_base}; give a number above 0, or None")
-        for kind in self.unrotated_kinds:
-            found += not_one_of("unrotated_kinds has a kind", kind, LAYER_KINDS)
         return found
 
     def _problems_of_layers(self) -> list[str]:
@@ -376,13 +389,8 @@ class DecoderSpec:
             found.append(
                 f"rotary_dims={self.rotary_dims}; with latent give more than 0 and less than head_dims={self.head_dims}"
             )
-        needed = {
-            "qkv_bias": False,
-            "query_key_norm": None,
-            "positions": "rotary",
-            "unrotated_kinds": (),
-            "gated_attention": False,
-        }
+        needed: dict[str, object] = dict.fromkeys(("qkv_bias", "value_norm", "gated_attention"), False)
+        needed |= {"query_key_norm": None, "positions": "rotary", "unrotated_kinds": (), "global_heads": None}
         return found + [
             f"{field}={getattr(self, field)!r}; with latent it must be {value!r}"
             for field, value in needed.items()

@@ -8,7 +8,7 @@ import math
 from spmd_trainer.errors import did_you_mean
 
 ROUTER_SCORES = ("softmax", "sigmoid")
-ROTARY_SCALINGS = ("linear", "llama3", "yarn")
+ROTARY_SCALINGS = ("linear", "llama3", "yarn", "proportional")
 
 
 @dataclasses.dataclass
@@ -18,6 +18,8 @@ class RotaryScaling:
     Attributes:
       kind: 'linear' divides all frequencies by `factor` (arXiv:2306.15595). 'llama3' divides low frequencies by `factor`, keeps
         high ones, and interpolates between them. 'yarn' (arXiv:2309.00071) does so too, and also scales sine and cosine.
+        'proportional' (Gemma 4) rotates the given share of a head's pairs, divides their frequencies by `factor`, and leaves the
+        other pairs as they are.
       factor: new length / original length.
       original_max_positions: sequence length of pretraining. 'llama3' and 'yarn' need it.
       low_freq_factor, high_freq_factor: 'llama3': frequencies of fewer than low_freq_factor rotations in the original length
@@ -27,6 +29,7 @@ class RotaryScaling:
       attention_factor: 'yarn': factor of sine and cosine; None computes it from factor, mscale and mscale_all_dim.
       mscale, mscale_all_dim: 'yarn': coefficients of log(factor) in the numerator and the denominator of attention_factor. If
         either is 0, attention_factor is 0.1 log(factor) + 1.
+      share: 'proportional': share of the pairs that is rotated, those of the highest frequencies.
       truncate: 'yarn': round the bounds of the interpolation to whole dimensions.
     """
 
@@ -40,6 +43,7 @@ class RotaryScaling:
     attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    share: float = 1.0
     truncate: bool = True
 
     def log_scale(self, mscale: float) -> float:
@@ -54,6 +58,8 @@ class RotaryScaling:
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each."""
         found = not_one_of("kind", self.kind, ROTARY_SCALINGS)
+        if not 0 < self.share <= 1:
+            found.append(f"share={self.share}; give a number above 0, at most 1")
         if not self.factor >= 1:
             found.append(f"factor={self.factor}; give 1 or more")
         if self.kind in ("llama3", "yarn") and self.original_max_positions < 1:
@@ -63,6 +69,25 @@ class RotaryScaling:
                 f"low_freq_factor={self.low_freq_factor} is greater than high_freq_factor={self.high_freq_factor}"
             )
         return found
+
+
+@dataclasses.dataclass
+class HeadSpec:
+    """The key and value heads of a kind of layer.
+
+    Attributes:
+      num_kv_heads: key and value heads, K; divides `DecoderSpec.num_heads`.
+      head_dims: width of a head, H.
+      values_are_keys: a head's values are its keys before their norm and rotary embedding, so there is no projection for them.
+    """
+
+    num_kv_heads: int = 0
+    head_dims: int = 0
+    values_are_keys: bool = False
+
+    def problems(self) -> list[str]:
+        """Returns the problems with the settings, one sentence each."""
+        return not_positive(self, ("num_kv_heads", "head_dims"))
 
 
 @dataclasses.dataclass
@@ -107,8 +132,8 @@ class MoeSpec:
       hidden_dims: width of an expert, F.
       dense_layers: number of layers at the beginning of the model with a feed-forward layer of width `DecoderSpec.hidden_dims`
         in place of experts.
-      every: one layer in this many has experts, the last one of each group; the others have a feed-forward layer as the first
-        `dense_layers` have.
+      every: one layer in this many has experts, the last one of each group; the others have a feed-forward layer like the
+        first `dense_layers` layers.
       score: how the router's logits become scores: 'softmax' over the experts, or 'sigmoid' of each.
       normalise_top_k: divide the scores of a token's experts by their sum.
       scaling_factor: factor of the routed experts' weights, applied after `normalise_top_k`.
@@ -158,7 +183,8 @@ class MoeSpec:
 
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each."""
-        found = not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims", "scaling_factor", "every"))
+        found = not_positive(self, ("num_experts", "num_experts_per_token", "hidden_dims", "scaling_factor"))
+        found += not_whole(self, ("every",), at_least=1)
         if self.swiglu_limit is not None:
             found += not_positive(self, ("swiglu_limit", "swiglu_alpha"))
         found += not_one_of("score", self.score, ROUTER_SCORES)
@@ -166,9 +192,7 @@ class MoeSpec:
             found.append(
                 f"num_experts_per_token={self.num_experts_per_token} is greater than num_experts={self.num_experts}"
             )
-        for field in ("shared_dims", "choice_bias_rate", "aux_loss_weight", "z_loss_weight", "dense_layers"):
-            if not getattr(self, field) >= 0:
-                found.append(f"{field}={getattr(self, field)}; give 0 or more")
+        found += negative(self, ("shared_dims", "choice_bias_rate", "aux_loss_weight", "z_loss_weight", "dense_layers"))
         if self.shared_gate and not self.shared_dims:
             found.append("shared_gate=True; it needs shared_dims above 0")
         return found or self._problems_of_groups()
@@ -209,8 +233,7 @@ class LatentSpec:
 
     def problems(self) -> list[str]:
         """Returns the problems with the settings, one sentence each."""
-        found = not_positive(self, ("key_value_dims", "value_dims"))
-        return found if self.query_dims >= 0 else [*found, f"query_dims={self.query_dims}; give 0 or more"]
+        return [*not_positive(self, ("key_value_dims", "value_dims")), *negative(self, ("query_dims",))]
 
 
 @dataclasses.dataclass
@@ -246,6 +269,21 @@ def not_positive(spec: object, fields: list[str] | tuple[str, ...]) -> list[str]
     return [
         f"{field}={getattr(spec, field)}; give a number above 0" for field in fields if not getattr(spec, field) > 0
     ]
+
+
+def not_whole(spec: object, fields: tuple[str, ...], *, at_least: int) -> list[str]:
+    """Returns a sentence for each field that is not a whole number of `at_least` or more."""
+    values = {field: getattr(spec, field) for field in fields}
+    return [
+        f"{field}={value}; give a whole number of {at_least} or more"
+        for field, value in values.items()
+        if not (isinstance(value, int) and value >= at_least)
+    ]
+
+
+def negative(spec: object, fields: tuple[str, ...]) -> list[str]:
+    """Returns a sentence for each field that is below 0."""
+    return [f"{field}={getattr(spec, field)}; give 0 or more" for field in fields if not getattr(spec, field) >= 0]
 
 
 def not_one_of(field: str, value: object, known: tuple[str | None, ...]) -> list[str]:

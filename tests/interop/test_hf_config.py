@@ -16,7 +16,7 @@ from spmd_trainer.decoder import rotary
 from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm import deepseek, gemma, llama4, qwen_next
 from spmd_trainer.hf import config_json, text_part
-from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
+from spmd_trainer.models.decoder_spec import DecoderSpec, HeadSpec, LayerSpec, RotaryScaling
 from spmd_trainer.training import experiment_config
 
 # Llama 3.1 8B as its makers wrote it, with transformers 4.
@@ -264,10 +264,10 @@ def test_the_spelling_of_transformers_4():
 
 def test_experts_with_biases_groups_and_shared_ones():
     spec = config_json.spec_of({**GLM4_AIR, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}, "config.json")
-    assert (spec.rotary_dims, spec.qkv_bias, spec.first_layers) == (64, True, ("global",))
+    assert (spec.rotary_dims, spec.qkv_bias, spec.first_layers) == (64, True, (LayerSpec("global", has_experts=False),))
     assert dataclasses.asdict(spec.moe) == {
-        "num_experts": 128, "num_experts_per_token": 8, "hidden_dims": 1408, "dense_layers": 1, "score": "sigmoid",
-        "normalise_top_k": True, "scaling_factor": 2.5, "num_groups": 8, "num_chosen_groups": 4,
+        "num_experts": 128, "num_experts_per_token": 8, "hidden_dims": 1408, "dense_layers": 1, "every": 1, "score": "sigmoid",
+        "normalise_top_k": True, "scaling_factor": 2.5, "weigh_inputs": False, "num_groups": 8, "num_chosen_groups": 4,
         "shared_dims": 1408, "shared_gate": False, "biases": False, "swiglu_limit": None, "swiglu_alpha": 1.702,
         "choice_bias": True, "choice_bias_rate": 0.0, "aux_loss_weight": 0.0, "z_loss_weight": 0.0,
     }  # fmt: skip
@@ -280,7 +280,8 @@ def test_deepseek_v3_is_the_experiment_of_its_size():
     wanted = pax_fiddle.build(deepseek.DeepSeekV3().spec())
     assert config_json.differing_fields(found, wanted) == []
     # arXiv:2412.19437, 4.2; the factor of the logits is in DeepSeek's own modeling_deepseek.py.
-    assert (found.head_dims, found.value_dims, found.first_layers) == (192, 128, ("global",) * 3)
+    assert (found.head_dims, found.value_dims_of("global")) == (192, 128)
+    assert found.first_layers == (LayerSpec("global", has_experts=False),) * 3
     assert found.query_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
     written = config_json.config_of(wanted)
     assert config_json.differing_fields(config_json.spec_of(written, ""), wanted) == []
@@ -404,6 +405,80 @@ def test_settings_that_qwen_3_5_has_in_one_way_alone(changes, facts):
         config_json.spec_of({**QWEN3_5, "architectures": ["Qwen3_5ForCausalLM"], **changes}, "config.json")
 
 
+# Gemma 4 31B as its makers wrote it.
+GEMMA4 = {
+    "attention_bias": False,
+    "attention_k_eq_v": True,
+    "dtype": "bfloat16",
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 21504,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+    "max_position_embeddings": 262144,
+    "model_type": "gemma4_text",
+    "num_attention_heads": 32,
+    "num_global_key_value_heads": 4,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 16,
+    "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "use_bidirectional_attention": "vision",
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}
+
+
+def test_gemma_4_is_the_experiment_of_its_size():
+    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": GEMMA4}
+    wanted = pax_fiddle.build(gemma.Gemma4_31B().spec())
+    config, where = text_part.config_of_text(whole, "config.json")
+    assert config_json.spec_of(config, where) == wanted
+    missing = {"layer_types", "rope_parameters", "vocab_size_per_layer_input"}
+    assert config_json.spec_of({k: v for k, v in config.items() if k not in missing}, where) == wanted
+    # As transformers writes it.
+    full = {str(i): {"head_dim": 512, "num_key_value_heads": 4} for i in range(5, 60, 6)}
+    rewritten = {k: v for k, v in config.items() if "global" not in k} | {"per_layer_config": full}
+    assert config_json.spec_of(rewritten, where) == wanted
+    own_values = config_json.spec_of({**config, "attention_k_eq_v": False}, where)
+    assert own_values.global_heads == HeadSpec(16, 512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({"hidden_size_per_layer_input": 256}, ("hidden_size_per_layer_input=256", "0 is")),
+        ({"num_kv_shared_layers": 20}, ("num_kv_shared_layers=20", "0")),
+        ({"enable_moe_block": True}, ("enable_moe_block=True", "False")),
+        ({"use_bidirectional_attention": "all"}, ("use_bidirectional_attention='all'", "vision")),
+        ({"per_layer_config": {"5": {"head_dim": 512}}}, ("per_layer_config", "full layers")),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.25}}},
+            ("partial_rotary_factor", "proportional"),
+        ),
+    ],
+)
+def test_settings_of_gemma_4_that_are_refused(changes, facts):
+    with raises_naming(UserError, *facts):
+        config_json.spec_of({**GEMMA4, "architectures": ["Gemma4ForCausalLM"], **changes}, "config.json")
+
+
+def test_a_number_of_layers_that_no_folder_has_is_refused_before_any_list_of_them():
+    with raises_naming(UserError, "num_hidden_layers=2147483647", "10,000"):
+        config_json.spec_of({**LLAMA4, "num_hidden_layers": 2**31 - 1}, "config.json")
+
+
 # Llama 4 Scout as its makers wrote it.
 LLAMA4 = {
     "architectures": ["Llama4ForCausalLM"],
@@ -453,6 +528,11 @@ def test_llama_4_is_the_experiment_of_its_size():
     shorter = {key: value for key, value in LLAMA4.items() if key not in ("moe_layers", "attn_temperature_tuning")}
     shorter["no_rope_layers"] = []
     assert config_json.differing_fields(config_json.spec_of(shorter, "config.json"), wanted) == []
+    # transformers reads as many as it needs.
+    longer = {"no_rope_layers": [1, 1, 1, 0] * 13, "moe_layers": list(range(4, 52))}
+    found = config_json.spec_of({**LLAMA4, **longer}, "config.json")
+    assert set(config_json.differing_fields(found, wanted)) == {"hidden_dims", "moe.dense_layers"}
+    assert (found.moe.dense_layers, found.hidden_dims) == (4, 16384)
     without_experts = config_json.spec_of({**LLAMA4, "moe_layers": []}, "config.json")
     assert (without_experts.moe, without_experts.hidden_dims) == (None, 16384)
     assert config_json.spec_of(config_json.config_of(without_experts, "Llama4ForCausalLM"), "config.json").moe is None
@@ -462,8 +542,9 @@ def test_llama_4_is_the_experiment_of_its_size():
     ("changes", "facts"),
     [
         ({"moe_layers": [1, 2]}, ("moe_layers=[1, 2]", "every")),
+        ({"moe_layers": [4, 8, 12]}, ("moe_layers=[4, 8, 12]", "every")),
         ({"layer_types": ["full_attention"] * 48}, ("no_rope_layers", "layer_types")),
-        ({"no_rope_layers": [1, 0]}, ("layer_types", "2", "num_hidden_layers", "48")),
+        ({"no_rope_layers": [1, 0]}, ("no_rope_layers", "2", "num_hidden_layers", "48")),
         ({"attention_chunk_size": None}, ("window=None", "chunked")),
         ({"router_jitter_noise": 0.1}, ("router_jitter_noise", "0.0")),
     ],
@@ -527,6 +608,7 @@ def test_settings_of_a_scaling_have_no_effect_where_there_is_none():
 @pytest.mark.parametrize(
     "experiment",
     [
+        gemma.Gemma4_31B,
         llama4.Llama4Maverick,
         llama4.Llama4Scout,
         qwen_next.Qwen3Next80B,
@@ -559,7 +641,7 @@ def test_defaults_are_those_of_the_family():
     spec = config_json.spec_of(GEMMA3, "config.json")
     assert spec.tied_embeddings  # transformers 4 does not write it
     assert spec.layer_pattern == ("local",) * 5 + ("global",)
-    assert spec.last_layers == ("local", "local")
+    assert [layer.kind for layer in spec.last_layers] == ["local", "local"]
     assert (spec.window, spec.rotary_base, spec.local_rotary_base) == (512, 1e6, 1e4)
     assert spec.embedding_scale == 1152**0.5
     assert spec.query_scale == 1 / 16

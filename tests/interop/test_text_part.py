@@ -19,6 +19,7 @@ WHOLES = {
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", "model.language_model.", "model.visual."),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "model.language_model.", "model.visual."),
     "gemma3": ("Gemma3ForConditionalGeneration", "language_model.model.", "vision_tower."),
+    "gemma4": ("Gemma4ForConditionalGeneration", "model.language_model.", "model.vision_tower."),
     "llama4": ("Llama4ForConditionalGeneration", "language_model.model.", "vision_model."),
 }
 

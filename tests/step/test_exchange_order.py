@@ -29,7 +29,9 @@ def computations(program):
 
 
 def unordered(program):
-    """Returns the pairs of a loop with exchanges and another loop or exchange, of which neither needs the other."""
+    """Returns the number of loops with exchanges, and the pairs of one and another loop or exchange of which neither needs the
+    other.
+    """
     all_of, known = computations(program), {}
 
     def has_exchange(name):
@@ -39,40 +41,40 @@ def unordered(program):
         return known[name]
 
     def called(text):
-        return [name for name in re.findall(r"(?:body|condition|to_apply|calls)=%([\w.\-]+)", text) if name in all_of]
+        return [
+            name
+            for name in re.findall(
+                r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%([\w.\-]+)", text
+            )
+            if name in all_of
+        ]
 
-    pairs = []
+    num_loops, pairs = 0, []
     for instructions in all_of.values():
         needs, seen = {}, []
         for name, text in instructions:
             inputs = [found for found in NAME.findall(text) if found in needs]
             needs[name] = set(inputs).union(*(needs[found] for found in inputs))
             is_loop = " while(" in text and any(map(has_exchange, called(text)))
+            num_loops += is_loop
             if is_loop or EXCHANGE.search(text):
                 pairs += [
                     (other, name) for other, was_loop in seen if (is_loop or was_loop) and other not in needs[name]
                 ]
                 seen.append((name, is_loop))
-    return pairs
+    return num_loops, pairs
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "lm.llama.TinyLlama",
-        *(
-            pytest.param(name, marks=pytest.mark.full)
-            for name in (
-                "lm.gpt2.TinyGpt2",
-                "lm.llama.TinyLlamaLong",
-                "lm.mistral.TinyMixtral",
-                "lm.qwen_next.TinyQwenNext",
-            )
-        ),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("lm.gpt2.TinyGpt2", "lm.mistral.TinyMixtral")),
     ],
 )
 def test_no_exchange_may_start_beside_a_loop(name, tmp_path):
-    job = Job.build(InspectConfig(experiment_config.resolve(name), epath.Path(tmp_path)))
-    program = start_up.compile_train_step(job).fn.as_text()
-    assert EXCHANGE.search(program)
-    assert unordered(program) == []
+    resolved = experiment_config.resolve(name)
+    program = start_up.compile_train_step(Job.build(InspectConfig(resolved, epath.Path(tmp_path)))).fn.as_text()
+    num_loops, pairs = unordered(program)
+    assert num_loops >= 2  # over the layers, forward and backward
+    assert pairs == []

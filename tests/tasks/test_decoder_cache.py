@@ -14,7 +14,7 @@ from praxis.py_utils import NestedMap
 
 from spmd_trainer.decoder import lm
 from spmd_trainer.errors import UserError
-from spmd_trainer.models.decoder_spec import LatentSpec, MoeSpec, RotaryScaling, TemperatureSpec
+from spmd_trainer.models.decoder_spec import HeadSpec, LatentSpec, MoeSpec, RotaryScaling, TemperatureSpec
 
 LENGTHS = np.array([5, 2, 1])
 STEPS = 4
@@ -55,6 +55,16 @@ FORMS = {
         "window": 3,
     },
     "linear attention": LINEAR,
+    "wide heads in global layers": {
+        "num_layers": 3,
+        "layer_pattern": ("local", "global"),
+        "window": 3,
+        "global_heads": Config(HeadSpec, num_kv_heads=3, head_dims=10, values_are_keys=True),
+        "rotary_scaling": Config(RotaryScaling, kind="proportional", share=0.4),
+        "query_key_norm": "head",
+        "value_norm": True,
+        "layer_scale": True,
+    },
     "chunks": {
         "num_layers": 5,
         "layer_pattern": ("chunked", "global"),

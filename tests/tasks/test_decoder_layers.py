@@ -120,7 +120,7 @@ def attended(spec, params, x):
         {"layer_pattern": ("local",), "window": 1},
         {"layer_pattern": ("chunked",), "window": 3},
         {"layer_pattern": ("chunked",), "window": 9},
-        {"temperature": TemperatureSpec(factor=0.7, interval=3), "query_key_norm": "unit"},
+        {"temperature": TemperatureSpec(factor=0.7, interval=3)},
     ],
     ids=str,
 )

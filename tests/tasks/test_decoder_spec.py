@@ -9,7 +9,15 @@ from praxis import layers, pax_fiddle
 from praxis.pax_fiddle import Config
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.models.decoder_spec import DeltaSpec, LatentSpec, MoeSpec, RotaryScaling
+from spmd_trainer.models.decoder_spec import (
+    DeltaSpec,
+    HeadSpec,
+    LatentSpec,
+    LayerSpec,
+    MoeSpec,
+    RotaryScaling,
+    TemperatureSpec,
+)
 
 
 def problems(**fields):
@@ -47,6 +55,19 @@ def moe(**fields):
         ({"norm_placement": "before"}, "norm_placement='before'"),
         ({"query_key_norm": "heads"}, "query_key_norm='heads'"),
         ({"positions": "rope"}, "positions='rope'"),
+        ({"unrotated_kinds": ("golbal",)}, "unrotated_kinds has a kind='golbal'; .*did you mean global"),
+        ({"unrotated_kinds": ("global",), "positions": "learned", "max_positions": 9}, "unrotated_kinds .*'learned'"),
+        ({"query_key_norm": "unit", "positions": "learned", "max_positions": 9}, ".*query_key_norm='unit' .*'learned'"),
+        ({"temperature": Config(TemperatureSpec)}, "temperature is of layers without rotary embeddings"),
+        ({"layer_pattern": ("chunked",)}, "window=None; chunked layers need 1 or more"),
+        (
+            {"global_heads": Config(HeadSpec, num_kv_heads=4, head_dims=8)},
+            "global_heads.num_kv_heads=4 does not divide",
+        ),
+        ({"mtp_layers": 1.5}, "mtp_layers=1.5; give a whole number of 0 or more"),
+        ({"mtp_layers": 1, "mtp_weight": 0.0}, "mtp_weight=0.0; give a number above 0"),
+        ({"moe": moe(every=3)}, "moe.dense_layers=0, moe.every=3; num_layers=2 leaves no layer with experts"),
+        ({"moe": moe(every=0)}, "moe.every=0; give a whole number of 1 or more"),
         ({"positions": "learned"}, "max_positions=0; give a number above 0"),
         ({"rotary_base": -1.0}, "rotary_base=-1.0"),
         ({"local_rotary_base": 0.0}, "local_rotary_base=0.0"),
@@ -90,8 +111,19 @@ def test_good_settings_have_no_problems():
 
 def test_layers_after_the_last_whole_pattern():
     spec = pax_fiddle.build(small_spec(num_layers=8, layer_pattern=("local", "local", "global"), window=2))
-    assert (spec.num_repeats, spec.last_layers) == (2, ("local", "local"))
+    assert (spec.num_repeats, spec.last_layers) == (2, (LayerSpec("local", has_experts=False),) * 2)
     assert spec.layer_kinds == ("local", "local", "global") * 2 + ("local", "local")
+
+
+def test_experts_in_every_second_layer_after_the_first_ones():
+    moe = Config(MoeSpec, num_experts=3, num_experts_per_token=1, hidden_dims=4, dense_layers=1, every=2)
+    spec = pax_fiddle.build(small_spec(num_layers=9, layer_pattern=("local", "local", "global"), window=2, moe=moe))
+    assert [layer.has_experts for layer in spec.layers] == [False, True] * 4 + [False]
+    assert spec.num_layers_with_experts == 4
+    # 6 layers have both patterns whole; they begin after the first one.
+    assert [layer.kind for layer in spec.repeated_layers] == ["local", "global", "local", "local", "global", "local"]
+    assert (spec.num_repeats, len(spec.first_layers), len(spec.last_layers)) == (1, 1, 2)
+    assert spec.layers == (*spec.first_layers, *spec.repeated_layers, *spec.last_layers)
 
 
 def test_only_causal_models():

@@ -24,7 +24,7 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "interop" / "data" / "hf"
 WITH_TEXT = "llama_tokenizer"
 # One folder of each family that is not generated from on a mesh below.
 FAMILIES = ["qwen2", "qwen3", "mistral", "mixtral", "glm4_moe", "gpt_oss", "gemma3", "gpt2", "olmo2", "olmo3_yarn"]
-FAMILIES += ["llama4_two_of_four", "deepseek_v3", "deepseek_v3_direct", "qwen3_5", "qwen3_5_moe"]
+FAMILIES += ["gemma4_own_values", "llama4_two_of_four", "deepseek_v3", "deepseek_v3_direct", "qwen3_5", "qwen3_5_moe"]
 
 
 class Prompts(ArrayInput):
@@ -100,6 +100,7 @@ def test_greedy_tokens_are_those_of_transformers(folder, tmp_path):
         ("deepseek_v3", (1, 2, 2)),
         ("qwen3_next", (1, 2, 2)),
         ("llama4", (1, 2, 4)),
+        ("gemma4", (1, 2, 4)),
     ],
 )
 @pytest.mark.full

@@ -34,7 +34,7 @@ def defined_losses(decoder, ids, labels, weights):
     """The mean cross entropy of each layer, by loops over the tokens that it predicts."""
     params, spec = decoder.variables["params"], decoder.spec
     paddings = (SEGMENTS == 0).astype(np.float32)
-    hidden, segments = [], np.where(SEGMENTS == 0, -1, SEGMENTS)
+    segments = np.where(SEGMENTS == 0, -1, SEGMENTS)
     with evaluating():
         logits = decoder.layer.apply(
             decoder.variables, ids, paddings, segment_ids=SEGMENTS, segment_pos=POSITIONS, mutable=True

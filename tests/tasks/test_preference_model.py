@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from decoder_helpers import evaluating
+from decoder_helpers import evaluating, small_spec
+from facts import raises_naming
 from praxis import base_layer, layers
 from praxis.pax_fiddle import Config
 from praxis.py_utils import NestedMap
@@ -15,7 +16,7 @@ from preference_helpers import KEY, pair_batch, partitioner_on, steps_on_one_dev
 from test_preference_loss import by_hand
 
 from spmd_trainer import tasks_lib
-from spmd_trainer.decoder.lm import DecoderLanguageModel
+from spmd_trainer.decoder.lm import DecoderLanguageModel, DecoderLm
 from spmd_trainer.decoder.preferences.model import PreferenceLanguageModel
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.batches import pad_batch
@@ -265,3 +266,9 @@ def test_praxis_own_decoder_learns_from_pairs_too():
     steps = verify.run_steps(partitioner_on(task, (1, 4, 2), batches[0]), batches, KEY, initial)
     for ours, theirs in zip(snapshots, steps, strict=True):
         assert verify.compare(ours, theirs, verify.Tolerance()).passed
+
+
+def test_layers_that_predict_further_tokens_would_learn_the_rejected_answers():
+    lm_p = Config(DecoderLm, spec=small_spec(mtp_layers=1))
+    with raises_naming(UserError, "mtp_layers=1", "rejected"):
+        base_layer.instantiate(Config(PreferenceLanguageModel, name="lm", lm_tpl=lm_p)).init(jax.random.key(0), None)

@@ -47,9 +47,14 @@ class PreferenceLanguageModel(layers.LanguageModel):
         """Checks `preference` and creates the child layers.
 
         Raises:
-          UserError: a field of `preference` is invalid.
+          UserError: a field of `preference` is invalid, or the decoder predicts further tokens.
         """
         self.preference.check()
+        if getattr(getattr(self.lm_tpl, "spec", None), "mtp_layers", 0):
+            raise UserError(
+                f"task.model.lm_tpl.spec.mtp_layers={self.lm_tpl.spec.mtp_layers}: these layers would learn the rejected answers "
+                "too; give 0 for preferences"
+            )
         super().setup()
 
     def compute_predictions(self, input_batch: NestedMap) -> base_model.Predictions:

@@ -43,9 +43,8 @@ def _names(spec: DecoderSpec) -> Names:
 
 
 def _attention(spec: DecoderSpec, kind: str) -> list[Rule]:
-    del kind
     sinks = [Rule("attention/sinks", "self_attn.sinks", "n -> n")] if spec.attention_sinks else []
-    return [*shared.softmax_attention(spec), *sinks]
+    return [*shared.softmax_attention(spec, kind), *sinks]
 
 
 def _experts(moe: MoeSpec) -> list[Rule]:

@@ -15,13 +15,15 @@ def _read(config: Settings, fields: Settings) -> None:
     shared.read_biases(config, fields)
     _read_layers(config, fields)
     fields["query_key_norm"] = "unit" if config["use_qk_norm"] else None
-    if config["attn_temperature_tuning"]:
+    if config["attn_temperature_tuning"] and "global" in fields["layer_pattern"]:
         fields["temperature"] = TemperatureSpec(factor=config["attn_scale"], interval=config["floor_scale"])
-    if every := _read_every(config):
+    dense_layers, every = _read_sparse_layers(config)
+    if every:
         fields["moe"] = MoeSpec(
             num_experts=config["num_local_experts"],
             num_experts_per_token=config["num_experts_per_tok"],
             hidden_dims=config["intermediate_size"],
+            dense_layers=dense_layers,
             every=every,
             score="sigmoid",
             normalise_top_k=False,
@@ -32,8 +34,10 @@ def _read(config: Settings, fields: Settings) -> None:
 
 def _read_layers(config: Settings, fields: Settings) -> None:
     # Of a layer with rotary embeddings it is 1.
-    interval, numbers = config["no_rope_layer_interval"], range(config["num_hidden_layers"])
-    rotated = config["no_rope_layers"] or [int((i + 1) % interval != 0) for i in numbers]
+    interval, numbers = config["no_rope_layer_interval"], shared.layer_numbers(config)
+    rotated = (config["no_rope_layers"] or [int((i + 1) % interval != 0) for i in numbers])[: len(numbers)]
+    if len(rotated) != len(numbers):
+        raise HfError(f"no_rope_layers has {len(rotated)} entries, and num_hidden_layers is {len(numbers)}")
     wanted = [_CHUNKED if is_rotated else shared.FULL for is_rotated in rotated]
     config["layer_types"] = config["layer_types"] or wanted
     if config["layer_types"] != wanted:
@@ -44,18 +48,19 @@ def _read_layers(config: Settings, fields: Settings) -> None:
     fields["window"] = config["attention_chunk_size"]
 
 
-def _read_every(config: Settings) -> int:
-    """Returns one layer in how many has experts; 0 if none has."""
-    num_layers, layers = config["num_hidden_layers"], config["moe_layers"]
-    if layers is None:
-        every: int = config["interleave_moe_layer_step"]
-        return every if every <= num_layers else 0
-    every = layers[0] + 1 if layers else 0
-    if layers != (list(range(every - 1, num_layers, every)) if every else []):
+def _read_sparse_layers(config: Settings) -> tuple[int, int]:
+    """Returns how many layers at the beginning have no experts, and one in how many of the others has; 0 if none has."""
+    num_layers, every = config["num_hidden_layers"], config["interleave_moe_layer_step"]
+    layers = list(range(every - 1, num_layers, every)) if config["moe_layers"] is None else config["moe_layers"]
+    layers = [layer for layer in layers if layer < num_layers]
+    if not layers:
+        return 0, 0
+    every = layers[1] - layers[0] if len(layers) > 1 else layers[0] + 1
+    if every < 1 or (layers[0] + 1) % every or layers != list(range(layers[0], num_layers, every)):
         raise HfError(
             f"moe_layers={layers}; give the numbers of every n-th layer, e.g. [1, 3, 5, ...] for every second one"
         )
-    return every
+    return layers[0] + 1 - every, every
 
 
 def _write(spec: DecoderSpec, config: Settings) -> None:

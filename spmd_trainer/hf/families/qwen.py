@@ -21,15 +21,15 @@ def _read(config: Settings, fields: Settings) -> None:
         config["sliding_window"] = None
     if config["layer_types"] is None:
         first = config["max_window_layers"] if config["sliding_window"] is not None else config["num_hidden_layers"]
-        numbers = range(config["num_hidden_layers"])
+        numbers = shared.layer_numbers(config)
         config["layer_types"] = [shared.SLIDING if i >= first else shared.FULL for i in numbers]
     shared.read_layer_types(config, fields)
 
 
 def _write(spec: DecoderSpec, config: Settings) -> None:
     shared.write_layer_types(spec, config)
-    config["use_sliding_window"] = spec.window is not None
-    config["max_window_layers"] = spec.layer_kinds.index("local") if spec.window is not None else spec.num_layers
+    config["use_sliding_window"] = has_window = "local" in spec.layer_kinds
+    config["max_window_layers"] = spec.layer_kinds.index("local") if has_window else spec.num_layers
 
 
 def _read_qwen3(config: Settings, fields: Settings) -> None:

@@ -108,7 +108,7 @@ def _write_next(spec: DecoderSpec, config: Settings) -> None:
 
 def _names(spec: DecoderSpec, projections: Mapping[str, tuple[str, tuple[str, ...]]]) -> Names:
     def attention(spec: DecoderSpec, kind: str) -> list[Rule]:
-        return _delta(projections) if kind == "linear" else shared.softmax_attention(spec)
+        return _delta(projections) if kind == "linear" else shared.softmax_attention(spec, kind)
 
     return shared.names_like_llama(spec, attention, functools.partial(shared.named_experts, shared="shared_expert"))
 

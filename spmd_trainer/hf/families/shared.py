@@ -44,6 +44,8 @@ ROUTING_OFF: Mapping[str, tuple[Any, ...]] = {
     "shared_expert_intermediate_size": (None, 0),
     "first_k_dense_replace": (None, 0),
 }
+# Most layers of a folder's model.
+MOST_LAYERS = 10_000
 SLIDING, FULL = "sliding_attention", "full_attention"
 # One layer in this many is full, where `layer_types` is missing. Gemma 2, OLMo 3 and gpt-oss lack the key.
 _EVERY = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern", "_every")
@@ -54,6 +56,14 @@ def head_dims(dims: int, heads: int, dims_key: str, heads_key: str) -> int:
     if dims % heads:
         raise HfError(f"{heads_key}={heads} does not divide {dims_key}={dims}, and there is no head_dim")
     return dims // heads
+
+
+def layer_numbers(config: Settings) -> range:
+    """Returns the numbers of the layers. Raises HfError if there are more than a list may have."""
+    count: int = config["num_hidden_layers"]
+    if count > MOST_LAYERS:
+        raise HfError(f"num_hidden_layers={count}; a folder may have up to {MOST_LAYERS:,} layers")
+    return range(count)
 
 
 def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
@@ -92,7 +102,7 @@ def read_layer_types(config: Settings, fields: Settings, other: str = SLIDING, k
     """
     if (types := config["layer_types"]) is None:
         every = next(config[key] for key in _EVERY if config.get(key))
-        types = [other if (i + 1) % every else FULL for i in range(config["num_hidden_layers"])]
+        types = [other if (i + 1) % every else FULL for i in layer_numbers(config)]
     unknown = sorted(set(types) - {other, FULL})
     if unknown:
         raise HfError(f"layer_types has {unknown[0]!r}; {FULL!r} and {other!r} are supported")
@@ -154,7 +164,7 @@ def names_like_llama(
     norms = [rule for ours, theirs in _NORM_NAMES[spec.norm_placement].items() for rule in norm(ours, theirs)]
 
     def in_layer(kind: str, has_experts: bool) -> tuple[Rule, ...]:
-        mixer = softmax_attention(spec) if attention is None else attention(spec, kind)
+        mixer = (attention or softmax_attention)(spec, kind)
         if has_experts and spec.moe is not None:
             return (*norms, *mixer, *(named_experts if experts is None else experts)(spec.moe))
         return (*norms, *mixer, *_feed_forward(spec, inside))
@@ -179,10 +189,12 @@ def norm(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
     return [*found, Rule(f"{ours}/bias", f"{theirs}.bias", "d -> d")] if bias else found
 
 
-def softmax_attention(spec: DecoderSpec) -> list[Rule]:
+def softmax_attention(spec: DecoderSpec, kind: str) -> list[Rule]:
     """Returns the rules of an attention layer: queries, keys, values with their biases and norms, and its output."""
     found = []
     for ours, n in (("query", "n"), ("key", "k"), ("value", "k")):
+        if ours == "value" and spec.heads_of(kind).values_are_keys:
+            continue
         theirs = f"self_attn.{ours[0]}_"
         if ours == "query" and spec.gated_attention:
             for part, path in enumerate(("query", "gate")):
