@@ -21,8 +21,9 @@ TORCH_SIDE = pathlib.Path(__file__).parent / "torch_side.py"
 UNEVEN = (1, 2, 4)
 MESHES = [(1, 1, 1), (1, 4, 2), (2, 2, 2), UNEVEN]
 STEPS = 20
-# Seeds of the batches, 0 for others. With seed 0, rounding decides in these models: between two experts of a token that tie, and
-# on the sign of a gradient that is nearly 0, which AdamW makes a whole step (1.3e-3 in a loss of 10; with seeds 1 and 2, 2e-5).
+# Seeds of the batches, 0 for others. With seed 0, a token of Mixtral comes so near to a tie of two experts that rounding decides;
+# and a loss of Qwen 3.5 differs by 1.3e-3 after ten steps (with seeds 1 and 2 by 2e-5), probably because AdamW makes a whole step
+# of the sign of a gradient that is nearly 0.
 SEEDS = {"mixtral_one_expert": 1, "qwen3_5": 1}
 # Those of torch_side.py.
 SETTINGS = {"learning_rate": 1e-3, "b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
