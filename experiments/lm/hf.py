@@ -23,6 +23,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.cloud import rows_per_process
 from spmd_trainer.experiments.lm.own_text import OnDocuments
 from spmd_trainer.hf import folder as hf_folder
+from spmd_trainer.hf.families.family import MTP_LAYERS
 from spmd_trainer.inputs import chat_text, text
 from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.models.decoder_spec import DecoderSpec
@@ -120,7 +121,7 @@ class FromFolder(OnDocuments, experiment.DecoderExperiment):
 
     def spec(self) -> Config[DecoderSpec]:
         config, _, spec = hf_folder.read_model(self._folder())
-        if (has := config.get("num_nextn_predict_layers") or 0) < self.MTP_LAYERS:
+        if (has := config.get(MTP_LAYERS) or 0) < self.MTP_LAYERS:
             raise UserError(
                 f"MTP_LAYERS={self.MTP_LAYERS}, and {self.FOLDER} has {has} layers that predict further tokens"
             )

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from praxis import base_layer
 
 from spmd_trainer.decoder import rotary
-from spmd_trainer.decoder.axes import Norm, Projection, SpecLayer
+from spmd_trainer.decoder.axes import Norm, Projection, SpecLayer, unit
 from spmd_trainer.decoder.context import PADDING, Context
 from spmd_trainer.kernels.attend import Split, attend
 from spmd_trainer.kernels.kernels import MASKED, Pattern
@@ -155,9 +155,7 @@ class Attention(SpecLayer):
         return rotary.rotate(heads, sine, cosine, pairs_adjacent=self.spec.rotary_pairs_adjacent)
 
     def _unit(self, heads: jax.Array) -> jax.Array:
-        x = heads.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        return (x * jax.lax.rsqrt(mean_square + self.spec.norm_epsilon)).astype(heads.dtype)
+        return unit(heads.astype(jnp.float32), (-1,), self.spec.norm_epsilon).astype(heads.dtype)
 
     def _sharpened(self, query: jax.Array, temperature: TemperatureSpec, positions: jax.Array) -> jax.Array:
         intervals = ((positions + 1) // temperature.interval).astype(jnp.float32)

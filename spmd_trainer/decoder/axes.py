@@ -189,6 +189,12 @@ class SpecLayer(base_layer.BaseLayer):
         return [resolved[axis] for axis in axes]
 
 
+def unit(x: jax.Array, dims: tuple[int, ...], epsilon: float) -> jax.Array:
+    """Returns x, float32, divided by its root mean square over dimensions. `epsilon`: added to the mean square."""
+    size = math.prod(x.shape[dim] for dim in dims)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=dims, keepdims=True) / size + epsilon)
+
+
 class Projection(SpecLayer):
     """An einsum of the input and a weight, plus an optional bias.
 
@@ -254,9 +260,7 @@ class Norm(SpecLayer):
         x = inputs.astype(jnp.float32)
         if self._kind == "layer":
             x = x - jnp.mean(x, axis=dims, keepdims=True)
-        mean_square = jnp.sum(jnp.square(x), axis=dims, keepdims=True) / math.prod(self.shape)
-        epsilon = self.spec.norm_epsilon if self.epsilon is None else self.epsilon
-        x = x * jax.lax.rsqrt(mean_square + epsilon)
+        x = unit(x, dims, self.spec.norm_epsilon if self.epsilon is None else self.epsilon)
         x = x * (self.theta.scale.astype(jnp.float32) + self._offset)
         if self._kind == "layer":
             x = x + self.theta.bias.astype(jnp.float32)

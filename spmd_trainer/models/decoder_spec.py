@@ -236,7 +236,9 @@ class DecoderSpec:
     @property
     def num_layers_with_experts(self) -> int:
         """Number of layers with experts."""
-        return 0 if self.moe is None else self.num_layers // self.moe.every - self.moe.dense_layers // self.moe.every
+        if self.moe is None:
+            return 0
+        return max(0, self.num_layers // self.moe.every - self.moe.dense_layers // self.moe.every)
 
     @property
     def has_query_key_scales(self) -> bool:

@@ -67,6 +67,7 @@ def moe(**fields):
         ({"mtp_layers": 1.5}, "mtp_layers=1.5; give a whole number of 0 or more"),
         ({"mtp_layers": 1, "mtp_weight": 0.0}, "mtp_weight=0.0; give a number above 0"),
         ({"moe": moe(every=3)}, "moe.dense_layers=0, moe.every=3; num_layers=2 leaves no layer with experts"),
+        ({"moe": moe(dense_layers=5)}, "moe.dense_layers=5, moe.every=1; num_layers=2 leaves no layer with experts"),
         ({"moe": moe(every=0)}, "moe.every=0; give a whole number of 1 or more"),
         ({"positions": "learned"}, "max_positions=0; give a number above 0"),
         ({"rotary_base": -1.0}, "rotary_base=-1.0"),

@@ -55,10 +55,9 @@ def _read_gemma4(config: Settings, fields: Settings) -> None:
         )
     shared.read_biases(config, fields)
     fields["query_scale"], fields["embedding_scale"] = 1.0, config["hidden_size"] ** 0.5
-    every, numbers = config["_every"], shared.layer_numbers(config)
-    types = config["layer_types"] or [shared.SLIDING if (i + 1) % every else shared.FULL for i in numbers]
     # As in transformers, whatever the type of the last layer is.
-    shared.read_layer_types({**config, "layer_types": [*types[:-1], shared.FULL]}, fields)
+    types = [*shared.layer_types(config)[:-1], shared.FULL]
+    shared.read_layer_types({**config, "layer_types": types}, fields)
     of_keys, few = config["attention_k_eq_v"], config["num_global_key_value_heads"]
     given = {"head_dim": config["global_head_dim"], "num_key_value_heads": few if of_keys else None}
     given = _of_full_layers(config["per_layer_config"], types) or given
@@ -71,7 +70,7 @@ def _of_full_layers(given: object, types: Sequence[str]) -> dict[str, int]:
     """Returns the settings that `per_layer_config`, {number of a layer: settings}, gives all full layers; {} if it is None."""
     if given is None:
         return {}
-    full = {str(i) for i, kind in enumerate(types) if kind == shared.FULL or i == len(types) - 1}
+    full = {str(i) for i, kind in enumerate(types) if kind == shared.FULL}
     known = {"head_dim", "num_key_value_heads"}
     if (
         not isinstance(given, dict)

@@ -65,7 +65,7 @@ def _read_sparse_layers(config: Settings) -> tuple[int, int]:
 
 def _write(spec: DecoderSpec, config: Settings) -> None:
     shared.write_biases(spec, config)
-    config["layer_types"] = [_CHUNKED if kind == "chunked" else shared.FULL for kind in spec.layer_kinds]
+    shared.write_layer_types(spec, config, _CHUNKED, "chunked")
     config["no_rope_layers"] = [int(kind == "chunked") for kind in spec.layer_kinds]
     config["attention_chunk_size"] = spec.window
     config["use_qk_norm"] = spec.query_key_norm == "unit"
@@ -92,9 +92,7 @@ def _experts(moe: MoeSpec) -> list[Rule]:
     ]
     for part, ours in enumerate(("gate", "up")):
         found.append(Rule(f"moe/{ours}/w", f"{_INSIDE}.experts.gate_up_proj", "e d (x + x) -> e d x", part))
-    for ours, layout in (("gate", "s d -> d s"), ("up", "s d -> d s"), ("down", "d s -> s d")):
-        found.append(Rule(f"moe/shared/{ours}/w", f"{_INSIDE}.shared_expert.{ours}_proj.weight", layout))
-    return found
+    return [*found, *shared.gated("moe/shared", f"{_INSIDE}.shared_expert", "s")]
 
 
 FAMILIES = (

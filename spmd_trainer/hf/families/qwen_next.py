@@ -72,7 +72,7 @@ def _read(config: Settings, fields: Settings) -> None:
 
 
 def _write(spec: DecoderSpec, config: Settings) -> None:
-    config["layer_types"] = [_LINEAR if kind == "linear" else shared.FULL for kind in spec.layer_kinds]
+    shared.write_layer_types(spec, config, _LINEAR, "linear")
     config["attention_bias"] = False
     if (delta := spec.delta) is not None:
         config["linear_num_key_heads"] = delta.num_heads

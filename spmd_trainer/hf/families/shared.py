@@ -100,9 +100,7 @@ def read_layer_types(config: Settings, fields: Settings, other: str = SLIDING, k
       fields: the fields to add to.
       other, kind: the type of the layers that are not full ones, in config.json and in a DecoderSpec.
     """
-    if (types := config["layer_types"]) is None:
-        every = next(config[key] for key in _EVERY if config.get(key))
-        types = [other if (i + 1) % every else FULL for i in layer_numbers(config)]
+    types = layer_types(config, other)
     unknown = sorted(set(types) - {other, FULL})
     if unknown:
         raise HfError(f"layer_types has {unknown[0]!r}; {FULL!r} and {other!r} are supported")
@@ -113,9 +111,19 @@ def read_layer_types(config: Settings, fields: Settings, other: str = SLIDING, k
     fields["window"] = config["sliding_window"] if "local" in kinds else None
 
 
-def write_layer_types(spec: DecoderSpec, config: Settings) -> None:
-    config["layer_types"] = [SLIDING if kind == "local" else FULL for kind in spec.layer_kinds]
-    config["sliding_window"] = spec.window
+def layer_types(config: Settings, other: str = SLIDING) -> list[str]:
+    """Returns the type of each layer, from `layer_types` or its default; see `read_layer_types`."""
+    if (types := config["layer_types"]) is None:
+        every = next(config[key] for key in _EVERY if config.get(key))
+        types = [other if (i + 1) % every else FULL for i in layer_numbers(config)]
+    return list(types)
+
+
+def write_layer_types(spec: DecoderSpec, config: Settings, other: str = SLIDING, kind: str = "local") -> None:
+    """Writes what `read_layer_types` reads."""
+    config["layer_types"] = [other if found == kind else FULL for found in spec.layer_kinds]
+    if kind == "local":
+        config["sliding_window"] = spec.window
 
 
 def read_moe(config: Settings, experts: str, width: str, **others: Any) -> MoeSpec:
@@ -217,15 +225,29 @@ def attention_output(spec: DecoderSpec) -> list[Rule]:
 
 
 def _feed_forward(spec: DecoderSpec, inside: str) -> list[Rule]:
-    found = []
-    for ours, layout in (("gate", "f d -> d f"), ("up", "f d -> d f"), ("down", "d f -> f d")):
-        found.append(Rule(f"mlp/{ours}/w", f"{inside}.{ours}_proj.weight", layout))
-        if spec.mlp_bias:
-            found.append(Rule(f"mlp/{ours}/b", f"{inside}.{ours}_proj.bias", "d -> d" if ours == "down" else "f -> f"))
+    found = gated("mlp", inside, "f")
+    for ours, theirs in _USUAL_PARTS.items() if spec.mlp_bias else ():
+        found.append(Rule(f"mlp/{ours}/b", f"{inside}.{theirs}.bias", "d -> d" if ours == "down" else "f -> f"))
     return found
 
 
 _USUAL_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def gated(place: str, inside: str, width: str, parts: Mapping[str, str] = _USUAL_PARTS) -> list[Rule]:
+    """Returns the rules of the matrices of a gated feed-forward layer, or of experts that have a tensor each.
+
+    Args:
+      place: path of the layer.
+      inside: prefix of the tensors.
+      width: letter of the layer's width.
+      parts: names of its matrices.
+    """
+    found = []
+    for ours, theirs in parts.items():
+        layout = f"d {width} -> {width} d" if ours == "down" else f"{width} d -> d {width}"
+        found.append(Rule(f"{place}/{ours}/w", f"{inside}.{theirs}.weight", layout))
+    return found
 
 
 def named_experts(
@@ -245,9 +267,5 @@ def named_experts(
         found.append(Rule("moe/router/choice_bias", name, "e -> e", root=NON_TRAINABLE))
     if moe.shared_gate:
         found.append(Rule("moe/shared_gate/w", f"{inside}.{shared}_gate.weight", "1 d -> d 1"))
-    places = {"moe": ("experts.{expert}", "x"), **({"moe/shared": (shared, "s")} if moe.shared_dims else {})}
-    for place, (name, width) in places.items():
-        for ours, projection in parts.items():
-            layout = f"d {width} -> {width} d" if ours == "down" else f"{width} d -> d {width}"
-            found.append(Rule(f"{place}/{ours}/w", f"{inside}.{name}.{projection}.weight", layout))
-    return found
+    found += gated("moe", inside + ".experts.{expert}", "x", parts)
+    return [*found, *gated("moe/shared", f"{inside}.{shared}", "s", parts)] if moe.shared_dims else found
