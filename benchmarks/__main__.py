@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "nnx_step": [],
     "llama_step": [],
     "lora_step": [],
+    "experts_step": [],
     "chunked_step": [],
     "pax_layers": [],
     "first_step": [],

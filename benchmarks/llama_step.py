@@ -75,9 +75,9 @@ def batch() -> NestedMap:
     )
 
 
-def trainer_step(mesh: jax.sharding.Mesh, lora: Any = None) -> tuple[turns.Program, Any]:
-    """Returns the trainer's step, with adapters if `lora` is their config, and the initial parameters."""
-    spec_p = pax_fiddle.Config(DecoderSpec, norm_epsilon=EPSILON, rotary_base=ROTARY_BASE, **SIZES)
+def trainer_step(mesh: jax.sharding.Mesh, lora: Any = None, moe: Any = None) -> tuple[turns.Program, Any]:
+    """Returns the trainer's step, with adapters and experts if `lora` and `moe` are their configs, and the initial parameters."""
+    spec_p = pax_fiddle.Config(DecoderSpec, norm_epsilon=EPSILON, rotary_base=ROTARY_BASE, moe=moe, **SIZES)
     model_p = pax_fiddle.Config(lm.DecoderLanguageModel, name="lm", lm_tpl=pax_fiddle.Config(lm.DecoderLm, spec=spec_p))
     task_p = pax_fiddle.Config(tasks_lib.SingleTask, name="llama_step", model=model_p)
     task_defaults.set_sharding_annotations_v1(task_p, False, mesh.devices.shape)
@@ -105,7 +105,7 @@ def hand_written_parameters(initial: Any) -> Any:
     """Returns the trainer's initial parameters in the hand-written program's structure."""
     initial = initial["lm"]
     layer = initial["layers"]["sub"]["layer_0"]
-    attention, mlp = layer["attention"], layer["mlp"]
+    attention, mlp = layer["attention"], layer.get("mlp") or layer["moe"]
     return {
         "embedding": initial["token_emb"]["w"],
         "logits": initial["logits"]["w"],
@@ -114,7 +114,7 @@ def hand_written_parameters(initial: Any) -> Any:
             "attention_norm": layer["attention_norm"]["scale"],
             "mlp_norm": layer["mlp_norm"]["scale"],
             **{name: attention[name]["w"] for name in ("query", "key", "value", "output")},
-            **{name: mlp[name]["w"] for name in ("gate", "up", "down")},
+            **{name: part["w"] for name, part in mlp.items()},
         },
     }
 
@@ -131,11 +131,16 @@ def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array) -> jax.Array:
 
 
 def hand_written_loss(
-    mesh: jax.sharding.Mesh, params: Any, rows: Any, multiply: Callable[..., jax.Array] = jnp.einsum
-) -> tuple[jax.Array, jax.Array]:
+    mesh: jax.sharding.Mesh,
+    params: Any,
+    rows: Any,
+    multiply: Callable[..., jax.Array] = jnp.einsum,
+    experts: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]] | None = None,
+) -> tuple[jax.Array, Any]:
     """Returns the mean cross entropy of a Llama in plain JAX, and the share of tokens that it predicts.
 
-    `multiply(equation, x, w)` is the product with a layer's weights.
+    `multiply(equation, x, w)` is the product with a layer's weights. `experts(x, w)` takes the place of the feed-forward layer,
+    and returns its output and what each layer is to return besides.
     """
 
     def split(x: jax.Array, *axes: Any) -> jax.Array:
@@ -148,7 +153,7 @@ def hand_written_loss(
     seen = (index[:, None] >= index[None]) & (segments[:, :, None] == segments[:, None])
     groups = SIZES["num_heads"] // SIZES["num_kv_heads"]
 
-    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    def layer(x: jax.Array, w: Any) -> tuple[jax.Array, jax.Array | None]:
         y = rms_norm(x, w["attention_norm"])
         q, k, v = (
             split(multiply("btd,dnh->btnh", y, w[name]), "data", None, "mdl", None)
@@ -162,25 +167,28 @@ def hand_written_loss(
         heads = split(heads, "data", None, "mdl", None)
         x = x + split(multiply("btnh,nhd->btd", heads, w["output"]), "data", None, None)
         y = rms_norm(x, w["mlp_norm"])
+        if experts is not None:
+            y, load = experts(y, w)
+            return x + split(y, "data", None, None), load
         gate, up = (multiply("btd,df->btf", y, w[name]) for name in ("gate", "up"))
         hidden = split(jax.nn.silu(gate) * up, "data", None, "mdl")
         return x + split(multiply("btf,fd->btd", hidden, w["down"]), "data", None, None), None
 
     x = split(split(params["embedding"], "mdl", None)[rows["ids"]], "data", None, None)
     layer = jax.checkpoint(layer, prevent_cse=False, policy=jax.checkpoint_policies.nothing_saveable)
-    x, _ = jax.lax.scan(layer, x, params["layers"])
+    x, loads = jax.lax.scan(layer, x, params["layers"])
     logits = split(rms_norm(x, params["final_norm"]) @ params["logits"], "data", None, "mdl")
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows["labels"])
     correct = jnp.argmax(logits, axis=-1) == rows["labels"]
     tokens = jnp.sum(rows["weights"])
-    return jnp.sum(losses * rows["weights"]) / tokens, jnp.sum(correct * rows["weights"]) / tokens
+    return jnp.sum(losses * rows["weights"]) / tokens, (jnp.sum(correct * rows["weights"]) / tokens, loads)
 
 
-def hand_written_step(mesh: jax.sharding.Mesh, initial: Any) -> turns.Program:
-    """Returns a step in plain JAX, jitted with explicit shardings."""
+def hand_written_step(mesh: jax.sharding.Mesh, initial: Any, specs: Any = SPECS, experts: Any = None) -> turns.Program:
+    """Returns a step in plain JAX, jitted with explicit shardings. `specs`: of the parameters; `experts`: see the loss."""
     params = hand_written_parameters(initial)
     layouts = jax.tree.map(
-        lambda axes: NamedSharding(mesh, PartitionSpec(*axes)), SPECS, is_leaf=lambda x: isinstance(x, tuple)
+        lambda axes: NamedSharding(mesh, PartitionSpec(*axes)), specs, is_leaf=lambda x: isinstance(x, tuple)
     )
     whole = NamedSharding(mesh, PartitionSpec())
     opt_state = jax.eval_shape(OPTIMIZER.init, params)
@@ -191,12 +199,13 @@ def hand_written_step(mesh: jax.sharding.Mesh, initial: Any) -> turns.Program:
     }
 
     def step(params: Any, opt_state: Any, rows: Any) -> Any:
-        (value, accuracy), grads = jax.value_and_grad(hand_written_loss, argnums=1, has_aux=True)(mesh, params, rows)
+        loss = jax.value_and_grad(hand_written_loss, argnums=1, has_aux=True)
+        (value, (accuracy, loads)), grads = loss(mesh, params, rows, experts=experts)
         norm = optax.global_norm(grads)
         updates, new_opt_state = OPTIMIZER.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), new_opt_state
         kept = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(norm), new, old), new, (params, opt_state))
-        return *kept, value, {"accuracy": accuracy, "gradient_norm": norm}
+        return *kept, value, {"accuracy": accuracy, "gradient_norm": norm, "loads": loads}
 
     params = jax.device_put(params, layouts)
     held = {"params": params, "opt_state": jax.jit(OPTIMIZER.init, out_shardings=of_state)(params)}

@@ -70,12 +70,12 @@ def hand_written_step(mesh: jax.sharding.Mesh, initial: Any) -> turns.Program:
         for name, x in llama_step.batch().items()
     }
 
-    def loss(adapters: Any, base: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
+    def loss(adapters: Any, base: Any, rows: Any) -> tuple[jax.Array, Any]:
         layers = {name: (w, *adapters[name]) if name in adapters else w for name, w in base["layers"].items()}
         return llama_step.hand_written_loss(mesh, {**base, "layers": layers}, rows, multiply)
 
     def step(adapters: Any, opt_state: Any, base: Any, rows: Any) -> Any:
-        (value, accuracy), grads = jax.value_and_grad(loss, has_aux=True)(adapters, base, rows)
+        (value, (accuracy, _)), grads = jax.value_and_grad(loss, has_aux=True)(adapters, base, rows)
         norm = optax.global_norm(grads)
         updates, new_opt_state = llama_step.OPTIMIZER.update(grads, opt_state, adapters)
         new = optax.apply_updates(adapters, updates), new_opt_state

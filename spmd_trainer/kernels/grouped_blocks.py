@@ -38,21 +38,15 @@ def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed
     blocks = _Blocks.of(sizes, count)
     padded = jnp.pad(rows, ((0, blocks.size), (0, 0)))
 
-    def step(out: jax.Array, block: _Block) -> tuple[jax.Array, None]:
+    def step(out: jax.Array, block: _Block) -> jax.Array:
         x = lax.dynamic_slice_in_dim(padded, block.first, blocks.size)
-
-        def multiply() -> jax.Array:
-            w = lax.dynamic_index_in_dim(weights, block.group, keepdims=False)
-            numbers = (((1,), (contracted - 1,)), ((), ()))
-            y = lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32).astype(dtype)
-            return _within(block, y)
-
-        y = _if_needed(block, multiply, jnp.zeros((blocks.size, width), dtype))
+        w = lax.dynamic_index_in_dim(weights, block.group, keepdims=False)
+        numbers = (((1,), (contracted - 1,)), ((), ()))
+        y = lax.dot_general(x, w, numbers, preferred_element_type=jnp.float32).astype(dtype)
         # Rows of `y` after the group's end are zeros. They belong to later groups, whose blocks overwrite them.
-        return lax.dynamic_update_slice_in_dim(out, y, block.first, 0), None
+        return lax.dynamic_update_slice_in_dim(out, _within(block, y), block.first, 0)
 
-    out, _ = lax.scan(step, jnp.zeros((count + blocks.size, width), dtype), blocks.each)
-    return out[:count]
+    return blocks.fold(step, jnp.zeros((count + blocks.size, width), dtype))[:count]
 
 
 def weights_product(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -62,21 +56,13 @@ def weights_product(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
     rows, others = (jnp.pad(x, ((0, blocks.size), (0, 0))) for x in (rows, others))
     shape = (sizes.shape[0], rows.shape[1], others.shape[1])
 
-    def step(total: jax.Array, block: _Block) -> tuple[jax.Array, None]:
-        x, y = (lax.dynamic_slice_in_dim(array, block.first, blocks.size) for array in (rows, others))
+    def step(total: jax.Array, block: _Block) -> jax.Array:
+        x, y = (_within(block, lax.dynamic_slice_in_dim(array, block.first, blocks.size)) for array in (rows, others))
         old = lax.dynamic_index_in_dim(total, block.group, keepdims=False)
+        new = old + lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=total.dtype)
+        return lax.dynamic_update_index_in_dim(total, new, block.group, 0)
 
-        def add() -> jax.Array:
-            numbers = (((0,), (0,)), ((), ()))
-            return old + lax.dot_general(
-                _within(block, x), _within(block, y), numbers, preferred_element_type=total.dtype
-            )
-
-        new = _if_needed(block, add, old)
-        return lax.dynamic_update_index_in_dim(total, new, block.group, 0), None
-
-    total, _ = lax.scan(step, jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)), blocks.each)
-    return total.astype(dtype)
+    return blocks.fold(step, jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))).astype(dtype)
 
 
 class _Block(NamedTuple):
@@ -118,13 +104,21 @@ class _Blocks(NamedTuple):
         filled = jnp.where(is_needed, jnp.minimum(ends[group] - first, size), 0)
         return cls(size, _Block(group, jnp.where(is_needed, first, num_rows), filled))
 
+    def fold(self, step: Callable[[jax.Array, _Block], jax.Array], initial: jax.Array) -> jax.Array:
+        """Returns `initial` after `step` of one block after the other. A block without rows must not change it.
 
-def _if_needed(block: _Block, compute: Callable[[], jax.Array], otherwise: jax.Array) -> jax.Array:
-    """Returns `compute()`. For a block without rows, CPUs return the same result, `otherwise`, without computing it."""
-    return lax.platform_dependent(
-        cpu=lambda: lax.cond(block.filled > 0, compute, lambda: otherwise),
-        default=compute,
-    )
+        CPUs skip blocks without rows. They skip the whole step, so that they don't copy what it returns.
+        """
+
+        def if_needed(held: jax.Array, block: _Block) -> jax.Array:
+            out: jax.Array = lax.cond(block.filled > 0, step, lambda held, block: held, held, block)
+            return out
+
+        def body(held: jax.Array, block: _Block) -> tuple[jax.Array, None]:
+            return lax.platform_dependent(held, block, cpu=if_needed, default=step), None
+
+        out: jax.Array = lax.scan(body, initial, self.each)[0]
+        return out
 
 
 def _within(block: _Block, x: jax.Array) -> jax.Array:
