@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import importlib
 import math
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import jax
@@ -36,6 +37,8 @@ from spmd_trainer.kernels import chips, kernels
 
 # The kernels of one platform, tried before 'blocks'.
 _OF_PLATFORM = {"tpu": ("megablox",), "cuda": ("hopper",)}
+# A part of the names of instructions in compiled programs, before a number; see `GroupedSplit.scope`.
+ROWS_OF_PART = "rows_of_part_"
 _MODULES = {"megablox": "megablox", "hopper": "hopper", "blocks": "grouped_blocks"}
 
 
@@ -141,6 +144,15 @@ class GroupedSplit:
         given = (rows.astype(dtype), weights.astype(dtype), sizes, *([] if pair is None else [pair]))
         out: jax.Array = grouped_dot_p.bind(*given, split=self, kernel=choice.kernel, transposed=False)
         return out
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Returns the scope of a part's product. It names the rows that a part multiplies if each has as many as the others.
+
+        A part has room for more (`token_groups.py`), which kernels that skip empty blocks don't compute.
+        """
+        return jax.named_scope(
+            f"{ROWS_OF_PART}{-(-self.num_pairs // num_parts(self.mesh, (*self.tokens, *self.experts)))}"
+        )
 
     def padded(self, size: int, axes: tuple[str, ...]) -> int:
         """Returns the size of a weight's dimension with the padding that makes it divisible by its axes."""
@@ -254,7 +266,8 @@ def _evaluate(
         for dim, axes in enumerate((split.inputs, split.outputs), start=1):
             if over := split.gathered(axes):
                 weights = lax.all_gather(weights, over, axis=dim, tiled=True)
-        out = _kernel(kernel).product(rows[0, 0], weights, sizes[0, 0], transposed=transposed)
+        with split.scope():
+            out = _kernel(kernel).product(rows[0, 0], weights, sizes[0, 0], transposed=transposed)
         if over := split.kept(contracted):
             out = lax.psum(out, over)
         return out[None, None]
@@ -276,7 +289,8 @@ def _evaluate_weights(
     others = _padded(others, (*others.shape[:3], split.padded(widths[1], split.outputs)))
 
     def local(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-        found = _kernel(kernel).weights_product(rows[0, 0], others[0, 0], sizes[0, 0])
+        with split.scope():
+            found = _kernel(kernel).weights_product(rows[0, 0], others[0, 0], sizes[0, 0])
         scattered: list[str] = []
         for dim, axes in enumerate((split.inputs, split.outputs), start=1):
             if over := split.gathered(axes):

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from spmd_trainer.kernels.grouped_dot import ROWS_OF_PART
 from spmd_trainer.planner import hlo_text
 from spmd_trainer.planner.hlo_text import Instruction
 
@@ -26,6 +27,7 @@ _NOTHING = frozenset(
         "SPMDShardToFullShape",
     }
 )
+_FLOATS = ("bf16", "f16", "f32")
 _GEMM, _CONTRACTING = re.compile(r"__cublas\$"), re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _ATTENTION = re.compile(r"__cudnn\$fmha")
 _CONVOLUTION = re.compile(r"__cudnn\$conv")
@@ -85,10 +87,21 @@ def flops(instruction: Instruction, shapes: Sequence[str]) -> float:
         return 2.0 * math.prod(hlo_text.dimensions(hlo_text.arrays(instruction.shape)[0])) * contracted
     if _CONVOLUTION.match(name):
         return _convolution_flops(instruction, shapes)
+    if experts := re.search(rf"\b{ROWS_OF_PART}(\d+)", instruction.made_by):
+        return _grouped_flops(int(experts[1]), (instruction.shape, *shapes))
     if name == "tpu_custom_call":
         stated = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', instruction.rest)
         return float(stated[1]) if stated else 0.0
     return 0.0
+
+
+def _grouped_flops(rows: int, shapes: Sequence[str]) -> float:
+    """Returns the FLOPs of a kernel of `kernels.grouped_dot` that multiplies `rows` rows. `shapes`: of its result and operands.
+
+    Its only array of floating-point numbers with three dimensions is the weights, [groups, inputs, outputs], or their gradient.
+    """
+    arrays = [hlo_text.dimensions(one) for shape in shapes for one in hlo_text.arrays(shape) if one.startswith(_FLOATS)]
+    return next((2.0 * rows * math.prod(array[1:]) for array in arrays if len(array) == 3), 0.0)
 
 
 def _convolution_flops(instruction: Instruction, shapes: Sequence[str]) -> float:
