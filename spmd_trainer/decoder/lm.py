@@ -42,7 +42,6 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.kernels import cross_entropy, kernels, sequence_order
 from spmd_trainer.kernels.cross_entropy import TokenLosses
 from spmd_trainer.kernels.sequence_order import SequenceOrder
-from spmd_trainer.sharding.host_devices import hold_each_until_known
 
 # Outputs of `compute_loss` with dimensions batch and time.
 _PER_TOKEN = ("logits", "log_probs", "probs", "per_example_xent", "per_example_argmax", "per_token_xent")
@@ -206,7 +205,7 @@ class DecoderLm(SpecLayer):
             output.probs = jnp.exp(log_probs)
             return output
         of_tokens = self._token_losses(activations, labels.class_ids)
-        weights = hold_each_until_known(of_tokens.xent, labels.class_weights.astype(jnp.float32))
+        weights = labels.class_weights.astype(jnp.float32)
         output.per_example_xent, output.per_example_argmax = of_tokens.xent, of_tokens.argmax
         output.per_token_xent = output.per_example_xent * weights
         output.per_sequence_xent = jnp.sum(output.per_token_xent, axis=-1)

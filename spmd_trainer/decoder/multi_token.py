@@ -19,7 +19,6 @@ from spmd_trainer.decoder.axes import Norm, Projection, SpecLayer
 from spmd_trainer.decoder.context import PADDING, Context
 from spmd_trainer.decoder.layers import DecoderLayer
 from spmd_trainer.kernels.cross_entropy import TokenLosses
-from spmd_trainer.sharding.host_devices import hold_each_until_known
 
 
 class Rows(NamedTuple):
@@ -116,7 +115,7 @@ class MultiTokenPrediction(SpecLayer):
             later = rows.later(index + 1)
             hidden = run(layer, hidden, embed(order.apply(later.ids)))
             losses = token_losses(layer.final_norm(hidden), order.apply(later.class_ids))
-            weights = hold_each_until_known(losses.xent, order.apply(later.class_weights))
+            weights = order.apply(later.class_weights)
             mean = jnp.sum(losses.xent * weights) / (jnp.sum(weights) + 1e-6)
             self.add_summary(f"multi_token_xent_{index + 1}", mean)
             total += mean

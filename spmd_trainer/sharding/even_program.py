@@ -16,20 +16,18 @@ operations wrongly even on even arrays (windows, grouped convolutions, strided s
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend
 from jax import lax
-from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd_trainer.sharding import even_indexing, even_products, even_rules
+from spmd_trainer.sharding import even_indexing, even_products, even_rules, exchange_order
 from spmd_trainer.sharding.constraints import (
     AxesPair,
     axes_pairs,
@@ -43,7 +41,7 @@ from spmd_trainer.sharding.constraints import (
 )
 from spmd_trainer.sharding.even_rules import Rule, bind, without_padding
 from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, Pins, Shape, Value, agreed_axes, padded_sizes
-from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, scan_sizes
+from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, scan_sizes, source_of
 from spmd_trainer.sharding.specs import PyTree, mesh_shape_of
 
 _RULES: dict[str, Rule] = {**even_rules.RULES, **even_indexing.RULES}
@@ -55,6 +53,7 @@ def evenly(
     report: Callable[[list[str], list[str]], None] | None = None,
     specs: Sequence[PartitionSpec] = (),
     returns_variables: bool = False,
+    shardings: Sequence[NamedSharding] = (),
 ) -> Callable[..., PyTree]:
     """Returns a version of `fn` in which XLA sees only evenly divided arrays; see the module. Call it under `jax.jit`.
 
@@ -65,12 +64,15 @@ def evenly(
         in these constraints that its axes don't divide, and for each dimension that a constraint can't split.
       specs: PartitionSpecs of the first arrays of the arguments, the variables. The axes of constraints are ordered to suit them.
       returns_variables: True if the results begin with the new values of the same variables.
+      shardings: of the first arrays of the arguments. On host devices they tell what is exchanged (see `exchange_order`).
     """
 
     @functools.wraps(fn)  # keeps the argument names of the compiled program
     def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         arrays = jax.tree.leaves(args)
+        if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+            closed = exchange_order.ordered(closed, shardings, len(specs))
         constraints = [
             sharding.spec for _, sharding in constraints_of(closed.jaxpr) if isinstance(sharding, NamedSharding)
         ]
@@ -381,11 +383,3 @@ def _is_unsafe(name: str, params: Mapping[str, Any]) -> bool:
     if name == "pad":
         return any(interior for _, _, interior in params["padding_config"])
     return name.startswith("reduce_window") or name.startswith("select_and_")
-
-
-@contextlib.contextmanager
-def source_of(eqn: Any) -> Iterator[None]:
-    """Gives operations that are traced inside the name stack and source line of `eqn`."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield

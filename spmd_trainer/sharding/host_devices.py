@@ -52,16 +52,6 @@ def hold_until_known(earlier: Sequence[jax.Array], *later: jax.Array) -> tuple[j
     return tuple(jnp.where(never, jnp.zeros_like(x), x) for x in later)
 
 
-def hold_each_until_known(earlier: jax.Array, later: jax.Array) -> jax.Array:
-    """Returns `later`, of the shape of `earlier`, as `hold_until_known` does, but each element waits for the one of `earlier`.
-
-    So nothing is exchanged for it if both arrays are split in the same way.
-    """
-    if not _on_host_devices():
-        return later
-    return jnp.where(lax.stop_gradient(earlier) < -jnp.inf, jnp.zeros_like(later), later)
-
-
 def _on_host_devices() -> bool:
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return bool(device.platform == "cpu")

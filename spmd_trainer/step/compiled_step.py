@@ -106,6 +106,7 @@ def compile_step(
 
     padded = layout.pad_inputs_shape_dtype(inputs_shape_dtype)
     replicated = NamedSharding(layout.mesh, PartitionSpec())
+    in_shardings = (layout.shardings, replicated, layout.inputs_shardings(padded))
     jitted = jax.jit(
         evenly(
             step,
@@ -113,8 +114,9 @@ def compile_step(
             None if is_eval else _recommend_verify,
             [x.spec for x in jax.tree.leaves(layout.shardings)],
             returns_variables=not is_eval,
+            shardings=jax.tree.leaves(in_shardings),
         ),
-        in_shardings=(layout.shardings, replicated, layout.inputs_shardings(padded)),
+        in_shardings=in_shardings,
         out_shardings=(None if is_eval else layout.shardings, replicated),
         donate_argnums=() if is_eval else (0,),
         compiler_options=_options_without_gpus(layout.mesh),

@@ -6,9 +6,18 @@ for each other forever. It happened under load, in one run of three.
 
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from etils import epath
+from jax import lax
+from jax.extend import core
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from spmd_trainer import sharding
+from spmd_trainer.sharding import exchange_order
 from spmd_trainer.training import experiment_config, start_up
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import InspectConfig
@@ -65,16 +74,61 @@ def unordered(program):
     return num_loops, pairs
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lm.llama.TinyLlama",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("lm.gpt2.TinyGpt2", "lm.mistral.TinyMixtral")),
-    ],
-)
+FULL = {
+    "lm.gpt2.TinyGpt2": [],
+    "lm.mistral.TinyMixtral": [],
+    "lm.llama4.TinyLlama4": [],  # layers before and after the loop
+    "lm.deepseek.TinyDeepSeekMtp": [],  # layers after it that predict further tokens
+    "lm.llama.TinyLlamaLong": ["NUM_LAYERS=4"],  # rows split over the mesh
+    "lm.qwen_next.TinyQwenNext": ["NUM_LAYERS=6"],  # loops with exchanges in the loop over the layers
+    "synthetic.structures.TinyRepeated": [],
+}
+
+
+@pytest.mark.parametrize("name", ["lm.llama.TinyLlama", *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
 def test_no_exchange_may_start_beside_a_loop(name, tmp_path):
-    resolved = experiment_config.resolve(name)
+    resolved = experiment_config.resolve(name, FULL.get(name, []))
     program = start_up.compile_train_step(Job.build(InspectConfig(resolved, epath.Path(tmp_path)))).fn.as_text()
     num_loops, pairs = unordered(program)
     assert num_loops >= 2  # over the layers, forward and backward
     assert pairs == []
+
+
+def steps(before, stacked, beside, after, ids, count):
+    """A loop over layers with layers before and after it, a value beside all of them, a second loop, and results of both."""
+    x = jnp.tanh(before[ids])
+    x, kept = lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum(axis=1)), x, stacked)
+    y = jax.checkpoint(lambda x: jnp.tanh(x @ after) @ after.T)(x)
+    still, w = lax.stop_gradient((y, stacked[0]))
+    late = jax.jit(lambda n: lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.cos(c[1] @ w)), (0, still)))
+    return jnp.sum(y), (beside @ beside.T, kept, late(count), lax.cond(count > 2, lambda x: x + 1, lambda x: x, x))
+
+
+def test_programs_in_order_compute_the_same():
+    mesh = sharding.create_device_mesh([("data", 4), ("mdl", 2)])
+    rng = np.random.default_rng(0)
+    shapes = [(8, 16), (3, 16, 16), (8, 16), (16, 4)]
+    specs = [P("data"), P(None, "data", "mdl"), P("mdl", "data"), P("data", "mdl"), P("data"), P()]
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes] + [
+        np.arange(8, dtype=np.int32),
+        np.int32(3),
+    ]
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    fn = jax.value_and_grad(steps, argnums=(0, 1, 2, 3), has_aux=True)
+    closed, out = jax.make_jaxpr(fn, return_shape=True)(*arrays)
+    new = exchange_order.ordered(closed, shardings, 4)
+    found = []
+    for program in (closed, new):
+        jitted = jax.jit(core.jaxpr_as_fun(program), in_shardings=shardings)
+        found.append(jitted(*arrays))
+        num_loops, pairs = unordered(jitted.lower(*arrays).compile().as_text())
+        assert num_loops == 3  # forward, backward, and the one whose number of rounds is known late
+        assert bool(pairs) == (program is closed)
+    assert len(found[0]) == len(jax.tree.leaves(out))
+    for before, after in zip(*found, strict=True):
+        np.testing.assert_allclose(before, after, rtol=1e-5, atol=1e-6)
+
+
+def test_programs_without_loops_stay_as_they_are():
+    closed = jax.make_jaxpr(lambda x: x @ x.T)(np.ones((8, 8), np.float32))
+    assert exchange_order.ordered(closed) is closed

@@ -1,0 +1,240 @@
+"""Orders the exchanges of a traced program around its loops, for host (CPU) devices.
+
+XLA's CPU runtime starts whatever has its inputs. If a loop and an exchange beside it need nothing of each other, one device may
+wait in the loop and another in the exchange, forever (`docs/partitioner_faults.md`). Exchanges only appear when XLA divides the
+program. So every operation that XLA may divide is made to need the loop before it:
+
+- An operation that a loop needs comes before the first such loop. All others come after the last loop.
+- Each loop carries a number besides its own values, the token, which the next loop starts from.
+- An operation after a loop reads its inputs through a condition on the loop's token. Elementwise operations don't: XLA computes
+  them where their inputs are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.sharding import NamedSharding
+
+from spmd_trainer.sharding.even_rules import ELEMENTWISE
+from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, scan_sizes
+
+_LOOPS = frozenset({"scan", "while"})
+_Atom: TypeAlias = core.Var | core.Literal
+
+
+def ordered(
+    closed: core.ClosedJaxpr, shardings: Sequence[NamedSharding] = (), num_variables: int = 0
+) -> core.ClosedJaxpr:
+    """Returns the program with its exchanges in order; the same program if it has no loops.
+
+    Args:
+      closed: the traced program of several devices.
+      shardings: of the first arguments. Those of which each device has the whole are not exchanged.
+      num_variables: number of the first arguments that are variables.
+    """
+    if not _has_loop(closed.jaxpr):
+        return closed
+    arguments, flat = [core.Var(var.aval) for var in closed.jaxpr.invars], _Equations()
+    results = flat.add(closed, arguments)
+    new = _InOrder(flat.constants, dict(zip(arguments, shardings, strict=False)), arguments[:num_variables])
+    for loops, eqn in _with_loops_before(flat.eqns):
+        new.add(eqn, loops)
+    constants = {**flat.constants, **new.found.constants}
+    outvars = [new.result(atom) for atom in results]
+    jaxpr = closed.jaxpr.replace(constvars=[*constants], invars=arguments, outvars=outvars, eqns=new.found.eqns)
+    return core.ClosedJaxpr(jaxpr, [*constants.values()])
+
+
+class _Equations:
+    """A list of equations that others are added to.
+
+    Attributes:
+      eqns: the equations.
+      constants: {variable: value} of their constants.
+    """
+
+    def __init__(self) -> None:
+        self.eqns: list[core.JaxprEqn] = []
+        self.constants: dict[core.Var, Any] = {}
+
+    def add(self, closed: core.ClosedJaxpr, arguments: Sequence[_Atom], within: Any = None) -> list[_Atom]:
+        """Adds a program's equations on `arguments`, with new variables. Returns the program's results.
+
+        Calls that have loops, and rematerialised parts, are replaced by their equations. `within`: the call's name stack.
+        """
+        constants = [core.Var(var.aval) for var in closed.jaxpr.constvars]
+        self.constants.update(zip(constants, closed.consts, strict=True))
+        inner = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
+        known: dict[core.Var, _Atom] = dict(zip(inner, (*constants, *arguments), strict=True))
+
+        def read(atom: _Atom) -> _Atom:
+            return known[atom] if isinstance(atom, core.Var) else atom
+
+        for eqn in closed.jaxpr.eqns:
+            name, operands, source = eqn.primitive.name, [read(atom) for atom in eqn.invars], eqn.source_info
+            stack = source.name_stack if within is None else within + source.name_stack
+            if name in REMAT:
+                part = core.ClosedJaxpr(*called(eqn))
+                results = self.add(part, self._barrier(operands, eqn.params["prevent_cse"]), stack)
+            elif name in CALLS and _has_loop(called(eqn)[0]):
+                results = self.add(core.ClosedJaxpr(*called(eqn)), operands, stack)
+            else:
+                results = [core.Var(var.aval) for var in eqn.outvars]
+                self.eqns.append(
+                    eqn.replace(invars=operands, outvars=results, source_info=source.replace(name_stack=stack))
+                )
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in closed.jaxpr.outvars]
+
+    def call(self, fn: Callable[..., Any], *operands: _Atom) -> list[_Atom]:
+        """Adds the equations of a function of arrays. Returns its results."""
+        return self.add(jax.make_jaxpr(fn)(*(atom.aval for atom in operands)), operands)
+
+    def _barrier(self, operands: Sequence[_Atom], prevent_cse: bool | Sequence[bool]) -> list[_Atom]:
+        """Keeps XLA from reusing results of the forward pass for a rematerialised part. Returns the part's arguments."""
+        where = [prevent_cse] * len(operands) if isinstance(prevent_cse, bool) else prevent_cse
+        kept = [operand for operand, is_kept in zip(operands, where, strict=True) if is_kept]
+        results = iter(self.call(lambda *arrays: lax.optimization_barrier(arrays), *kept) if kept else ())
+        return [next(results) if is_kept else operand for operand, is_kept in zip(operands, where, strict=True)]
+
+
+class _InOrder:
+    """Adds equations in order to `found`.
+
+    Args:
+      constants: the program's constants.
+      split: shardings of arguments.
+      variables: the arguments that are variables.
+    """
+
+    def __init__(
+        self, constants: Mapping[core.Var, Any], split: Mapping[core.Var, NamedSharding], variables: Sequence[core.Var]
+    ):
+        self.found = _Equations()
+        (self._token,) = self.found.call(lambda: jnp.zeros(()))
+        self._inputs = {var: sharding for var, sharding in split.items() if var not in variables}
+        self._whole: set[_Atom] = {
+            *constants,
+            *(var for var, sharding in split.items() if sharding.is_fully_replicated),
+        }
+        self._after: dict[_Atom, int] = {}  # the number of loops that a variable comes after, if any
+        self._held: dict[tuple[_Atom, int], _Atom] = {}
+        self._new: dict[_Atom, _Atom] = {}  # results of loops, by their variables before
+
+    def result(self, atom: _Atom) -> _Atom:
+        """Returns what an atom of the program has become."""
+        return atom if isinstance(atom, core.Literal) else self._new.get(atom, atom)
+
+    def add(self, eqn: core.JaxprEqn, loops: int) -> None:
+        """Adds an equation after that many loops."""
+        name, operands = eqn.primitive.name, [self.result(atom) for atom in eqn.invars]
+        if name == "optimization_barrier":  # XLA removes it, so no result waits for another's operand
+            self.found.eqns.append(eqn.replace(invars=operands))
+            for operand, result in zip(operands, eqn.outvars, strict=True):
+                self._add_results([result], self._loops_before(operand), is_whole=self._is_whole(operand))
+            return
+        # XLA may exchange a loop's constants before the loop.
+        num_held = _num_constants(eqn) if name in _LOOPS else 0 if name in ELEMENTWISE else len(operands)
+        operands = [self._read(atom, loops) if index < num_held else atom for index, atom in enumerate(operands)]
+        if name in _LOOPS:
+            self._token, *results = self.found.call(lambda *arrays: _with_token(eqn, *arrays), self._token, *operands)
+            self._new.update(zip(eqn.outvars, results, strict=True))
+            self._add_results(results, loops + 1)
+            return
+        self.found.eqns.append(eqn.replace(invars=operands))
+        is_whole = name in ELEMENTWISE and all(map(self._is_whole, operands))
+        self._add_results(eqn.outvars, max(map(self._loops_before, operands), default=0), is_whole=is_whole)
+
+    def _add_results(self, results: Sequence[_Atom], loops: int, *, is_whole: bool = False) -> None:
+        self._after.update(dict.fromkeys(results, loops))
+        if is_whole:
+            self._whole.update(results)
+
+    def _loops_before(self, atom: _Atom) -> int:
+        return 0 if isinstance(atom, core.Literal) else self._after.get(atom, 0)
+
+    def _is_whole(self, atom: _Atom) -> bool:
+        return isinstance(atom, core.Literal) or atom in self._whole
+
+    def _read(self, atom: _Atom, loops: int) -> _Atom:
+        """Returns an atom with the same value. If devices may exchange the value, it is known only after that many loops."""
+        if self._loops_before(atom) >= loops or self._is_whole(atom) or not _may_be_exchanged(atom.aval):
+            return atom
+        if (atom, loops) not in self._held:
+
+            def hold(array: jax.Array, token: jax.Array) -> jax.Array:
+                # XLA doesn't know that a cosine doesn't exceed 1.
+                held = jnp.where(token > 1, jnp.zeros((), array.dtype), array)
+                # Without this, XLA may exchange an input before it reads the token.
+                return lax.with_sharding_constraint(held, self._inputs[atom]) if atom in self._inputs else held
+
+            (self._held[atom, loops],) = self.found.call(hold, atom, self._token)
+            self._after[self._held[atom, loops]] = loops
+        return self._held[atom, loops]
+
+
+def _has_loop(jaxpr: core.Jaxpr) -> bool:
+    """Returns True if a program runs a loop, itself or in a call."""
+    return any(
+        eqn.primitive.name in _LOOPS or (eqn.primitive.name in CALLS | REMAT and _has_loop(called(eqn)[0]))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _with_loops_before(eqns: Sequence[core.JaxprEqn]) -> list[tuple[int, core.JaxprEqn]]:
+    """Returns the equations in order, each with the number of loops that it comes after."""
+    loops = [index for index, eqn in enumerate(eqns) if eqn.primitive.name in _LOOPS]
+    number = {index: position for position, index in enumerate(loops)}
+    needed: dict[_Atom, int] = {}  # of each variable: the first loop that needs it
+    found = []
+    for index in reversed(range(len(eqns))):
+        eqn = eqns[index]
+        first = min([number.get(index, len(loops)), *(needed.get(var, len(loops)) for var in eqn.outvars)])
+        for atom in eqn.invars:
+            if isinstance(atom, core.Var):
+                needed[atom] = min(first, needed.get(atom, len(loops)))
+        found.append((first, index in number, index))
+    # A loop is the last of the operations that it needs.
+    return [(first, eqns[index]) for first, _, index in sorted(found)]
+
+
+def _may_be_exchanged(aval: Any) -> bool:
+    """Returns True for arrays in the devices' memory, not for scalars and PRNG keys."""
+    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    return bool(aval.shape) and not is_key and getattr(aval, "memory_space", None) != jax.memory.Space.Host
+
+
+def _num_constants(loop: core.JaxprEqn) -> int:
+    """Returns the number of a loop's constants, its first operands."""
+    params = loop.params
+    return scan_sizes(params)[0] if loop.primitive.name == "scan" else params["cond_nconsts"] + params["body_nconsts"]
+
+
+def _with_token(eqn: core.JaxprEqn, token: jax.Array, *arrays: Any) -> list[Any]:
+    """Runs a loop that carries `token`. Returns the token after the loop, and the loop's results."""
+    params, consts = eqn.params, arrays[: _num_constants(eqn)]
+    if eqn.primitive.name == "scan":
+        num_carry = scan_sizes(params)[1]
+        carry, slices = arrays[len(consts) :][:num_carry], arrays[len(consts) + num_carry :]
+        body = core.jaxpr_as_fun(ordered(params["jaxpr"]))
+
+        def step(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            found = list(body(*consts, *carried[1:], *slices))
+            return [jnp.cos(carried[0]), *found[:num_carry]], found[num_carry:]
+
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        carried, stacked = lax.scan(step, [token, *carry], list(slices), **options)
+        return [*carried, *stacked]
+    of_cond, of_body = consts[: params["cond_nconsts"]], consts[params["cond_nconsts"] :]
+    cond, body = (core.jaxpr_as_fun(ordered(params[name])) for name in ("cond_jaxpr", "body_jaxpr"))
+    return lax.while_loop(
+        lambda carried: next(iter(cond(*of_cond, *carried[1:]))),
+        lambda carried: [jnp.cos(carried[0]), *body(*of_body, *carried[1:])],
+        [token, *arrays[len(consts) :]],
+    )
