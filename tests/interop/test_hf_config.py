@@ -453,6 +453,10 @@ def test_gemma_4_is_the_experiment_of_its_size():
     assert config_json.spec_of(rewritten, where) == wanted
     own_values = config_json.spec_of({**config, "attention_k_eq_v": False}, where)
     assert own_values.global_heads == HeadSpec(16, 512)
+    # transformers reads an older spelling first, and then for all layers.
+    written = config_json.config_of(wanted)
+    assert "rope_scaling" not in written
+    assert config_json.spec_of({**config, "rope_parameters": written["rope_parameters"]}, where) == wanted
 
 
 @pytest.mark.parametrize(
@@ -893,7 +897,8 @@ def test_gemma_has_the_activation_in_both_spellings(name):
     assert config_json.config_of(golden_spec("gpt2"))["activation_function"] == "gelu_new"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "rope_parameters" in golden(name)])
+# transformers 4 has no Gemma 4.
+@pytest.mark.parametrize("name", [n for n in NAMES if "rope_parameters" in golden(n) and not n.startswith("gemma4")])
 def test_both_spellings_of_rotary_settings_are_written(name):
     spec = golden_spec(name)
     config = config_json.config_of(spec, golden(name)["architectures"][0])
