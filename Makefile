@@ -132,8 +132,8 @@ format: setup
 bench: setup
 	$(RUN) python -m benchmarks
 
-# Compiles cloud and Llama sizes for TPUs and GPUs that aren't here: up to minutes each. Each compiler gets an environment of its
-# own.
+# Compiles cloud, Llama and mixture-of-experts sizes for TPUs and GPUs that aren't here: up to 15 minutes each. Each compiler gets
+# an environment of its own.
 PLAN := UV_PROJECT_ENVIRONMENT=.venv-tpu $(UV) run --frozen --extra tpu
 INSPECT := $(PLAN) spmd-trainer --mode=inspect
 PLAN_GPU := UV_PROJECT_ENVIRONMENT=.venv-gpu $(UV) run --frozen --extra cuda12
@@ -149,6 +149,13 @@ plan: setup
 	$(INSPECT) --exp=lm.llama.Llama3_1_8BLora --topology=v5e:2x4 --job_log_dir=runs/plan/llama_8B_lora
 	$(INSPECT) --exp=lm.llama.Llama3_1_70BLora --topology=v5e:8x8 --job_log_dir=runs/plan/llama_70B_lora
 	$(INSPECT) --exp=lm.llama.Llama3_1_8BLong --topology=v5p:2x2x4 --job_log_dir=runs/plan/llama_8B_long
+	$(INSPECT) --exp=lm.qwen.Qwen3_30B_A3B --topology=v5p:4x4x4 --mesh=data:16,mdl:4 --job_log_dir=runs/plan/qwen3_30B
+	$(INSPECT) --exp=lm.gpt_oss.GptOss20B --topology=v5p:4x4x4 --mesh=data:16,mdl:4 --job_log_dir=runs/plan/gpt_oss_20B
+	$(INSPECT) --exp=lm.qwen_next.Qwen3Next80B --topology=v5p:4x8x8 --job_log_dir=runs/plan/qwen3_next_80B
+	$(INSPECT) --exp=lm.deepseek.DeepSeekV3 --topology=v5p:8x16x16 --job_log_dir=runs/plan/deepseek_v3
+	$(INSPECT_GPU) --exp=lm.qwen.Qwen3_30B_A3B --topology=h100:8x8 --mesh=data:16,mdl:4 --job_log_dir=runs/plan/qwen3_30B_h100
+	$(INSPECT_GPU) --exp=lm.gpt_oss.GptOss20B --topology=h100:8x8 --mesh=data:16,mdl:4 --job_log_dir=runs/plan/gpt_oss_20B_h100
+	$(INSPECT_GPU) --exp=lm.deepseek.DeepSeekV3 --topology=h100:256x8 --job_log_dir=runs/plan/deepseek_v3_h100
 	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd2B --topology=h100:32x8 --mesh=data:256 $(ROWS_512) --job_log_dir=runs/plan/2B_h100
 	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd16B --topology=h100:32x8 --mesh=data:256 $(ROWS_512) --job_log_dir=runs/plan/16B_h100
 	$(INSPECT_GPU) --exp=lm.cloud.LmCloudSpmd175B --topology=h100:32x8 --mesh=data:256 $(ROWS_512) --job_log_dir=runs/plan/175B_h100

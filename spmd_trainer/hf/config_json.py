@@ -377,7 +377,9 @@ def _write_rotary(spec: DecoderSpec, family: Family) -> dict[str, Any]:
     if "partial_rotary_factor" in family.defaults:
         rotated = (spec.rotary_dims or spec.head_dims) / spec.head_dims
         config["partial_rotary_factor"] = parameters["partial_rotary_factor"] = rotated
-    if spec.rotary_scaling is not None and spec.rotary_scaling.kind != "proportional":  # transformers 4 has no such kind
+    if (
+        spec.rotary_scaling is not None and spec.rotary_scaling.kind != "proportional"
+    ):  # transformers 4 has no such kind
         config["rope_scaling"] = {key: value for key, value in parameters.items() if key != "rope_theta"}
     if family.rotary_by_layer_type:
         base = float(spec.rotary_base if spec.local_rotary_base is None else spec.local_rotary_base)

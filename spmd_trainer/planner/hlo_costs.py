@@ -181,7 +181,9 @@ class _Program:
         if opcode == "scatter":  # reads and writes the rows that the updates touch
             updates = shapes[len(shapes) // 2 + 1 :]
             return sum(3 * _main_memory(shape) for shape in updates)
-        return _main_memory(instruction.shape) + sum(_main_memory(shape) for shape in shapes)
+        share = hlo_kernels.share_of_rows(instruction, shapes) if opcode == "custom-call" else 1.0
+        arrays = [array for shape in (instruction.shape, *shapes) for array in hlo_text.arrays(shape)]
+        return sum(int((share if len(hlo_text.dimensions(a)) == 2 else 1.0) * _main_memory(a)) for a in arrays)
 
     def _fusion_bytes(self, fusion: Instruction, shapes: Sequence[str]) -> int:
         inner = fusion.called or ""

@@ -27,7 +27,6 @@ _NOTHING = frozenset(
         "SPMDShardToFullShape",
     }
 )
-_FLOATS = ("bf16", "f16", "f32")
 _GEMM, _CONTRACTING = re.compile(r"__cublas\$"), re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _ATTENTION = re.compile(r"__cudnn\$fmha")
 _CONVOLUTION = re.compile(r"__cudnn\$conv")
@@ -87,12 +86,28 @@ def flops(instruction: Instruction, shapes: Sequence[str]) -> float:
         return 2.0 * math.prod(hlo_text.dimensions(hlo_text.arrays(instruction.shape)[0])) * contracted
     if _CONVOLUTION.match(name):
         return _convolution_flops(instruction, shapes)
-    if experts := re.search(rf"\b{ROWS_OF_PART}(\d+)", instruction.made_by):
-        return _grouped_flops(int(experts[1]), (instruction.shape, *shapes))
+    if rows := _rows_of_part(instruction):
+        return _grouped_flops(rows, (instruction.shape, *shapes))
     if name == "tpu_custom_call":
         stated = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', instruction.rest)
         return float(stated[1]) if stated else 0.0
     return 0.0
+
+
+def share_of_rows(instruction: Instruction, shapes: Sequence[str]) -> float:
+    """Returns the share of its matrices' rows that a kernel of `kernels.grouped_dot` reads and writes; 1 for other kernels.
+
+    Its matrices are the arrays with two dimensions. They have the rows in common, as one of their dimensions.
+    """
+    matrices = [set(array) for array in _float_arrays((instruction.shape, *shapes)) if len(array) == 2]
+    rows, in_common = _rows_of_part(instruction), set[int]().union(*matrices[:1]).intersection(*matrices[1:])
+    return min(1.0, rows / max(in_common)) if rows and in_common else 1.0
+
+
+def _rows_of_part(instruction: Instruction) -> int:
+    """Returns the mean number of rows that a kernel of `kernels.grouped_dot` multiplies; 0 for other instructions."""
+    found = re.search(rf"\b{ROWS_OF_PART}(\d+)", instruction.made_by)
+    return int(found[1]) if found else 0
 
 
 def _grouped_flops(rows: int, shapes: Sequence[str]) -> float:
@@ -100,8 +115,16 @@ def _grouped_flops(rows: int, shapes: Sequence[str]) -> float:
 
     Its only array of floating-point numbers with three dimensions is the weights, [groups, inputs, outputs], or their gradient.
     """
-    arrays = [hlo_text.dimensions(one) for shape in shapes for one in hlo_text.arrays(shape) if one.startswith(_FLOATS)]
-    return next((2.0 * rows * math.prod(array[1:]) for array in arrays if len(array) == 3), 0.0)
+    return next((2.0 * rows * math.prod(array[1:]) for array in _float_arrays(shapes) if len(array) == 3), 0.0)
+
+
+def _float_arrays(shapes: Sequence[str]) -> list[Sequence[int]]:
+    return [
+        hlo_text.dimensions(array)
+        for shape in shapes
+        for array in hlo_text.arrays(shape)
+        if array.startswith(("bf16", "f16", "f32"))
+    ]
 
 
 def _convolution_flops(instruction: Instruction, shapes: Sequence[str]) -> float:

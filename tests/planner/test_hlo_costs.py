@@ -283,6 +283,27 @@ def test_a_pallas_kernel_that_states_its_flops():
     assert costs(text)["a"].flops == 123
 
 
+@pytest.mark.parametrize("target", ["tpu_custom_call", "mosaic_gpu_v2"])
+def test_products_of_experts_count_the_rows_that_are_there_on_average(target):
+    """A part of 8 experts of 32 x 16 has room for 64 rows, and 16 on average."""
+
+    def program(result, one, other):
+        return entry(
+            f"%p = {one} parameter(0)",
+            f"%q = {other} parameter(1)",
+            "%g = s32[8]{0} parameter(2)",
+            f'ROOT %a = {result} custom-call(%g, %p, %q), custom_call_target="{target}", '
+            'metadata={op_name="jit(step)/moe/up/shard_map/rows_of_part_16/pallas_call"}',
+        )
+
+    rows, out, weights = "bf16[64,32]{1,0}", "bf16[64,16]{1,0}", "bf16[8,32,16]{2,1,0}"
+    of_weights, of_rows = 2 * 8 * 32 * 16, 2 * 16 * (32 + 16)
+    for text in (program(out, rows, weights), program(weights, "bf16[32,64]{1,0}", out)):
+        found = costs(text)["a"]
+        assert found.flops == 2 * 16 * 32 * 16
+        assert found.num_bytes == of_weights + of_rows + 4 * 8
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (3, 9), (9, 3), (1, 8)])
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 20])
 def test_pairs_of_causal_attention(queries, keys, window):
