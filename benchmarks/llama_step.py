@@ -137,10 +137,10 @@ def hand_written_loss(
     multiply: Callable[..., jax.Array] = jnp.einsum,
     experts: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]] | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Returns the mean cross entropy of a Llama in plain JAX, and the share of tokens that it predicts.
+    """Returns the mean cross entropy of a Llama in plain JAX, and (the share of tokens that it predicts, results of `experts`).
 
-    `multiply(equation, x, w)` is the product with a layer's weights. `experts(x, w)` takes the place of the feed-forward layer,
-    and returns its output and what each layer is to return besides.
+    `multiply(equation, x, w)` is the product with a layer's weights. `experts(x, w)` takes the place of the feed-forward layer.
+    It returns the layer's output, and a second result, which is stacked over the layers.
     """
 
     def split(x: jax.Array, *axes: Any) -> jax.Array:

@@ -106,7 +106,8 @@ def share_of_rows(instruction: Instruction, shapes: Sequence[str]) -> float:
 
 def _rows_of_part(instruction: Instruction) -> int:
     """Returns the mean number of rows that a kernel of `kernels.grouped_dot` multiplies; 0 for other instructions."""
-    found = re.search(rf"\b{ROWS_OF_PART}(\d+)", instruction.made_by)
+    is_kernel = target(instruction).startswith(("tpu_custom_call", "mosaic_gpu"))
+    found = re.search(rf"\b{ROWS_OF_PART}(\d+)", instruction.made_by) if is_kernel else None
     return int(found[1]) if found else 0
 
 

@@ -5,13 +5,17 @@ wait in the loop and another in the exchange, forever (`docs/partitioner_faults.
 program. So every operation that XLA may divide is made to need the loop before it:
 
 - An operation that a loop needs comes before the first such loop. All others come after the last loop.
-- Each loop carries a number besides its own values, the token, which the next loop starts from.
-- An operation after a loop reads its inputs through a condition on the loop's token. Elementwise operations don't: XLA computes
-  them where their inputs are.
+- Each loop carries a number besides its own values, the token, which the next loop starts from. A condition whose branches have
+  loops counts as a loop.
+- An operation after a loop reads its inputs through a condition on the loop's token. Elementwise operations don't: they need no
+  exchange if their operands are divided in the same way.
+
+Left as they are: programs with side effects, whose order matters too, and loops inside a `jax.shard_map`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -24,7 +28,6 @@ from jax.sharding import NamedSharding
 from spmd_trainer.sharding.even_rules import ELEMENTWISE
 from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, scan_sizes
 
-_LOOPS = frozenset({"scan", "while"})
 _Atom: TypeAlias = core.Var | core.Literal
 
 
@@ -38,16 +41,38 @@ def ordered(
       shardings: of the first arguments. Those of which each device has the whole are not exchanged.
       num_variables: number of the first arguments that are variables.
     """
-    if not _has_loop(closed.jaxpr):
+    if closed.jaxpr.effects or not _has_loop(closed.jaxpr):
         return closed
-    arguments, flat = [core.Var(var.aval) for var in closed.jaxpr.invars], _Equations()
+    return _rewritten(closed, shardings, num_variables)
+
+
+def _rewritten(
+    closed: core.ClosedJaxpr,
+    shardings: Sequence[NamedSharding] = (),
+    num_variables: int = 0,
+    *,
+    has_token: bool = False,
+) -> core.ClosedJaxpr:
+    """Returns the program in order. `has_token`: its first argument and its first result are the token before and after it."""
+    arguments, flat, found = [core.Var(var.aval) for var in closed.jaxpr.invars], _Equations(), _Equations()
     results = flat.add(closed, arguments)
-    new = _InOrder(flat.constants, dict(zip(arguments, shardings, strict=False)), arguments[:num_variables])
+    (token,) = found.call(lambda: jnp.zeros(()))
+    own = [core.Var(token.aval)] if has_token else []
+    new = _InOrder(found, flat.constants, dict(zip(arguments, shardings, strict=False)), arguments[:num_variables])
+    new.token = own[0] if own else token
     for loops, eqn in _with_loops_before(flat.eqns):
         new.add(eqn, loops)
-    constants = {**flat.constants, **new.found.constants}
     outvars = [new.result(atom) for atom in results]
-    jaxpr = closed.jaxpr.replace(constvars=[*constants], invars=arguments, outvars=outvars, eqns=new.found.eqns)
+    if own:  # changed even if there is no loop inside
+        outvars = [*found.call(jnp.cos, new.token), *outvars]
+    constants, info = {**flat.constants, **found.constants}, closed.jaxpr.debug_info
+    jaxpr = closed.jaxpr.replace(
+        constvars=[*constants],
+        invars=[*own, *arguments],
+        outvars=outvars,
+        eqns=found.eqns,
+        debug_info=info.with_unknown_names() if own else info,
+    )
     return core.ClosedJaxpr(jaxpr, [*constants.values()])
 
 
@@ -80,8 +105,9 @@ class _Equations:
             name, operands, source = eqn.primitive.name, [read(atom) for atom in eqn.invars], eqn.source_info
             stack = source.name_stack if within is None else within + source.name_stack
             if name in REMAT:
-                part = core.ClosedJaxpr(*called(eqn))
-                results = self.add(part, self._barrier(operands, eqn.params["prevent_cse"]), stack)
+                if eqn.params["differentiated"]:
+                    operands = self._barrier(operands, eqn.params["prevent_cse"])
+                results = self.add(core.ClosedJaxpr(*called(eqn)), operands, stack.extend("checkpoint"))
             elif name in CALLS and _has_loop(called(eqn)[0]):
                 results = self.add(core.ClosedJaxpr(*called(eqn)), operands, stack)
             else:
@@ -92,9 +118,9 @@ class _Equations:
             known.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in closed.jaxpr.outvars]
 
-    def call(self, fn: Callable[..., Any], *operands: _Atom) -> list[_Atom]:
-        """Adds the equations of a function of arrays. Returns its results."""
-        return self.add(jax.make_jaxpr(fn)(*(atom.aval for atom in operands)), operands)
+    def call(self, fn: Callable[..., Any], *operands: _Atom, within: Any = None) -> list[_Atom]:
+        """Adds the equations of a function of arrays. Returns its results. `within`: the name stack to add them to."""
+        return self.add(jax.make_jaxpr(fn)(*(atom.aval for atom in operands)), operands, within)
 
     def _barrier(self, operands: Sequence[_Atom], prevent_cse: bool | Sequence[bool]) -> list[_Atom]:
         """Keeps XLA from reusing results of the forward pass for a rematerialised part. Returns the part's arguments."""
@@ -107,17 +133,26 @@ class _Equations:
 class _InOrder:
     """Adds equations in order to `found`.
 
+    Attributes:
+      token: the token after the loops that were added.
+
     Args:
+      found: the equations of the new program.
       constants: the program's constants.
       split: shardings of arguments.
       variables: the arguments that are variables.
     """
 
+    token: _Atom
+
     def __init__(
-        self, constants: Mapping[core.Var, Any], split: Mapping[core.Var, NamedSharding], variables: Sequence[core.Var]
+        self,
+        found: _Equations,
+        constants: Mapping[core.Var, Any],
+        split: Mapping[core.Var, NamedSharding],
+        variables: Sequence[core.Var],
     ):
-        self.found = _Equations()
-        (self._token,) = self.found.call(lambda: jnp.zeros(()))
+        self._found = found
         self._inputs = {var: sharding for var, sharding in split.items() if var not in variables}
         self._whole: set[_Atom] = {
             *constants,
@@ -135,19 +170,23 @@ class _InOrder:
         """Adds an equation after that many loops."""
         name, operands = eqn.primitive.name, [self.result(atom) for atom in eqn.invars]
         if name == "optimization_barrier":  # XLA removes it, so no result waits for another's operand
-            self.found.eqns.append(eqn.replace(invars=operands))
+            self._found.eqns.append(eqn.replace(invars=operands))
             for operand, result in zip(operands, eqn.outvars, strict=True):
                 self._add_results([result], self._loops_before(operand), is_whole=self._is_whole(operand))
             return
-        # XLA may exchange a loop's constants before the loop.
-        num_held = _num_constants(eqn) if name in _LOOPS else 0 if name in ELEMENTWISE else len(operands)
-        operands = [self._read(atom, loops) if index < num_held else atom for index, atom in enumerate(operands)]
-        if name in _LOOPS:
-            self._token, *results = self.found.call(lambda *arrays: _with_token(eqn, *arrays), self._token, *operands)
+        stack = eqn.source_info.name_stack
+        if _is_loop(eqn):
+            # XLA may exchange constants and first values before the loop. It removes the token if nothing needs it later.
+            held = _num_held(eqn)
+            operands = [self._read(atom, loops, stack) if n < held else atom for n, atom in enumerate(operands)]
+            run = functools.partial(_with_token, eqn)
+            self.token, *results = self._found.call(run, self.token, *operands, within=stack)
             self._new.update(zip(eqn.outvars, results, strict=True))
             self._add_results(results, loops + 1)
             return
-        self.found.eqns.append(eqn.replace(invars=operands))
+        if name not in ELEMENTWISE:
+            operands = [self._read(atom, loops, stack) for atom in operands]
+        self._found.eqns.append(eqn.replace(invars=operands))
         is_whole = name in ELEMENTWISE and all(map(self._is_whole, operands))
         self._add_results(eqn.outvars, max(map(self._loops_before, operands), default=0), is_whole=is_whole)
 
@@ -162,7 +201,7 @@ class _InOrder:
     def _is_whole(self, atom: _Atom) -> bool:
         return isinstance(atom, core.Literal) or atom in self._whole
 
-    def _read(self, atom: _Atom, loops: int) -> _Atom:
+    def _read(self, atom: _Atom, loops: int, stack: Any) -> _Atom:
         """Returns an atom with the same value. If devices may exchange the value, it is known only after that many loops."""
         if self._loops_before(atom) >= loops or self._is_whole(atom) or not _may_be_exchanged(atom.aval):
             return atom
@@ -174,22 +213,33 @@ class _InOrder:
                 # Without this, XLA may exchange an input before it reads the token.
                 return lax.with_sharding_constraint(held, self._inputs[atom]) if atom in self._inputs else held
 
-            (self._held[atom, loops],) = self.found.call(hold, atom, self._token)
+            (self._held[atom, loops],) = self._found.call(hold, atom, self.token, within=stack)
             self._after[self._held[atom, loops]] = loops
         return self._held[atom, loops]
+
+
+def _is_loop(eqn: core.JaxprEqn) -> bool:
+    """Returns True for loops, and for conditions with loops. A loop mapped over rows doesn't count: JAX lowers it differently."""
+    match eqn.primitive.name:
+        case "scan":
+            return True
+        case "while":
+            return not eqn.params["cond_jaxpr"].out_avals[0].shape
+        case "cond":
+            return any(_has_loop(branch.jaxpr) for branch in eqn.params["branches"])
+    return False
 
 
 def _has_loop(jaxpr: core.Jaxpr) -> bool:
     """Returns True if a program runs a loop, itself or in a call."""
     return any(
-        eqn.primitive.name in _LOOPS or (eqn.primitive.name in CALLS | REMAT and _has_loop(called(eqn)[0]))
-        for eqn in jaxpr.eqns
+        _is_loop(eqn) or (eqn.primitive.name in CALLS | REMAT and _has_loop(called(eqn)[0])) for eqn in jaxpr.eqns
     )
 
 
 def _with_loops_before(eqns: Sequence[core.JaxprEqn]) -> list[tuple[int, core.JaxprEqn]]:
     """Returns the equations in order, each with the number of loops that it comes after."""
-    loops = [index for index, eqn in enumerate(eqns) if eqn.primitive.name in _LOOPS]
+    loops = [index for index, eqn in enumerate(eqns) if _is_loop(eqn)]
     number = {index: position for position, index in enumerate(loops)}
     needed: dict[_Atom, int] = {}  # of each variable: the first loop that needs it
     found = []
@@ -206,35 +256,57 @@ def _with_loops_before(eqns: Sequence[core.JaxprEqn]) -> list[tuple[int, core.Ja
 
 def _may_be_exchanged(aval: Any) -> bool:
     """Returns True for arrays in the devices' memory, not for scalars and PRNG keys."""
-    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
-    return bool(aval.shape) and not is_key and getattr(aval, "memory_space", None) != jax.memory.Space.Host
+    if not getattr(aval, "shape", ()) or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        return False
+    return bool(getattr(aval, "memory_space", None) != jax.memory.Space.Host)
 
 
-def _num_constants(loop: core.JaxprEqn) -> int:
-    """Returns the number of a loop's constants, its first operands."""
-    params = loop.params
-    return scan_sizes(params)[0] if loop.primitive.name == "scan" else params["cond_nconsts"] + params["body_nconsts"]
+def _num_held(loop: core.JaxprEqn) -> int:
+    """Returns the number of a loop's first operands that come after the loop before it: all but a scan's slices."""
+    return sum(scan_sizes(loop.params)) if loop.primitive.name == "scan" else len(loop.invars)
 
 
 def _with_token(eqn: core.JaxprEqn, token: jax.Array, *arrays: Any) -> list[Any]:
-    """Runs a loop that carries `token`. Returns the token after the loop, and the loop's results."""
-    params, consts = eqn.params, arrays[: _num_constants(eqn)]
-    if eqn.primitive.name == "scan":
-        num_carry = scan_sizes(params)[1]
-        carry, slices = arrays[len(consts) :][:num_carry], arrays[len(consts) + num_carry :]
-        body = core.jaxpr_as_fun(ordered(params["jaxpr"]))
+    """Runs a loop that carries `token`, or a condition. Returns the token after it, and its results."""
+    params = eqn.params
 
-        def step(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            found = list(body(*consts, *carried[1:], *slices))
-            return [jnp.cos(carried[0]), *found[:num_carry]], found[num_carry:]
+    def carrying(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
+        """Returns a function of (token, arguments) that returns [token, *results]."""
+        if closed.jaxpr.effects:
+            return lambda token, *arguments: [jnp.cos(token), *core.jaxpr_as_fun(closed)(*arguments)]
+        run: Callable[..., list[Any]] = core.jaxpr_as_fun(_rewritten(closed, has_token=True))
+        return run
 
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        carried, stacked = lax.scan(step, [token, *carry], list(slices), **options)
-        return [*carried, *stacked]
-    of_cond, of_body = consts[: params["cond_nconsts"]], consts[params["cond_nconsts"] :]
-    cond, body = (core.jaxpr_as_fun(ordered(params[name])) for name in ("cond_jaxpr", "body_jaxpr"))
-    return lax.while_loop(
-        lambda carried: next(iter(cond(*of_cond, *carried[1:]))),
-        lambda carried: [jnp.cos(carried[0]), *body(*of_body, *carried[1:])],
-        [token, *arrays[len(consts) :]],
-    )
+    with eqn.ctx.manager:
+        match eqn.primitive.name:
+            case "scan":
+                return _scan_with_token(params, carrying(params["jaxpr"]), token, arrays)
+            case "cond":
+                index, *operands = arrays
+                found: list[Any] = lax.switch(index, [carrying(b) for b in params["branches"]], token, *operands)
+                return found
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    of_cond, of_body, carry = arrays[:num_cond], arrays[num_cond:][:num_body], arrays[num_cond + num_body :]
+    cond, body = core.jaxpr_as_fun(params["cond_jaxpr"]), carrying(params["body_jaxpr"])
+    with eqn.ctx.manager:
+        return lax.while_loop(
+            lambda carried: next(iter(cond(*of_cond, *carried[1:]))),
+            lambda carried: list(body(carried[0], *of_body, *carried[1:])),
+            [token, *carry],
+        )
+
+
+def _scan_with_token(
+    params: Mapping[str, Any], body: Callable[..., list[Any]], token: jax.Array, arrays: Sequence[Any]
+) -> list[Any]:
+    """Runs a scan with the parameters `params` of its equation and a body that takes and returns a token first."""
+    num_consts, num_carry = scan_sizes(params)
+    consts, carry, slices = arrays[:num_consts], arrays[num_consts:][:num_carry], arrays[num_consts + num_carry :]
+
+    def step(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        found = list(body(carried[0], *consts, *carried[1:], *slices))
+        return found[: 1 + num_carry], found[1 + num_carry :]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carried, stacked = lax.scan(step, [token, *carry], list(slices), **options)
+    return [*carried, *stacked]
