@@ -18,9 +18,8 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.sharding import PartitionSpec
 
-from spmd_trainer.sharding.even_program import source_of
 from spmd_trainer.sharding.even_rules import bind
-from spmd_trainer.sharding.jaxprs import CALLS, REMAT, scan_sizes
+from spmd_trainer.sharding.jaxprs import CALLS, REMAT, scan_sizes, source_of
 
 PyTree: TypeAlias = Any
 # (a value, the name of the primitive that made it or '') -> an array whose shape depends on neither, or None.

@@ -16,17 +16,15 @@ operations wrongly even on even arrays (windows, grouped convolutions, strided s
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend
 from jax import lax
-from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd_trainer.sharding import even_indexing, even_products, even_rules, exchange_order
@@ -43,7 +41,7 @@ from spmd_trainer.sharding.constraints import (
 )
 from spmd_trainer.sharding.even_rules import Rule, bind, without_padding
 from spmd_trainer.sharding.even_values import PUT_BACK, SLICE_OFF, Pins, Shape, Value, agreed_axes, padded_sizes
-from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, scan_sizes
+from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, scan_sizes, source_of
 from spmd_trainer.sharding.specs import PyTree, mesh_shape_of
 
 _RULES: dict[str, Rule] = {**even_rules.RULES, **even_indexing.RULES}
@@ -384,11 +382,3 @@ def _is_unsafe(name: str, params: Mapping[str, Any]) -> bool:
     if name == "pad":
         return any(interior for _, _, interior in params["padding_config"])
     return name.startswith("reduce_window") or name.startswith("select_and_")
-
-
-@contextlib.contextmanager
-def source_of(eqn: Any) -> Iterator[None]:
-    """Gives operations that are traced inside the name stack and source line of `eqn`."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield

@@ -4,13 +4,14 @@ XLA's CPU runtime starts whatever has its inputs. If a loop and an exchange besi
 wait in the loop and another in the exchange, forever (`docs/partitioner_faults.md`). Exchanges only appear when XLA divides the
 program. So every operation that XLA may divide is made to need the loop before it:
 
-- An operation that a loop needs comes before the first such loop. All others come after the last loop.
+- An operation that a loop needs comes before the first such loop, and after the loops before that one. All others come after the
+  last loop.
 - Each loop carries a number besides its own values, the token, which the next loop starts from. A condition whose branches have
   loops counts as a loop.
 - An operation after a loop reads its inputs through a condition on the loop's token. Elementwise operations don't: they need no
-  exchange if their operands are divided in the same way.
+  exchange if their operands are divided in the same way. Nor do a loop's slices: it takes them one by one.
 
-Left as they are: programs with side effects, whose order matters too, and loops inside a `jax.shard_map`.
+`docs/limits.md` has what stays unordered. Programs with side effects stay as they are, because their order matters too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from spmd_trainer.sharding.even_rules import ELEMENTWISE
-from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, scan_sizes
+from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, live, scan_sizes, source_of
 
 _Atom: TypeAlias = core.Var | core.Literal
 
@@ -43,7 +44,7 @@ def ordered(
     """
     if closed.jaxpr.effects or not _has_loop(closed.jaxpr):
         return closed
-    return _rewritten(closed, shardings, num_variables)
+    return _rewritten(live(closed), shardings, num_variables)
 
 
 def _rewritten(
@@ -58,7 +59,7 @@ def _rewritten(
     results = flat.add(closed, arguments)
     (token,) = found.call(lambda: jnp.zeros(()))
     own = [core.Var(token.aval)] if has_token else []
-    new = _InOrder(found, flat.constants, dict(zip(arguments, shardings, strict=False)), arguments[:num_variables])
+    new = _InOrder(found, flat.constants, dict(zip(arguments, shardings, strict=False)), num_variables)
     new.token = own[0] if own else token
     for loops, eqn in _with_loops_before(flat.eqns):
         new.add(eqn, loops)
@@ -109,6 +110,8 @@ class _Equations:
                     operands = self._barrier(operands, eqn.params["prevent_cse"])
                 results = self.add(core.ClosedJaxpr(*called(eqn)), operands, stack.extend("checkpoint"))
             elif name in CALLS and _has_loop(called(eqn)[0]):
+                if "name" in eqn.params:
+                    stack = stack.extend(f"jit({eqn.params['name']})")
                 results = self.add(core.ClosedJaxpr(*called(eqn)), operands, stack)
             else:
                 results = [core.Var(var.aval) for var in eqn.outvars]
@@ -139,8 +142,8 @@ class _InOrder:
     Args:
       found: the equations of the new program.
       constants: the program's constants.
-      split: shardings of arguments.
-      variables: the arguments that are variables.
+      split: shardings of the first arguments.
+      num_variables: how many of them are variables.
     """
 
     token: _Atom
@@ -150,16 +153,15 @@ class _InOrder:
         found: _Equations,
         constants: Mapping[core.Var, Any],
         split: Mapping[core.Var, NamedSharding],
-        variables: Sequence[core.Var],
+        num_variables: int,
     ):
         self._found = found
-        self._inputs = {var: sharding for var, sharding in split.items() if var not in variables}
-        self._whole: set[_Atom] = {
-            *constants,
-            *(var for var, sharding in split.items() if sharding.is_fully_replicated),
-        }
+        # A constraint on a variable could change the order of its axes (`constraints.computable`), which is an exchange.
+        self._inputs: dict[_Atom, NamedSharding] = dict([*split.items()][num_variables:])
+        self._whole: set[_Atom] = {*constants, *(var for var, over in split.items() if over.is_fully_replicated)}
         self._after: dict[_Atom, int] = {}  # the number of loops that a variable comes after, if any
         self._held: dict[tuple[_Atom, int], _Atom] = {}
+        self._holds: dict[tuple[Any, NamedSharding | None], core.ClosedJaxpr] = {}  # traced `_hold`
         self._new: dict[_Atom, _Atom] = {}  # results of loops, by their variables before
 
     def result(self, atom: _Atom) -> _Atom:
@@ -179,8 +181,7 @@ class _InOrder:
             # XLA may exchange constants and first values before the loop. It removes the token if nothing needs it later.
             held = _num_held(eqn)
             operands = [self._read(atom, loops, stack) if n < held else atom for n, atom in enumerate(operands)]
-            run = functools.partial(_with_token, eqn)
-            self.token, *results = self._found.call(run, self.token, *operands, within=stack)
+            self.token, *results = self._found.call(functools.partial(_with_token, eqn), self.token, *operands)
             self._new.update(zip(eqn.outvars, results, strict=True))
             self._add_results(results, loops + 1)
             return
@@ -206,27 +207,36 @@ class _InOrder:
         if self._loops_before(atom) >= loops or self._is_whole(atom) or not _may_be_exchanged(atom.aval):
             return atom
         if (atom, loops) not in self._held:
-
-            def hold(array: jax.Array, token: jax.Array) -> jax.Array:
-                # XLA doesn't know that a cosine doesn't exceed 1.
-                held = jnp.where(token > 1, jnp.zeros((), array.dtype), array)
-                # Without this, XLA may exchange an input before it reads the token.
-                return lax.with_sharding_constraint(held, self._inputs[atom]) if atom in self._inputs else held
-
-            (self._held[atom, loops],) = self._found.call(hold, atom, self.token, within=stack)
+            key = (atom.aval, self._inputs.get(atom))
+            if key not in self._holds:
+                self._holds[key] = jax.make_jaxpr(functools.partial(_hold, sharding=key[1]))(atom.aval, self.token.aval)
+            (self._held[atom, loops],) = self._found.add(self._holds[key], [atom, self.token], stack)
             self._after[self._held[atom, loops]] = loops
         return self._held[atom, loops]
 
 
+def _hold(array: jax.Array, token: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    """Returns `array`, which is known only when `token` is."""
+    # XLA doesn't know that a cosine doesn't exceed 1.
+    held = lax.select(token > 1, jnp.zeros_like(array), array)
+    # Without this, XLA may exchange an input before it reads the token.
+    return held if sharding is None else lax.with_sharding_constraint(held, sharding)
+
+
 def _is_loop(eqn: core.JaxprEqn) -> bool:
-    """Returns True for loops, and for conditions with loops. A loop mapped over rows doesn't count: JAX lowers it differently."""
+    """Returns True for loops, and for conditions with loops.
+
+    Loops mapped over rows and choices of a platform don't count, because they can't be written again with a token: JAX makes them
+    in ways that it doesn't offer to others.
+    """
+    params = eqn.params
     match eqn.primitive.name:
         case "scan":
             return True
         case "while":
-            return not eqn.params["cond_jaxpr"].out_avals[0].shape
+            return not params["cond_jaxpr"].out_avals[0].shape
         case "cond":
-            return any(_has_loop(branch.jaxpr) for branch in eqn.params["branches"])
+            return not params.get("branches_platforms") and any(_has_loop(b.jaxpr) for b in params["branches"])
     return False
 
 
@@ -268,32 +278,22 @@ def _num_held(loop: core.JaxprEqn) -> int:
 
 def _with_token(eqn: core.JaxprEqn, token: jax.Array, *arrays: Any) -> list[Any]:
     """Runs a loop that carries `token`, or a condition. Returns the token after it, and its results."""
-    params = eqn.params
 
     def carrying(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
         """Returns a function of (token, arguments) that returns [token, *results]."""
-        if closed.jaxpr.effects:
-            return lambda token, *arguments: [jnp.cos(token), *core.jaxpr_as_fun(closed)(*arguments)]
         run: Callable[..., list[Any]] = core.jaxpr_as_fun(_rewritten(closed, has_token=True))
         return run
 
-    with eqn.ctx.manager:
+    params = eqn.params
+    with source_of(eqn):
         match eqn.primitive.name:
             case "scan":
                 return _scan_with_token(params, carrying(params["jaxpr"]), token, arrays)
-            case "cond":
-                index, *operands = arrays
-                found: list[Any] = lax.switch(index, [carrying(b) for b in params["branches"]], token, *operands)
-                return found
-    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    of_cond, of_body, carry = arrays[:num_cond], arrays[num_cond:][:num_body], arrays[num_cond + num_body :]
-    cond, body = core.jaxpr_as_fun(params["cond_jaxpr"]), carrying(params["body_jaxpr"])
-    with eqn.ctx.manager:
-        return lax.while_loop(
-            lambda carried: next(iter(cond(*of_cond, *carried[1:]))),
-            lambda carried: list(body(carried[0], *of_body, *carried[1:])),
-            [token, *carry],
-        )
+            case "while":
+                return _while_with_token(params, carrying(params["body_jaxpr"]), token, arrays)
+        index, *operands = arrays
+        found: list[Any] = lax.switch(index, [carrying(branch) for branch in params["branches"]], token, *operands)
+        return found
 
 
 def _scan_with_token(
@@ -304,9 +304,24 @@ def _scan_with_token(
     consts, carry, slices = arrays[:num_consts], arrays[num_consts:][:num_carry], arrays[num_consts + num_carry :]
 
     def step(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        found = list(body(carried[0], *consts, *carried[1:], *slices))
+        found = body(carried[0], *consts, *carried[1:], *slices)
         return found[: 1 + num_carry], found[1 + num_carry :]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carried, stacked = lax.scan(step, [token, *carry], list(slices), **options)
+    carried, stacked = lax.scan(step, [token, *carry], slices, **options)
     return [*carried, *stacked]
+
+
+def _while_with_token(
+    params: Mapping[str, Any], body: Callable[..., list[Any]], token: jax.Array, arrays: Sequence[Any]
+) -> list[Any]:
+    """Runs a loop of unknown length; arguments as in `_scan_with_token`."""
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    of_cond, of_body, carry = arrays[:num_cond], arrays[num_cond:][:num_body], arrays[num_cond + num_body :]
+    cond: Callable[..., list[Any]] = core.jaxpr_as_fun(params["cond_jaxpr"])
+    found: list[Any] = lax.while_loop(
+        lambda carried: cond(*of_cond, *carried[1:])[0],
+        lambda carried: body(carried[0], *of_body, *carried[1:]),
+        [token, *carry],
+    )
+    return found

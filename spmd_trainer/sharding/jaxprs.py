@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.interpreters.partial_eval
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 # Operations that run a program on their own arguments; the latter have derivatives of their own.
 PLAIN_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
@@ -66,3 +66,11 @@ def equations(jaxpr: core.Jaxpr, skipped: Collection[str] = ()) -> Iterator[core
         if eqn.primitive.name not in skipped:
             for inner in core.jaxprs_in_params(eqn.params):
                 yield from equations(inner, skipped)
+
+
+@contextlib.contextmanager
+def source_of(eqn: Any) -> Iterator[None]:
+    """Gives operations that are traced inside the name stack and source line of `eqn`."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield

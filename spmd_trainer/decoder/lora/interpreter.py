@@ -19,9 +19,8 @@ from jax import lax
 from spmd_trainer.decoder.lora import adapted_weight, products
 from spmd_trainer.decoder.lora.adapted_weight import AdaptedWeight
 from spmd_trainer.errors import UserError
-from spmd_trainer.sharding.even_program import source_of
 from spmd_trainer.sharding.even_rules import bind
-from spmd_trainer.sharding.jaxprs import PLAIN_CALLS, REMAT, called, equations, scan_sizes
+from spmd_trainer.sharding.jaxprs import PLAIN_CALLS, REMAT, called, equations, scan_sizes, source_of
 from spmd_trainer.step import tracked_dims as dims
 from spmd_trainer.step.matrix_uses import GROUPED
 
