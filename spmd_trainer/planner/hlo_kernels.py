@@ -99,9 +99,11 @@ def share_of_rows(instruction: Instruction, shapes: Sequence[str]) -> float:
 
     Its matrices are the arrays with two dimensions. They have the rows in common, as one of their dimensions.
     """
+    if not (rows := _rows_of_part(instruction)):
+        return 1.0
     matrices = [set(array) for array in _float_arrays((instruction.shape, *shapes)) if len(array) == 2]
-    rows, in_common = _rows_of_part(instruction), set[int]().union(*matrices[:1]).intersection(*matrices[1:])
-    return min(1.0, rows / max(in_common)) if rows and in_common else 1.0
+    in_common = set[int]().union(*matrices[:1]).intersection(*matrices[1:])
+    return min(1.0, rows / max(in_common)) if in_common else 1.0
 
 
 def _rows_of_part(instruction: Instruction) -> int:

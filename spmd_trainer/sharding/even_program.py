@@ -53,7 +53,7 @@ def evenly(
     report: Callable[[list[str], list[str]], None] | None = None,
     specs: Sequence[PartitionSpec] = (),
     returns_variables: bool = False,
-    shardings: Sequence[NamedSharding] = (),
+    others: Sequence[NamedSharding] = (),
 ) -> Callable[..., PyTree]:
     """Returns a version of `fn` in which XLA sees only evenly divided arrays; see the module. Call it under `jax.jit`.
 
@@ -64,14 +64,15 @@ def evenly(
         in these constraints that its axes don't divide, and for each dimension that a constraint can't split.
       specs: PartitionSpecs of the first arrays of the arguments, the variables. The axes of constraints are ordered to suit them.
       returns_variables: True if the results begin with the new values of the same variables.
-      shardings: of the first arrays of the arguments. On host devices they tell what is exchanged (see `exchange_order`).
+      others: shardings of the arrays after the variables. On host devices they tell what is exchanged (see `exchange_order`).
     """
 
     @functools.wraps(fn)  # keeps the argument names of the compiled program
     def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        arrays, own = jax.tree.leaves(args), own_constraints(closed.jaxpr)
+        arrays, own = jax.tree.leaves(args), {} if report is None else own_constraints(closed.jaxpr)
         if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+            shardings = [*(NamedSharding(mesh, spec) for spec in specs), *others]
             closed = exchange_order.ordered(closed, shardings, len(specs))
         constraints = [
             sharding.spec for _, sharding in constraints_of(closed.jaxpr) if isinstance(sharding, NamedSharding)

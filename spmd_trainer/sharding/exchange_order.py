@@ -27,6 +27,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from spmd_trainer.sharding.even_rules import ELEMENTWISE
+from spmd_trainer.sharding.host_devices import known_after
 from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, live, scan_sizes, source_of
 
 _Atom: TypeAlias = core.Var | core.Literal
@@ -57,10 +58,9 @@ def _rewritten(
     """Returns the program in order. `has_token`: its first argument and its first result are the token before and after it."""
     arguments, flat, found = [core.Var(var.aval) for var in closed.jaxpr.invars], _Equations(), _Equations()
     results = flat.add(closed, arguments)
-    (token,) = found.call(lambda: jnp.zeros(()))
-    own = [core.Var(token.aval)] if has_token else []
-    new = _InOrder(found, flat.constants, dict(zip(arguments, shardings, strict=False)), num_variables)
-    new.token = own[0] if own else token
+    own = [core.Var(jax.typeof(jnp.zeros(())))] if has_token else []
+    (token,) = own or found.call(lambda: jnp.zeros(()))
+    new = _InOrder(found, token, flat.constants, dict(zip(arguments, shardings, strict=False)), num_variables)
     for loops, eqn in _with_loops_before(flat.eqns):
         new.add(eqn, loops)
     outvars = [new.result(atom) for atom in results]
@@ -121,9 +121,9 @@ class _Equations:
             known.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in closed.jaxpr.outvars]
 
-    def call(self, fn: Callable[..., Any], *operands: _Atom, within: Any = None) -> list[_Atom]:
-        """Adds the equations of a function of arrays. Returns its results. `within`: the name stack to add them to."""
-        return self.add(jax.make_jaxpr(fn)(*(atom.aval for atom in operands)), operands, within)
+    def call(self, fn: Callable[..., Any], *operands: _Atom) -> list[_Atom]:
+        """Adds the equations of a function of arrays. Returns its results."""
+        return self.add(jax.make_jaxpr(fn)(*(atom.aval for atom in operands)), operands)
 
     def _barrier(self, operands: Sequence[_Atom], prevent_cse: bool | Sequence[bool]) -> list[_Atom]:
         """Keeps XLA from reusing results of the forward pass for a rematerialised part. Returns the part's arguments."""
@@ -136,26 +136,24 @@ class _Equations:
 class _InOrder:
     """Adds equations in order to `found`.
 
-    Attributes:
-      token: the token after the loops that were added.
-
     Args:
       found: the equations of the new program.
+      token: the token before its loops.
       constants: the program's constants.
       split: shardings of the first arguments.
       num_variables: how many of them are variables.
     """
 
-    token: _Atom
-
     def __init__(
         self,
         found: _Equations,
+        token: _Atom,
         constants: Mapping[core.Var, Any],
         split: Mapping[core.Var, NamedSharding],
         num_variables: int,
     ):
         self._found = found
+        self.token = token  # after the loops that were added
         # A constraint on a variable could change the order of its axes (`constraints.computable`), which is an exchange.
         self._inputs: dict[_Atom, NamedSharding] = dict([*split.items()][num_variables:])
         self._whole: set[_Atom] = {*constants, *(var for var, over in split.items() if over.is_fully_replicated)}
@@ -217,8 +215,7 @@ class _InOrder:
 
 def _hold(array: jax.Array, token: jax.Array, sharding: NamedSharding | None) -> jax.Array:
     """Returns `array`, which is known only when `token` is."""
-    # XLA doesn't know that a cosine doesn't exceed 1.
-    held = lax.select(token > 1, jnp.zeros_like(array), array)
+    held = known_after(token > 1, array)  # XLA doesn't know that a cosine doesn't exceed 1
     # Without this, XLA may exchange an input before it reads the token.
     return held if sharding is None else lax.with_sharding_constraint(held, sharding)
 

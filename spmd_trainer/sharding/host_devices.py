@@ -48,8 +48,13 @@ def hold_until_known(earlier: Sequence[jax.Array], *later: jax.Array) -> tuple[j
     if not _on_host_devices():
         return later
     known = sum(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()).astype(jnp.float32) for x in earlier)
-    never = lax.stop_gradient(known) < -jnp.inf  # XLA doesn't know that it is False
-    return tuple(jnp.where(never, jnp.zeros_like(x), x) for x in later)
+    never = jnp.less(lax.stop_gradient(known), -jnp.inf)  # XLA doesn't know that it is False
+    return tuple(known_after(never, x) for x in later)
+
+
+def known_after(never: jax.Array, array: jax.Array) -> jax.Array:
+    """Returns `array`, which is known only when `never` is: a bool scalar that is False, which XLA must not know."""
+    return lax.select(never, jnp.zeros_like(array), array)
 
 
 def _on_host_devices() -> bool:

@@ -114,7 +114,7 @@ def compile_step(
             None if is_eval else _recommend_verify,
             [x.spec for x in jax.tree.leaves(layout.shardings)],
             returns_variables=not is_eval,
-            shardings=jax.tree.leaves(in_shardings),
+            others=jax.tree.leaves(in_shardings[1:]),
         ),
         in_shardings=in_shardings,
         out_shardings=(None if is_eval else layout.shardings, replicated),
