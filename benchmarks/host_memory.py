@@ -36,7 +36,7 @@ def compiled_step(case: argparse.Namespace, devices: Any, **fields: Any) -> tupl
         NUM_LAYERS = case.layers
         MODEL_DIMS, HIDDEN_DIMS = case.width, 4 * case.width
         NUM_HEADS = NUM_KV_HEADS = case.width // 128
-        DIMS_PER_HEAD = 128
+        HEAD_DIMS = 128
         VOCAB_SIZE = case.vocab
         ICI_MESH_SHAPE = (1, len(devices), 1)
 

@@ -7,7 +7,7 @@
 The experiment is `lm.cloud.LmCloudSpmd`, as paxml publishes it, in a small size, on 8 host devices, mesh (replica, data, mdl) =
 (1, 4, 2). Its choices are the fields of `pax_baseline.Choices`. --breakdown drops one choice after the other from the
 hand-written program, down to a lean one. On host devices it reports the CPU time of a step; programs take turns. With --topology
-it compiles a larger size for these chips, and reports FLOPs and bytes moved by `analysis.hlo_costs`, which counts a loop's body
+it compiles a larger size for these chips, and reports FLOPs and bytes moved by `planner.hlo_costs`, which counts a loop's body
 as often as it runs.
 """
 

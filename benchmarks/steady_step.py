@@ -2,7 +2,7 @@
 
     python -m benchmarks.steady_step [--processes 7] [--rounds 5] [--steps 25] [--json FILE]
 
-`programs.train.train` runs `speed_lm.SpeedLm` as in a real job (compiled step, prefetcher, packing, reports, summaries), and
+`training.train.train` runs `speed_lm.SpeedLm` as in a real job (compiled step, prefetcher, packing, reports, summaries), and
 `baseline_lm.Baseline` runs the same model. Both run in one process and take turns of --steps steps, in random order; the devices
 are idle at the end of each turn. The ratio varies by a few hundredths between processes, so several processes measure one
 after another, and the median is over the rounds of all of them.

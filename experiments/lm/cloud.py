@@ -34,8 +34,9 @@ def rows_per_process(global_batch_size: int) -> int:
     processes = jax.process_count()
     if global_batch_size % processes:
         raise UserError(
-            f"a global batch of {global_batch_size} rows can't be divided among {processes} processes; change "
-            "PERCORE_BATCH_SIZE"
+            f"a global batch of {global_batch_size} rows can't be divided among {processes} processes; the next that can has "
+            f"{-(-global_batch_size // processes) * processes} rows: set the experiment's PERCORE_BATCH_SIZE, GLOBAL_BATCH_SIZE "
+            "or ROWS, whichever it has"
         )
     return global_batch_size // processes
 

@@ -503,6 +503,7 @@ def gather_params(key):
         ({"rank": 0}, "rank is 0; it must be an integer of at least 1"),
         ({"alpha": -1}, "alpha is -1; it must be a positive number"),
         ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and less than 1"),
+        ({"dropout": "0.1"}, "dropout is '0.1'; it must be at least 0 and less than 1"),
         ({"dtype": jnp.int32}, "must be a dtype of floats"),
         ({"adapters": ["x", "x"]}, "give a list of different names"),
         ({"adapters": "poet"}, "adapters is 'poet'; give a list of different names"),

@@ -64,6 +64,11 @@ def moe(**fields):
             {"global_heads": Config(HeadSpec, num_kv_heads=4, head_dims=8)},
             "global_heads.num_kv_heads=4 does not divide",
         ),
+        ({"global_heads": Config(HeadSpec, num_kv_heads=2, head_dims=7)}, "head_dims=7 is odd; rotary embeddings"),
+        (
+            {"global_heads": Config(HeadSpec, num_kv_heads=2, head_dims=4), "rotary_dims": 6, "head_dims": 8},
+            "rotary_dims=6; give an even number up to head_dims=4, or 0 for all",
+        ),
         ({"mtp_layers": 1.5}, "mtp_layers=1.5; give a whole number of 0 or more"),
         ({"mtp_layers": 1, "mtp_weight": 0.0}, "mtp_weight=0.0; give a number above 0"),
         ({"moe": moe(every=3)}, "moe.dense_layers=0, moe.every=3; num_layers=2 leaves no layer with experts"),

@@ -203,6 +203,7 @@ def test_rows_that_fill_the_batch_are_not_continued():
         ({"stop": ("",)}, r"stop=\('',\); give a tuple of non-empty texts"),
         ({"eos_ids": (VOCAB,)}, r"eos_ids=\(100,\); give a tuple of tokens from 0 to 99"),
         ({"eos_ids": 2}, r"eos_ids=2; give a tuple of tokens from 0 to 99"),
+        ({"eos_ids": 0}, r"eos_ids=0; give a tuple of tokens from 0 to 99"),
         ({"pad_id": -1}, r"pad_id=-1; give a token from 0 to 99"),
         ({"num_samples": 2}, r"num_samples=2; greedy samples are all the same"),
         ({"max_tokens": 0}, r"max_tokens=0; set it to a whole number, 1 or more"),

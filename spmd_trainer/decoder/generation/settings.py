@@ -106,7 +106,7 @@ class GenerationSettings:
             raise _wrong(
                 "num_samples", self.num_samples, "greedy samples are all the same: set temperature above 0 too"
             )
-        for name, ids in (("eos_ids", self.eos_ids or ()), ("pad_id", (self.pad_id,))):
+        for name, ids in (("eos_ids", () if self.eos_ids is None else self.eos_ids), ("pad_id", (self.pad_id,))):
             if isinstance(ids, int) or not all(_is_id(token, vocab_size) for token in ids):
                 shown = ids if name == "eos_ids" else self.pad_id
                 kind = "a tuple of tokens" if name == "eos_ids" else "a token"

@@ -70,7 +70,7 @@ class Lora:
             raise UserError(f"task.lora.rank is {self.rank!r}; it must be an integer of at least 1, e.g. 8")
         if not (isinstance(self.alpha, int | float) and math.isfinite(self.alpha) and self.alpha > 0):
             raise UserError(f"task.lora.alpha is {self.alpha!r}; it must be a positive number, e.g. {2 * self.rank}")
-        if not 0 <= self.dropout < 1:
+        if not (isinstance(self.dropout, int | float) and 0 <= self.dropout < 1):
             raise UserError(f"task.lora.dropout is {self.dropout!r}; it must be at least 0 and less than 1")
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise UserError(f"task.lora.dtype is {self.dtype!r}; it must be a dtype of floats, e.g. float32")
