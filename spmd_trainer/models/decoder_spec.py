@@ -342,7 +342,9 @@ class DecoderSpec:
             found += not_one_of("unrotated_kinds has a kind", kind, LAYER_KINDS[:-1])
         if self.positions == "learned":
             if self.unrotated_kinds or self.query_key_norm == "unit":
-                found.append("unrotated_kinds and query_key_norm='unit' need rotary embeddings, but positions='learned'")
+                found.append(
+                    "unrotated_kinds and query_key_norm='unit' need rotary embeddings, but positions='learned'"
+                )
             return found + not_positive(self, ["max_positions"])
         if self.temperature is not None and not {*self.unrotated_kinds} & {*self.layer_pattern}:
             found.append(
@@ -354,7 +356,9 @@ class DecoderSpec:
             if not self.rotary_dims and width % 2:
                 found.append(f"head_dims={width} is odd; rotary embeddings need an even width")
             if self.rotary_dims % 2 or not 0 <= self.rotary_dims <= width:
-                found.append(f"rotary_dims={self.rotary_dims}; give an even number up to head_dims={width}, or 0 for all")
+                found.append(
+                    f"rotary_dims={self.rotary_dims}; give an even number up to head_dims={width}, or 0 for all"
+                )
         if self.local_rotary_base is not None and not self.local_rotary_base > 0:
             found.append(f"local_rotary_base={self.local_rotary_base}; give a number above 0, or None")
         return found

@@ -149,28 +149,6 @@ def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.sta
         )
 
 
-def update_stored(
-    learner: Learner, grads: PyTree, stored: PyTree, old_vars: PyTree, var_weight_hparams: PyTree, step: jax.Array
-) -> tuple[PyTree, PyTree]:
-    """As `Learner.update_states`, for the state in its stored form between steps: `opt_state_dtypes.stored`, in any memory.
-
-    Args:
-      learner: the learner.
-      grads, old_vars, var_weight_hparams: as in `Learner.update_states`.
-      stored: the stored optimizer state; arrays in host memory are `HostPart`s.
-      step: uint32 scalar, the number of the training step.
-
-    Returns:
-      The updates, and the new state in its stored form.
-    """
-
-    def run(grads: PyTree, mdl_vars: PyTree, hparams: PyTree, valid: jax.Array) -> tuple[PyTree, PyTree]:
-        dtypes = opt_state_dtypes.kept_dtypes(learner, learner.get_grad_tx(hparams).init, mdl_vars)
-        return _update(_Kept(learner, dtypes, step, valid), grads, stored, mdl_vars, hparams)
-
-    return learner.update_by(run, grads, old_vars, var_weight_hparams)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Kept:
     """An optimizer update on states in their stored form.
@@ -178,13 +156,11 @@ class _Kept:
     Attributes:
       learner: the learner.
       dtypes: `opt_state_dtypes.kept_dtypes` of the whole state.
-      step: uint32 scalar, the number of the training step.
       valid: bool scalar; False skips the step: updates are zero and the state does not change.
     """
 
     learner: Learner
     dtypes: Mapping[str, str]
-    step: jax.Array
     valid: jax.Array
 
     def update(
@@ -194,22 +170,25 @@ class _Kept:
         loaded = opt_state_dtypes.loaded(self.dtypes, states, row)
         updates, new = tx.update(grads, loaded, mdl_vars)
         updates, new = self.learner.if_valid(self.valid, updates, new, loaded)
-        return updates, opt_state_dtypes.stored(self.dtypes, new, self.step, row)
+        return updates, opt_state_dtypes.stored(self.dtypes, new, row)
 
 
-def _update(kept: _Kept, grads: PyTree, states: PyTree, mdl_vars: PyTree, hparams: PyTree) -> tuple[PyTree, PyTree]:
-    """Runs the optimizer on stored states, part by part.
+def update(
+    learner: Learner, grads: PyTree, states: PyTree, mdl_vars: PyTree, hparams: PyTree, valid: jax.Array
+) -> tuple[PyTree, PyTree]:
+    """Runs the optimizer on a state in its stored form (`opt_state_dtypes.stored`), in any memory, part by part.
 
     Args:
-      kept: the learner and the stored form of its states.
+      learner: the learner.
       grads: clipped gradients.
       states: the stored optimizer state, with `HostPart`s.
       mdl_vars, hparams: the variables and their WeightHParams, in the structure of `grads`.
+      valid: bool scalar; False skips the step.
 
     Returns:
       The updates, in the structure of `grads`, and the new stored state.
     """
-    learner = kept.learner
+    kept = _Kept(learner, opt_state_dtypes.kept_dtypes(learner, learner.get_grad_tx(hparams).init, mdl_vars), valid)
     repeated = _repeated(learner, states, mdl_vars, hparams)
     updates, new_states = grads, dict(states) if repeated else states
     left = grads, mdl_vars, hparams

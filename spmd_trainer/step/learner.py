@@ -142,27 +142,14 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
 
         Args:
           grads: gradients, same structure, shapes and dtypes as `old_vars`.
-          states: the optimizer state.
+          states: the optimizer state as it is stored between steps; arrays in host memory are `HostPart`s.
           old_vars: the variables; those that are not trained are masked out.
           var_weight_hparams: their WeightHParams, same structure.
 
         Returns:
-          The updates to add, in the structure of `old_vars`, and the new optimizer state. In a skipped step the updates are
-          zero and the state does not change. If a variable is overwritten with its gradient, its update is the gradient.
-        """
-
-        def run(grads: Any, old_vars: Any, hparams: Any, valid: jax.Array) -> tuple[Any, Any]:
-            updates, new_states = self.get_grad_tx(hparams).update(grads, states, old_vars)
-            return self.if_valid(valid, updates, new_states, states)
-
-        return self.update_by(run, grads, old_vars, var_weight_hparams)
-
-    def update_by(self, run: Any, grads: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
-        """As `update_states`, but `run` replaces the optimizer.
-
-        Args:
-          run: (clipped gradients, variables, WeightHParams, bool scalar: the step is valid) -> (updates, new optimizer state).
-          grads, old_vars, var_weight_hparams: as in `update_states`.
+          The updates to add, in the structure of `old_vars`, and the new optimizer state, rounded for the step that
+          `opt_state_dtypes.rounding_for` was given. In a skipped step the updates are zero and the state does not change. If a
+          variable is overwritten with its gradient, its update is the gradient.
         """
         overwrites = jax.tree.map(base_layer.var_overwrite_with_gradient, var_weight_hparams)
         # A gradient that overwrites its variable (fp8 scales) must not reach the optimizer.
@@ -170,7 +157,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
             mask_out(tree, overwrites) for tree in (old_vars, var_weight_hparams, grads)
         )
         masked_grads, valid = self.scale_gradients(masked_grads)
-        updates, new_states = run(masked_grads, masked_vars, masked_hparams, valid)
+        updates, new_states = host_states.update(self, masked_grads, states, masked_vars, masked_hparams, valid)
         if self.grad_norm_summary:
             _summarize("learning/applied_grad_norm", global_norm(updates))
         return jax.tree.map(lambda o, raw, x: raw if o else x, overwrites, grads, updates), new_states

@@ -15,12 +15,14 @@ different levels if its float32 values differ in the last bit.)
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +50,7 @@ _PER_OCTAVE = 8
 _ROOTS = (2.0 ** (np.arange(_PER_OCTAVE) / _PER_OCTAVE)).astype(np.float32)
 # Parts of a state that are never negative, by praxis' and optax' names: they use the sign's bit for their range.
 _SECOND_MOMENTS = frozenset({"v", "vr", "vc", "nu", "nu_max", "v_row", "v_col", "sum_of_squares"})
+_step: contextvars.ContextVar[jax.Array | int] = contextvars.ContextVar("step", default=0)
 # Name of the state of moving averages.
 _AVERAGES = "ema"
 # Parts of `soap.Soap`: averages of products of gradients, and their eigenvectors.
@@ -143,13 +146,28 @@ def kept_dtypes(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTre
     return {path: dtype for path, dtype in found.items() if dtype != FLOAT32}
 
 
-def stored(dtypes: Mapping[str, str], state: PyTree, step: jax.Array | int, row: Row | None = None) -> PyTree:
-    """Returns an optimizer state in the form that is stored until the next step. Use under jit.
+@contextlib.contextmanager
+def rounding_for(step: jax.Array | int) -> Iterator[None]:
+    """Within the block, states are rounded with the random bits of a training step.
+
+    `Learner.update_states` has Pax's arguments, and the step is none of them.
+
+    Args:
+      step: uint32 scalar, the number of the step.
+    """
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def stored(dtypes: Mapping[str, str], state: PyTree, row: Row | None = None) -> PyTree:
+    """Returns an optimizer state in the form that is stored until the next step. Use under jit, and in `rounding_for`.
 
     Args:
       dtypes: `kept_dtypes` of the whole state.
       state: the state that the optimizer returned.
-      step: uint32 scalar, the number of the training step, for stochastic rounding.
       row: the layer to which `state` belongs, if it is the state of one layer of repeated layers. The result is bit-identical to
         this layer of the whole stored state.
     """
@@ -157,7 +175,7 @@ def stored(dtypes: Mapping[str, str], state: PyTree, step: jax.Array | int, row:
 
     def one(keys: tuple[Any, ...], x: jax.Array) -> jax.Array | Bytes:
         path = _whole_path(keys, row)
-        return encode(path, x, dtypes.get(path, FLOAT32), step, index)
+        return encode(path, x, dtypes.get(path, FLOAT32), _step.get(), index)
 
     return jax.tree_util.tree_map_with_path(one, state) if dtypes else state
 

@@ -19,7 +19,7 @@ from praxis import base_layer
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.models.base import ModuleModel
 from spmd_trainer.sharding.variables import path_str
-from spmd_trainer.step import activation_memory, host_states, load_balance, masks
+from spmd_trainer.step import activation_memory, load_balance, masks, opt_state_dtypes
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
 
@@ -250,7 +250,8 @@ def _learn(
     left_alone = jax.tree.map(lambda no_opt, no_grad: no_opt and no_grad, excluded_for_opt, excluded_for_grad)
     mdl_vars = masks.mask_out(seen_by_learner, left_alone)
     hparams = masks.mask_out(layout.var_weight_hparams, left_alone)
-    updates, opt_state = host_states.update_stored(learner, grads, state.opt_states[0], mdl_vars, hparams, state.step)
+    with opt_state_dtypes.rounding_for(state.step):
+        updates, opt_state = learner.update_states(grads, state.opt_states[0], mdl_vars, hparams)
     new_vars = learner.apply_gradient(mdl_vars, updates, hparams)
     new_vars = merge(excluded_for_grad, new_vars, seen_by_learner)
     new_vars = merge(masks.explicitly_excluded(layout.var_weight_hparams, learner), new_vars, state.mdl_vars)

@@ -90,7 +90,8 @@ def updated(in_host_memory, dtype, valid):
         sliced = sharding.slice_uneven(on_device, records, records)
         part = lambda v, x, whole: HostPart(whole, v, mesh) if v.memory_kind else x  # noqa: E731
         inside = jax.tree.map(part, records, sliced, state)
-        updates, new = host_states.update_stored(learner, grads, inside, mdl_vars, hparams, number)
+        with opt_state_dtypes.rounding_for(number):
+            updates, new = learner.update_states(grads, inside, mdl_vars, hparams)
         back = lambda v, x: x.array if isinstance(x, HostPart) else sharding.pad_uneven(x, v, v, mesh)  # noqa: E731
         return updates, jax.tree.map(back, records, new)
 

@@ -13,7 +13,7 @@ from spmd_trainer import tasks_lib
 from spmd_trainer.checkpointing import LOAD_ALL, Checkpointer, CheckpointLoadingRules, loading_rules
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.sharding.variables import path_str
-from spmd_trainer.step import host_states, opt_state_dtypes, state_layout
+from spmd_trainer.step import opt_state_dtypes, state_layout
 from spmd_trainer.step.opt_state_dtypes import Bytes
 from tests.facts import raises_naming
 from tests.step.test_partitioning import KEY, make_batch, make_partitioner, run_steps
@@ -158,7 +158,7 @@ def test_a_run_may_change_the_dtype_when_it_is_started_again(tmp_path, before, n
         dtypes = kept_dtypes(old)
         loaded = opt_state_dtypes.loaded(dtypes, old.layout.slice(state).opt_states[0])
         opt = jax.tree_util.tree_map_with_path(lambda keys, x: moments(keys, x) if x.ndim else x, loaded)
-        opt = opt_state_dtypes.stored(dtypes, opt, 0)
+        opt = opt_state_dtypes.stored(dtypes, opt)
         return old.layout.pad(old.layout.slice(state).replace(opt_states=[opt])), opt_state_dtypes.loaded(dtypes, opt)
 
     state, logical = filled(old.initialize_train_state(KEY))
@@ -220,9 +220,7 @@ def test_what_the_optimizer_itself_keeps_in_bfloat16_stays_so(dtype):
     hparams = {"params": {"w": base_layer.WeightHParams((64, 64), dtype=jnp.float32)}}
     before = opt_state_dtypes.initial(learner, learner.get_grad_tx(hparams).init, variables)
     assert dtype == "float32" or jax.tree.leaves(before)[1].dtype == {"bfloat16": "bfloat16", "8bit": "uint8"}[dtype]
-    step = jax.jit(
-        lambda state: host_states.update_stored(learner, variables, state, variables, hparams, jnp.uint32(0))
-    )
+    step = jax.jit(lambda state: learner.update_states(variables, state, variables, hparams))
     _, after = step(before)
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, before)
     (state,) = jax.tree.leaves(seen, is_leaf=lambda x: isinstance(x, dict) and "mu" in x)

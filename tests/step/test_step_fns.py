@@ -1,8 +1,11 @@
 """The pure steps take their forward and backward pass as an argument."""
 
+import fiddle as fdl
 import jax
 import pytest
 
+from spmd_trainer import learners, tasks_lib
+from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.inputs import batches
 from spmd_trainer.step import state_layout, step_fns
 from tests.step.test_partitioning import KEY, LENGTH, make_partitioner, make_task
@@ -56,3 +59,21 @@ def test_the_initial_state_for_evaluation_has_no_optimizer_states():
     state = state_layout.create_train_state(layout, boxed, with_opt_states=False)
     assert state.opt_states == []
     assert int(state.step) == 0
+
+
+class Reached(Exception):
+    pass
+
+
+class OwnLearner(learners.Learner):
+    def update_states(self, grads, states, old_vars, var_weight_hparams):
+        super().update_states(grads, states, old_vars, var_weight_hparams)
+        raise Reached
+
+
+def test_a_train_step_calls_a_learner_s_own_update_states_with_the_arguments_of_pax():
+    task_p = StdlibBytesTiny().task()
+    fdl.update_callable(task_p.train.learner, OwnLearner)
+    layout = make_partitioner((1, 1, 1), tasks_lib.build_task(task_p), rows=ROWS).layout
+    with pytest.raises(Reached):
+        jax.eval_shape(lambda *args: step_fns.train_step(layout, *args), layout.padded_shapes, KEY, SHAPES)
