@@ -101,7 +101,8 @@ ABSENT: dict[str, dict[str, str]] = {
     ),
     "tuning_lib": {"tune": "use --mode=sweep", "EarlyStoppingFn": "give task.early_stopping_fn"},
 }
-# Packages whose modules are read from an installed paxml; see `published.py`.
+# Modules, and packages whose modules, are read from an installed paxml; see `published.py`.
+MODULES = ("automl", "automl_interfaces", "host_callback")
 PACKAGES = (
     *("tasks.lm.params", "tasks.vision.params", "tasks.test"),
     *("contrib", "contrib.gpu", "contrib.gpu.scripts_gpu", "experimental"),
@@ -116,8 +117,12 @@ class PaxModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         del path, target
         package, _, name = fullname.partition(".")
-        if package != "spmd_trainer" or name not in (*STANDING, *ABSENT, *PACKAGES):
+        if package != "spmd_trainer" or name not in (*STANDING, *ABSENT, *PACKAGES, *MODULES):
             return None
+        if name in MODULES:
+            from spmd_trainer.pax import published
+
+            return published.spec_of(fullname)
         is_package = name in PACKAGES or any(other.startswith(f"{name}.") for other in STANDING)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 

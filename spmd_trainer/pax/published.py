@@ -3,8 +3,8 @@
     pip install --no-deps paxml==1.4.0
 
 Then `spmd_trainer.tasks.lm.params.c4` is paxml's `tasks/lm/params/c4.py`, so that a file which imports
-`paxml.tasks.lm.params.c4` finds it after the renaming. paxml itself is never imported: it needs a JAX of 2024. The packages of
-these modules are `import_table.PACKAGES`.
+`paxml.tasks.lm.params.c4` finds it after the renaming. paxml itself is never imported: it needs a JAX of 2024. The modules are
+those of `import_table.PACKAGES`, and `import_table.MODULES`, which need no more of paxml than each other.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _INSTALL = {
     **dict.fromkeys(
         ("seqio", "t5", "tensorflow_text"), "pip install 'spmd-trainer[seqio]' and see docs/coming_from_pax.md"
     ),
+    "pyglove": "pip install 'spmd-trainer[pyglove]'",
     "tensorflow_datasets": "pip install 'spmd-trainer[tfds]'",
     "zstandard": "pip install zstandard jsonlines pysimdjson",
     "jsonlines": "pip install zstandard jsonlines pysimdjson",
@@ -50,6 +51,25 @@ def paxml_folder() -> pathlib.Path | None:
     return pathlib.Path(next(iter(spec.submodule_search_locations)))
 
 
+def spec_of(fullname: str) -> importlib.machinery.ModuleSpec | None:
+    """Returns how to load `spmd_trainer.NAME` from paxml's file of this name, or None if paxml has no such file.
+
+    Raises:
+      ModuleNotFoundError: paxml is not installed; the message says how to install it.
+    """
+    folder = paxml_folder()
+    if folder is None:
+        # A `from ... import` hides an error that has the module's own name.
+        raise ModuleNotFoundError(
+            f"{fullname} is paxml's own module, and paxml is not installed: {INSTALL_PAXML}. It is only read, never imported",
+            name="paxml",
+        )
+    file = folder.joinpath(*fullname.split(".")[1:]).with_suffix(".py")
+    if not file.is_file():
+        return None
+    return importlib.util.spec_from_file_location(fullname, file, loader=_RenamingLoader(fullname, str(file)))
+
+
 def install() -> None:
     """Adds an import hook that loads the modules of `import_table.PACKAGES` from paxml. Calling it again does nothing."""
     if not any(isinstance(finder, _PaxmlFinder) for finder in sys.meta_path):
@@ -68,20 +88,10 @@ class _PaxmlFinder(importlib.abc.MetaPathFinder):
             return importlib.util.spec_from_file_location(fullname, own)
         if fullname.startswith(_PRAXIS_CONTRIB) and _PRAXIS_MODELS.startswith(f"{fullname}."):
             return importlib.machinery.ModuleSpec(fullname, None, is_package=True)
-        package, _, name = fullname.removeprefix("spmd_trainer.").rpartition(".")
+        package = fullname.removeprefix("spmd_trainer.").rpartition(".")[0]
         if not fullname.startswith("spmd_trainer.") or package not in import_table.PACKAGES:
             return None
-        folder = paxml_folder()
-        if folder is None:
-            raise ModuleNotFoundError(
-                f"{fullname} is paxml's own module, and paxml is not installed: {INSTALL_PAXML}. It is only read, "
-                "never imported",
-                name=fullname,
-            )
-        file = folder.joinpath(*package.split("."), f"{name}.py")
-        if not file.is_file():
-            return None
-        return importlib.util.spec_from_file_location(fullname, file, loader=_RenamingLoader(fullname, str(file)))
+        return spec_of(fullname)
 
 
 class _RenamingLoader(importlib.machinery.SourceFileLoader):

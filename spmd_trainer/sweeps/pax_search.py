@@ -30,7 +30,6 @@ from spmd_trainer.training.summary_writers import read_metrics
 if TYPE_CHECKING:
     from etils import epath
 
-    from spmd_trainer.automl_interfaces import SearchHParams
     from spmd_trainer.training.run_config import Experiment
 
 # The class attribute that holds the rows of `automl.parameter_sweep`.
@@ -58,7 +57,7 @@ class PaxSearch:
           UserError: the experiment has no choices, or a search that a sweep can't do.
         """
         pg = _pyglove()
-        search: SearchHParams = cls().search()
+        search = cls().search()  # Pax's automl.SearchHParams
         if search.search_algorithm is None:
             raise UserError(f"{cls.__name__}.search() has no search_algorithm; e.g. pax_fiddle.Config(automl.Sweeping)")
         self._cls = cls

@@ -6,6 +6,7 @@ import sys
 import pax_helpers
 import pytest
 
+import spmd_trainer
 from spmd_trainer.pax import published
 
 TABLE = pax_helpers.pax_table()
@@ -64,9 +65,21 @@ def test_only_import_lines_are_renamed():
 
 def test_without_paxml_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(published, "paxml_folder", lambda: None)
-    monkeypatch.delitem(sys.modules, "spmd_trainer.tasks.lm.params.bert", raising=False)
+    for module in ("tasks.lm.params.bert", "automl"):
+        monkeypatch.delitem(sys.modules, f"spmd_trainer.{module}", raising=False)
+    monkeypatch.delattr(spmd_trainer, "automl", raising=False)
     with pytest.raises(ModuleNotFoundError, match="pip install --no-deps paxml"):
         importlib.import_module("spmd_trainer.tasks.lm.params.bert")
+    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps paxml"):
+        from spmd_trainer import automl  # noqa: F401
+
+
+def test_without_pyglove_the_error_of_automl_says_what_to_install(monkeypatch):
+    for module in ("automl", "automl_interfaces"):
+        monkeypatch.delitem(sys.modules, f"spmd_trainer.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "pyglove", None)
+    with pytest.raises(ModuleNotFoundError, match=r"spmd-trainer\[pyglove\]"):
+        importlib.import_module("spmd_trainer.automl")
 
 
 def test_without_seqio_the_error_says_what_to_install(monkeypatch):
