@@ -50,7 +50,6 @@ class PaxArray:
       shards: the number of shards along each dimension when Pax saved the array; None if the checkpoint does not record it.
         Pax pads a dimension to a multiple of this number.
       start_reading: given slices, starts to read a part of the stored array; returns a function that waits for the part.
-      reads_whole: True if reading a part costs as much as reading the whole array.
     """
 
     path: str
@@ -60,7 +59,6 @@ class PaxArray:
     logical_shape: tuple[int, ...] | None
     shards: tuple[int, ...] | None
     start_reading: StartReading = dataclasses.field(repr=False)
-    reads_whole: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -147,7 +147,7 @@ def open_step(step: int, path: epath.Path) -> Contents:
 def _open_msgpack(step: int, path: epath.Path, version: float, file: epath.Path) -> Contents:
     label = f"Pax checkpoint {path}"
     leaves = flax_file.open_file(file, label)
-    return Contents(step, path, version, "msgpack", flax_file.by_structure(leaves, label), flax=leaves)
+    return Contents(step, path, version, "msgpack", flax_file.by_structure(leaves), flax=leaves)
 
 
 def _parts(path: epath.Path, label: str) -> tuple[float, dict[str, tuple[int, ...]] | None, epath.Path]:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import msgpack
 import numpy as np
 from etils import epath
+from flax import serialization
 
 from spmd_trainer.checkpointing import step_files
-from spmd_trainer.pax import flax_msgpack
 from spmd_trainer.pax.arrays import Index, PaxArray
 from spmd_trainer.pax.errors import PaxDamagedError, PaxMismatchError
-from spmd_trainer.pax.flax_msgpack import LEAVES, STRUCTURE, FlaxLeaf
 from spmd_trainer.storage import reading
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+LEAVES, STRUCTURE = "flattened_state", "str_pytree_state"
 # What JAX prints of a structure is Python, but for its leaves and objects without a literal. Texts stay as they are.
 _PRINTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|<[^<>]*>|\*""")
 _AS_PYTHON = {"*": "leaf", "<": "None"}
@@ -37,45 +37,52 @@ class FlaxLeaves:
       leaves: by position; None where the state held a node without an array.
       paths: the paths of the leaves, from the printed structure; None if it can't be parsed. Fields of named tuples are
         written as their positions.
-      file: the file.
     """
 
-    leaves: tuple[FlaxLeaf | None, ...]
+    leaves: tuple[npt.NDArray[Any] | None, ...]
     paths: tuple[str, ...] | None
-    file: epath.Path
 
-    def array(self, position: int, path: str, label: str) -> PaxArray:
+    def array(self, position: int, path: str) -> PaxArray:
         """Returns the leaf at a position as a PaxArray. The leaf must not be None."""
         leaf = self.leaves[position]
         assert leaf is not None  # The caller leaves out the others.
-        name = f"{LEAVES}[{position}]"
 
         def start(index: Index) -> Callable[[], npt.NDArray[Any]]:
             # An index without dimensions would give a scalar.
-            return lambda: np.asarray(_read(leaf, self.file, f"{name} of {label}")[index])
+            return lambda: np.asarray(leaf[index])
 
-        return PaxArray(path, name, leaf.shape, leaf.dtype, leaf.shape, None, start, reads_whole=True)
+        return PaxArray(path, f"{LEAVES}[{position}]", leaf.shape, leaf.dtype, leaf.shape, None, start)
 
 
 def open_file(file: epath.Path, label: str) -> FlaxLeaves:
-    """Opens a msgpack file.
+    """Reads a msgpack file, whole as Pax does: it is of a run without a mesh.
 
     Raises:
       PaxDamagedError: the file is not a Pax checkpoint, or it is cut short.
     """
-    path = str(file)
+    content = step_files.read(f"reading {file}", lambda: reading.read(str(file)))
     try:
-        size = step_files.read(f"looking at {file}", lambda: reading.size(path))
-        found, printed = step_files.read(f"reading {file}", lambda: flax_msgpack.walk(path, size))
-    except (
-        ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, EOFError, msgpack.exceptions.UnpackException
-    ) as error:  # fmt: skip
+        state = serialization.msgpack_restore(content)
+        leaves, printed = state[LEAVES], str(state[STRUCTURE])
+        # Orbax writes a list, Flax a map with the positions as keys.
+        found = leaves if isinstance(leaves, list) else [leaves[str(i)] for i in range(len(leaves))]
+        arrays = tuple(_array(position, leaf) for position, leaf in enumerate(found))
+    except (ValueError, TypeError, KeyError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise PaxDamagedError(
-            f"{label} is damaged, or not a Pax checkpoint: {file} is no whole msgpack file with {LEAVES!r} and {STRUCTURE!r} "
-            f"({type(error).__name__}: {error}). Copy it again."
+            f"{label} is damaged (cut short, say), or not a Pax checkpoint: {file} is no whole msgpack file with {LEAVES!r} and "
+            f"{STRUCTURE!r} ({type(error).__name__}: {error}). Copy it again."
         ) from error
     paths = structure_paths(printed)
-    return FlaxLeaves(tuple(found), None if paths is None or len(paths) != len(found) else tuple(paths), file)
+    return FlaxLeaves(arrays, None if paths is None or len(paths) != len(arrays) else tuple(paths))
+
+
+def _array(position: int, leaf: object) -> npt.NDArray[Any] | None:
+    if isinstance(leaf, np.ndarray | np.generic):
+        array = np.asarray(leaf)
+        return array.view(jnp.bfloat16) if array.dtype == np.dtype("V2") else array
+    if leaf is not None and leaf != {}:
+        raise ValueError(f"{LEAVES}[{position}] is no array: {leaf!r:.100}")
+    return None
 
 
 def structure_paths(printed: str) -> list[str] | None:
@@ -122,11 +129,11 @@ def _leaf_paths(node: ast.expr, path: str) -> Iterator[str]:
         yield from _leaf_paths(child, f"{path}/{key}" if path else str(key))
 
 
-def by_structure(flax: FlaxLeaves, label: str) -> dict[str, PaxArray]:
+def by_structure(flax: FlaxLeaves) -> dict[str, PaxArray]:
     """Returns the arrays under the paths of the printed structure, or under their positions if it can't be parsed."""
     paths = flax.paths or [f"{LEAVES}/{position}" for position in range(len(flax.leaves))]
     present = [(i, path) for i, (path, leaf) in enumerate(zip(paths, flax.leaves, strict=True)) if leaf is not None]
-    return {path: flax.array(i, path, label) for i, path in present}
+    return {path: flax.array(i, path) for i, path in present}
 
 
 def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str, PaxArray]:
@@ -147,32 +154,17 @@ def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str,
     if flax.paths is not None:
         printed = [flax.paths[position] for position in present]
         if paths is None or not all(map(_may_be_same, printed, paths)):
-            return by_structure(flax, label)
+            return by_structure(flax)
     elif paths is None:
         raise PaxMismatchError(
             f"{label} does not fit the model: it holds {len(present)} arrays by position, and the model's state has {len(model)} "
             f"({len(inference)} without optimizer states)"
         )
     assert paths is not None  # Otherwise one of the branches above was taken.
-    return {path: flax.array(i, path, label) for i, path in zip(present, paths, strict=True)}
+    return {path: flax.array(i, path) for i, path in zip(present, paths, strict=True)}
 
 
 def _may_be_same(printed: str, path: str) -> bool:
     """Returns True if a printed path can be this path of the model. JAX prints positions instead of a named tuple's fields."""
     ours, theirs = path.split("/"), printed.split("/")
     return len(ours) == len(theirs) and all(a == b or b.isdigit() for a, b in zip(ours, theirs, strict=True))
-
-
-def _read(leaf: FlaxLeaf, file: epath.Path, what: str) -> npt.NDArray[Any]:
-    """Reads an array; a large one may be stored in several parts."""
-    array = np.empty(math.prod(leaf.shape), leaf.dtype)
-    target, filled = array.view(np.uint8), 0
-    for offset, size in leaf.parts:
-        part = step_files.read(f"reading {what}", lambda o=offset, n=size: reading.read(str(file), o, o + n))  # type: ignore[misc]
-        if len(part) != size or filled + size > len(target):
-            raise PaxDamagedError(f"{what} is damaged: its bytes don't have the shape {leaf.shape}. Copy it again.")
-        target[filled : filled + size] = np.frombuffer(part, np.uint8)
-        filled += size
-    if filled != len(target):
-        raise PaxDamagedError(f"{what} is damaged: it has {filled} of {len(target)} bytes. Copy it again.")
-    return array.reshape(leaf.shape)

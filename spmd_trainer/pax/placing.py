@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,9 +56,6 @@ def read_onto_mesh(
 def _start(array: PaxArray, spec: VariableSpec, sharding: NamedSharding) -> ReadShard:
     """Starts to read this process's shards of an array. Returns a function that returns the padded shard at given bounds."""
     shape = sharding.shard_shape(spec.padded_shape)
-    if array.reads_whole:
-        read_whole = functools.cache(lambda: array.start_reading(_slices([(0, n) for n in spec.logical_shape]))())
-        return lambda bounds: _padded(read_whole()[_slices(bounds)], shape, spec.dtype)
     held = set(logical_bounds(spec, sharding).values())
     parts = {bounds: array.start_reading(_slices(bounds)) for bounds in held if num_elements(bounds)}
 
