@@ -1,0 +1,13 @@
+from .arrays import PaxArray as PaxArray
+from .checkpoints import PaxSource as PaxSource
+from .checkpoints import convert as convert
+from .checkpoints import open_source as open_source
+from .checkpoints import read_checkpoint as read_checkpoint
+from .errors import PaxDamagedError as PaxDamagedError
+from .errors import PaxError as PaxError
+from .errors import PaxMismatchError as PaxMismatchError
+from .errors import PaxNotFoundError as PaxNotFoundError
+from .steps import PaxDirectory as PaxDirectory
+from .steps import find as find
+from .steps import find_agreed as find_agreed
+from .steps import finished_steps as finished_steps
