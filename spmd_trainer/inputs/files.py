@@ -89,9 +89,11 @@ def find_files(files: FileSource | None) -> TextFiles:
       UserError: there are no paths; a pattern matches no file, or a file that another entry gives too; a path is
         missing, a directory or unreadable; or all files are empty.
     """
-    entries = entries_of(files)
-    paths = _expand(entries)
-    sizes = reading.for_each(paths, _size)
+    found = _expand(entries_of(files))
+    paths = tuple(path for path, _ in found)
+    unknown = [path for path, size in found if size is None]
+    sizes_of = dict(zip(unknown, reading.for_each(unknown, _size), strict=True))
+    sizes = tuple(sizes_of[path] if size is None else size for path, size in found)
     if not any(sizes):
         raise UserError(f"all {len(paths)} files are empty, the first is {paths[0]}; give at least one with data in it")
     return TextFiles(paths, sizes)
@@ -166,30 +168,30 @@ def _path(entry: object) -> str:
     raise UserError(f"`files` has {entry!r}, which is not a path; give paths, or globs such as 'corpus/*.txt'")
 
 
-def _expand(entries: list[str]) -> tuple[str, ...]:
-    """Returns the paths of the entries in order; the files of a pattern are sorted."""
-    found: list[str] = []
+def _expand(entries: list[str]) -> list[tuple[str, int | None]]:
+    """Returns the paths of the entries in order, with their sizes if they are known; the files of a pattern are sorted."""
+    found: list[tuple[str, int | None]] = []
     given_by: dict[str, str] = {}
     for entry in entries:
         is_pattern = glob.has_magic(entry) and not reading.exists(entry)
-        for path in _matches(entry) if is_pattern else [entry]:
+        for path, size in _matches(entry) if is_pattern else [(entry, None)]:
             # Giving a path twice is taken as intended (to read the file twice). Overlapping patterns are taken as a mistake.
             other = given_by.setdefault(path, entry)
             if other != entry and (is_pattern or other != path):
                 raise UserError(
                     f"`files` gives {path} twice, by {other!r} and by {entry!r}; write patterns that don't overlap"
                 )
-            found.append(path)
-    return tuple(found)
+            found.append((path, size))
+    return found
 
 
-def _matches(pattern: str) -> list[str]:
+def _matches(pattern: str) -> list[tuple[str, int | None]]:
+    """Returns the files that a pattern matches, with their sizes."""
     with readable(pattern, fix=f". {_FIX}"):
         matched = reading.glob(pattern)
-        # A broken link is kept here, so that it is an error instead of being left out.
-        found = [path for path in matched if not reading.is_dir(path)]
-    if found:
-        return found
+    sizes = reading.for_each(matched, _size_unless_folder)
+    if found := [(path, size) for path, size in zip(matched, sizes, strict=True) if size is not None]:
+        return list(found)
     if matched:
         raise UserError(
             f"{pattern} matches folders only, e.g. {matched[0]}; write {os.path.join(pattern, '*')} for their files"
@@ -210,17 +212,25 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _size(path: str) -> int:
+    size = _size_unless_folder(path)
+    if size is None:
+        raise UserError(_directory(path))
+    return size
+
+
+def _size_unless_folder(path: str) -> int | None:
+    """Returns the size of a file in bytes; None for a folder. In an object store, one request answers both."""
     try:
         size = reading.size(path)
     except IsADirectoryError:
-        raise UserError(_directory(path)) from None
+        return None
     except OSError as error:
         fix = "Correct the path, or leave it out of `files`" if isinstance(error, FileNotFoundError) else _FIX
         raise UserError(f"{path} can't be read: {reading.problem(path, error)}{nearby_names(path)}. {fix}") from error
     if is_remote(path):
         return size
     if os.path.isdir(path):
-        raise UserError(_directory(path))
+        return None
     with readable(path, fix=f". {_FIX}"):
         reading.require_regular(path)
     if not os.access(path, os.R_OK):

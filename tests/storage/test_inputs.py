@@ -1,7 +1,11 @@
 """Files of inputs and tokenizers in object stores."""
 
+import threading
+import uuid
+
 import numpy as np
 import pytest
+from etils import epath
 from facts import raises_naming
 from proxy import Proxy
 
@@ -9,8 +13,10 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files, record_files, tokenizer_field, tokenizers
 from spmd_trainer.inputs.corpus import prepare, token_store
 from spmd_trainer.inputs.corpus.documents import Documents
+from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.token_store import TokenStore
 from spmd_trainer.storage.files import write_atomically
+from spmd_trainer.storage.object_store import ObjectStore
 
 
 def record(data):
@@ -104,3 +110,26 @@ def test_lengths_of_a_store_are_asked_for_once(address_of, use, tmp_path, monkey
     assert sum(lengths) == store.description.statistics["tokens"]
     assert requests[0] <= 3 * 6
     assert requests[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_the_files_of_a_pattern_are_asked_about_once_and_together(scheme, address_of, use, monkeypatch):
+    """Each match was asked whether it is a folder, one after another, and twice for its size."""
+    count, both = 8, threading.Barrier(2)
+    asked = []
+    info = ObjectStore.info
+
+    def counted(store, path):
+        if str(path).endswith(".jsonl") and "*" not in str(path):
+            asked.append(path)
+            both.wait(timeout=10)  # an error if no second one is on its way
+        return info(store, path)
+
+    use(scheme, address_of(scheme))
+    folder = epath.Path(f"{scheme}://bkt/{uuid.uuid4().hex}")
+    for number in range(count):
+        (folder / f"{number}.jsonl").write_text('{"text": "a"}\n')
+    monkeypatch.setattr(ObjectStore, "info", counted)
+    source = open_documents(Documents(f"{folder}/*.jsonl"))
+    assert source.sizes == (14,) * count
+    assert sorted(asked) == sorted(source.paths)

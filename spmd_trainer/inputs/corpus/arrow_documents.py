@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Column, Record
-from spmd_trainer.inputs.corpus.file_source import NumberedFiles, columns_of, damage, documents_of
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles, Paths, columns_of, damage, documents_of
 from spmd_trainer.inputs.shards import LRUCache
 from spmd_trainer.storage import is_remote, json_values
 from spmd_trainer.storage.local_copies import local_copy
@@ -59,7 +59,7 @@ class ArrowDocuments(NumberedFiles):
 
     kind: ClassVar[str] = "arrow"
 
-    def __init__(self, paths: Sequence[str], column: Column = "text"):
+    def __init__(self, paths: Paths, column: Column = "text"):
         """Opens each file once. `column` is as in `Documents`.
 
         Raises:

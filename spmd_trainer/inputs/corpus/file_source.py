@@ -71,6 +71,8 @@ def changed(path: str, size: int) -> UserError:
     return UserError(f"{path} had {size} bytes when this run started, and has changed; start the run again")
 
 
+# Files of a source: found already, with their sizes, or their paths.
+Paths = files.TextFiles | Sequence[str]
 # A saved position lists up to this many files; of more it has only a checksum.
 _NAMED = 64
 
@@ -87,14 +89,17 @@ class FileSource(Source):
     kind: ClassVar[str]
     max_record_bytes: int = MAX_RECORD_BYTES
 
-    def __init__(self, paths: Sequence[str]):
-        """Reads the sizes of the files, which must exist.
+    def __init__(self, paths: Paths):
+        """Takes files that were found, or asks for the sizes of the files at paths, which must exist.
 
         Raises:
           UserError: a file (named) can't be read.
         """
-        self.paths = tuple(paths)
-        self.sizes = reading.for_each(self.paths, _size)
+        if isinstance(paths, files.TextFiles):
+            self.paths, self.sizes = paths.paths, paths.sizes
+        else:
+            self.paths = tuple(paths)
+            self.sizes = reading.for_each(self.paths, _size)
         # For each chunk: its file, and its number in the file.
         self.groups = [(index, 0) for index in range(len(self.paths))]
 
@@ -211,7 +216,7 @@ _KEPT_BYTES, _KEPT_RECORDS = 2**24, 1024
 class IndexedFiles(NumberedFiles):
     """Base of sources that know the byte offset of each record, and read records by number. A chunk is a file."""
 
-    def __init__(self, paths: Sequence[str]):
+    def __init__(self, paths: Paths):
         """Finds the records of all files.
 
         Raises:

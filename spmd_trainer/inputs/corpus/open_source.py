@@ -15,7 +15,7 @@ from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.inputs.corpus.arrow_documents import STATE_FILE, ArrowDocuments, files_of_folder
 from spmd_trainer.inputs.corpus.documents import Column, Documents, Source
 from spmd_trainer.inputs.corpus.file_kinds import KINDS, TOKENS
-from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.corpus.file_source import FileSource, Paths
 from spmd_trainer.inputs.corpus.parquet_files import ParquetDocuments
 from spmd_trainer.inputs.corpus.record_documents import ArrayRecordDocuments, TfRecordDocuments
 from spmd_trainer.inputs.corpus.tar_files import TarDocuments
@@ -54,23 +54,23 @@ def open_documents(documents: Documents) -> Source:
             f"kind='tokens' needs `files` to be a folder with a {DESCRIPTION_FILE}, which --mode=tokenise writes when it "
             f"has finished; `files` has {input_files.listed(entries)}"
         )
-    paths = paths_of(entries)
+    found = found_by(entries)
     if documents.kind in (None, "arrow"):
-        _refuse_prepared_parts(paths)
-    kind = documents.kind or file_kinds.kind_of_all(paths)
+        _refuse_prepared_parts(found.paths)
+    kind = documents.kind or file_kinds.kind_of_all(found.paths)
     if documents.processor is not None:
         kind = "jsonl" if documents.kind is None and kind == "text" else kind
         if kind not in _OF_RECORDS:
             raise UserError(f"files of the kind {kind!r} hold no messages; give {', '.join(map(repr, _OF_RECORDS))}")
     if documents.separator is not None and kind != "text":
         raise UserError(f"separator={documents.separator!r} is for text files; these are of the kind {kind!r}")
-    source = open_files(documents, kind, paths)
+    source = open_files(documents, kind, found)
     if isinstance(source, TextDocuments):
         source.require_separator()
     return source
 
 
-def open_files(documents: Documents, kind: str, paths: Sequence[str]) -> FileSource:
+def open_files(documents: Documents, kind: str, paths: Paths) -> FileSource:
     """Opens files of a known kind with the settings of `documents`.
 
     Raises:
@@ -94,9 +94,10 @@ def open_files(documents: Documents, kind: str, paths: Sequence[str]) -> FileSou
     return source
 
 
-def _open_json_lines(paths: Sequence[str], column: Column, max_record_bytes: int) -> FileSource:
+def _open_json_lines(found: Paths, column: Column, max_record_bytes: int) -> FileSource:
+    paths = found.paths if isinstance(found, input_files.TextFiles) else found
     if any(map(is_remote, paths)):
-        return StreamedJsonLines(paths, column)
+        return StreamedJsonLines(found, column)
     compressed = [path for path in paths if file_kinds.is_compressed(file_kinds.read_head(path))]
     if compressed and len(compressed) < len(paths):
         plain = next(path for path in paths if path not in compressed)
@@ -104,7 +105,7 @@ def _open_json_lines(paths: Sequence[str], column: Column, max_record_bytes: int
             f"{compressed[0]} is compressed and {plain} is not; make a Documents of each, and a Mixture of the two"
         )
     if compressed:
-        return StreamedJsonLines(paths, column)
+        return StreamedJsonLines(found, column)
     for path in paths:
         first_line = file_kinds.read_head(path).lstrip().partition(b"\n")[0].strip()
         if first_line in (b"[", b"{"):
@@ -112,7 +113,7 @@ def _open_json_lines(paths: Sequence[str], column: Column, max_record_bytes: int
                 f"{path} holds one JSON value of many lines, and JSON lines have a whole object in each; convert it, e.g. with "
                 "`jq -c '.[]'`"
             )
-    return JsonLines(paths, column, max_record_bytes)
+    return JsonLines(found, column, max_record_bytes)
 
 
 def _prepared_folder(entries: Sequence[str]) -> str | None:
@@ -128,8 +129,8 @@ def _prepared_folder(entries: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
-def paths_of(entries: Sequence[str]) -> list[str]:
-    """Returns the paths of the files that the entries of `files.entries_of` give, in order.
+def found_by(entries: Sequence[str]) -> input_files.TextFiles:
+    """Returns the files that the entries of `files.entries_of` give, in order.
 
     Raises:
       UserError: an entry matches no file, a directory and another entry give the same file, or all files are empty.
@@ -143,8 +144,8 @@ def paths_of(entries: Sequence[str]) -> list[str]:
             expanded += inside
         else:
             expanded.append(entry)
-    found = list(input_files.find_files(expanded).paths)
-    counts = collections.Counter(map(_normal, found))
+    found = input_files.find_files(expanded)
+    counts = collections.Counter(map(_normal, found.paths))
     twice = [path for path in in_directories if counts[path] > 1]
     if twice:
         raise UserError(f"`files` gives {min(twice)} twice; give directories that don't overlap with other entries")

@@ -7,7 +7,7 @@ are read without TensorFlow.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import record_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
-from spmd_trainer.inputs.corpus.file_source import IndexedFiles, NumberedFiles
+from spmd_trainer.inputs.corpus.file_source import IndexedFiles, NumberedFiles, Paths
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage.local_copies import local_copy
 
@@ -37,7 +37,7 @@ class ArrayRecordDocuments(NumberedFiles):
 
     kind: ClassVar[str] = "arrayrecord"
 
-    def __init__(self, paths: Sequence[str]):
+    def __init__(self, paths: Paths):
         """Opens each file once.
 
         Raises:
@@ -104,7 +104,7 @@ class TfRecordDocuments(IndexedFiles):
 
     kind: ClassVar[str] = "tfrecord"
 
-    def __init__(self, paths: Sequence[str], column: str = "text"):
+    def __init__(self, paths: Paths, column: str = "text"):
         """Finds the records.
 
         Args:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import tarfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record, too_long
 from spmd_trainer.inputs.corpus.file_kinds import DAMAGE, decompressed, open_bytes
-from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.corpus.file_source import FileSource, Paths
 from spmd_trainer.storage import reading
 
 # Tar files end with two empty blocks of 512 bytes.
@@ -152,7 +152,7 @@ class TarDocuments(FileSource):
 
     kind: ClassVar[str] = "tar"
 
-    def __init__(self, paths: Sequence[str], column: str = "txt"):
+    def __init__(self, paths: Paths, column: str = "txt"):
         """`column` is the text member's extension, e.g. 'txt'. A sample's name ends at the file name's first dot."""
         super().__init__(paths)
         self._column = column

@@ -11,7 +11,7 @@ import functools
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, files, record_files
 from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, BadRecord, Column, Document, Record, too_long
 from spmd_trainer.inputs.corpus.file_kinds import decompressed, open_bytes
-from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, changed, document_of
+from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, Paths, changed, document_of
 from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.local_copies import cached_index
 
@@ -108,7 +108,7 @@ class JsonLines(IndexedFiles):
 
     kind: ClassVar[str] = "jsonl"
 
-    def __init__(self, paths: Sequence[str], column: Column = "text", max_record_bytes: int = MAX_RECORD_BYTES):
+    def __init__(self, paths: Paths, column: Column = "text", max_record_bytes: int = MAX_RECORD_BYTES):
         """Indexes the lines. `column` and `max_record_bytes` are as in `Documents`.
 
         Raises:
@@ -140,7 +140,7 @@ class StreamedJsonLines(FileSource):
 
     kind: ClassVar[str] = "jsonl"
 
-    def __init__(self, paths: Sequence[str], column: Column = "text"):
+    def __init__(self, paths: Paths, column: Column = "text"):
         """`column` is as in `Documents`. Files are opened when they are read."""
         super().__init__(paths)
         self._column = column
@@ -224,9 +224,7 @@ class TextDocuments(IndexedFiles):
 
     kind: ClassVar[str] = "text"
 
-    def __init__(
-        self, paths: Sequence[str], separator: str | None = None, *, json_too: bool = False, any_bytes: bool = False
-    ):
+    def __init__(self, paths: Paths, separator: str | None = None, *, json_too: bool = False, any_bytes: bool = False):
         """Finds the documents.
 
         Args:

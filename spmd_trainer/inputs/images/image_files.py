@@ -10,7 +10,7 @@ import itertools
 import logging
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs.corpus.documents import BadRecord
 from spmd_trainer.inputs.corpus.file_kinds import open_bytes
-from spmd_trainer.inputs.corpus.file_source import NumberedFiles, OpenFiles, damage
+from spmd_trainer.inputs.corpus.file_source import NumberedFiles, OpenFiles, Paths, damage
 from spmd_trainer.inputs.corpus.parquet_files import ParquetFiles, first_line, leaves_of
 from spmd_trainer.inputs.corpus.tar_files import TAR_DAMAGE, Header, is_plain, refuse_without_end, samples
 from spmd_trainer.inputs.images.images import Image, ImageRecord, ImageSource
@@ -34,7 +34,7 @@ _HELD = 2
 class ParquetImages(ParquetFiles, ImageSource):
     """Rows of Parquet files. A chunk is a row group; it is read as a whole, so rows are shuffled within row groups."""
 
-    def __init__(self, paths: Sequence[str], column: str | None = None, label: str | None = None):
+    def __init__(self, paths: Paths, column: str | None = None, label: str | None = None):
         """Reads the files' footers. `column` and `label` are as in `Images`. Raises the errors of `ParquetFiles`."""
         self._column, self.label = column or _COLUMN, label
         super().__init__(paths, [self._column] if label is None else [self._column, label])
@@ -103,7 +103,7 @@ class TarImages(NumberedFiles, ImageSource):
 
     kind: ClassVar[str] = "tar"
 
-    def __init__(self, paths: Sequence[str], column: str | None = None, label: str | None = None):
+    def __init__(self, paths: Paths, column: str | None = None, label: str | None = None):
         """Indexes the samples of all files; the cache folder keeps the index. `column` and `label` are as in `Images`.
 
         Raises:

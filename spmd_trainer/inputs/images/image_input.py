@@ -60,18 +60,20 @@ def open_images(images: Documents) -> ImageSource:
         raise UserError(f"separator={images.separator!r} is for text files; images have none")
     if images.kind is not None:
         require_one_of("kind", images.kind, _KINDS)
-    paths = open_source.paths_of(files.entries_of(images.files))
-    kind = images.kind or file_kinds.kind_of_all(paths)
+    found = open_source.found_by(files.entries_of(images.files))
+    kind = images.kind or file_kinds.kind_of_all(found.paths)
     source: ImageSource
     if kind == "parquet":
-        source = ParquetImages(paths, images.column, images.label)
+        source = ParquetImages(found, images.column, images.label)
     elif kind == "tar":
-        source = TarImages(paths, images.column, images.label)
+        source = TarImages(found, images.column, images.label)
     else:
-        raise UserError(f"{paths[0]} is of the kind {kind!r}; images are read from Parquet files and from tar shards")
+        raise UserError(
+            f"{found.paths[0]} is of the kind {kind!r}; images are read from Parquet files and from tar shards"
+        )
     if not source.chunk_sizes().sum():
         raise UserError(
-            f"{source.size_text} hold no images, the first is {paths[0]}; give at least one with images in it"
+            f"{source.size_text} hold no images, the first is {found.paths[0]}; give at least one with images in it"
         )
     return source
 
