@@ -14,6 +14,10 @@ from spmd_trainer.storage.paths import file_or_pattern
 TOKENIZER_FILE = "tokenizer.json"
 # Files next to a tokenizer.json that name its special tokens. The first file that names a token wins.
 STATING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+# Its key with all tokens besides those of the model, by their ids.
+ADDED_TOKENS = "added_tokens_decoder"
+# Of the library's type of ids.
+_LARGEST_ID = 2**32 - 1
 # The chat template, in newer folders; older ones have it in tokenizer_config.json.
 TEMPLATE_FILE = "chat_template.jinja"
 # Further chat templates, each named as its file: additional_chat_templates/tool_use.jinja.
@@ -74,8 +78,26 @@ def _read(path: str) -> Source:
     for name in STATING_FILES:
         beside = os.path.join(folder, name)
         if reading.exists(beside):
-            stated = {**_parse(_read_text(beside), beside), **{k: v for k, v in stated.items() if v is not None}}
+            found = _parse(_read_text(beside), beside)
+            _check_added(found, beside)
+            stated = {**found, **{k: v for k, v in stated.items() if v is not None}}
     return Source(path, content, stated, _template_files(folder) or _named_templates(stated.get("chat_template"), path))
+
+
+def _check_added(stated: Mapping[str, Any], path: str) -> None:
+    """Checks that the keys of `added_tokens_decoder` are ids. Raises UserError, which names the file, otherwise."""
+    added = stated.get(ADDED_TOKENS, {})
+    keys = list(added) if isinstance(added, Mapping) else None
+    wrong = added if keys is None else next((key for key in keys if not _is_id(key)), None)
+    if keys is None or wrong is not None:
+        what = ADDED_TOKENS if keys is None else f"a key of {ADDED_TOKENS}"
+        raise UserError(
+            f"{path}: {what} is {wrong!r:.100}; it must be an object of tokens by their ids, from '0' to '{_LARGEST_ID}'"
+        )
+
+
+def _is_id(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) <= len(str(_LARGEST_ID)) and int(key) <= _LARGEST_ID
 
 
 def _template_files(folder: str) -> dict[str, str]:

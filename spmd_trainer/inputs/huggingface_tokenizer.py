@@ -13,7 +13,7 @@ import numpy as np
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import files, tokenizers
-from spmd_trainer.inputs.huggingface_files import STATING_FILES, content_of, read_source
+from spmd_trainer.inputs.huggingface_files import ADDED_TOKENS, STATING_FILES, content_of, read_source
 from spmd_trainer.storage import json_values
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ class HuggingFaceTokenizer:
 
     def _check_added(self, stated: Mapping[str, Any]) -> None:
         """Raises a UserError if tokenizer.json lacks tokens that tokenizer_config.json adds."""
-        for index, token in stated.get("added_tokens_decoder", {}).items():
+        for index, token in stated.get(ADDED_TOKENS, {}).items():
             if self._tokenizer.id_to_token(int(index)) != content_of(token):
                 raise UserError(
                     f"the tokenizer_config.json beside {self.name} adds the token {content_of(token)!r} as id {index}, and "

@@ -367,6 +367,14 @@ def test_files_that_contradict_each_other_are_refused(trained, tmp_path):
         HuggingFaceTokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("added", [None, [1], 3, {"x": {"content": "a"}}, {"9" * 14: {"content": "a"}}, {"-1": "a"}])
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map"])
+def test_added_tokens_without_ids_are_refused(name, added, trained, tmp_path):
+    save_beside(tmp_path, trained, **{"special_tokens_map": {}, name: {"added_tokens_decoder": added}})
+    with raises_naming(UserError, tmp_path / f"{name}.json", "added_tokens_decoder"):
+        HuggingFaceTokenizer(tmp_path)
+
+
 def test_prompts_are_exact_where_a_tokenizer_drops_text_or_reads_whole_words(tmp_path):
     words = {"<unk>": 0, "</s>": 1, "hello": 2, "there": 3}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
