@@ -105,7 +105,9 @@ def _template_files(folder: str) -> dict[str, str]:
     found: dict[str, str] = {}
     more = os.path.join(folder, _TEMPLATE_FOLDER)
     if reading.exists(more):
-        for name in reading.names(more):
+        with files.readable(more, fix=". It must be a folder, with a file NAME.jinja for each template"):
+            names = reading.names(more)
+        for name in names:
             if name.endswith(".jinja"):
                 found[name.removesuffix(".jinja")] = _read_text(os.path.join(more, name))
     path = os.path.join(folder, TEMPLATE_FILE)

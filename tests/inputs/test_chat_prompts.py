@@ -85,6 +85,12 @@ def test_the_template_may_come_from_several_places(talk, folder, tmp_path):
         text(chat_template="rug")
 
 
+def test_further_templates_that_are_no_folder_are_refused(talk, folder):
+    (folder / "additional_chat_templates").write_text("t")
+    with raises_naming(UserError, "ChatPromptInput '", folder / "additional_chat_templates", "folder"):
+        make(talk, str(folder))
+
+
 def test_a_conversation_with_tools_gets_the_template_for_tools(folder, tmp_path):
     several = {"default": "d", "tool_use": "{{ tools[0].name }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": several}))
