@@ -467,6 +467,8 @@ def test_gemma_4_is_the_experiment_of_its_size():
         ({"enable_moe_block": True}, ("enable_moe_block=True", "False")),
         ({"use_bidirectional_attention": "all"}, ("use_bidirectional_attention='all'", "vision")),
         ({"per_layer_config": {"5": {"head_dim": 512}}}, ("per_layer_config", "full layers")),
+        ({"per_layer_config": {str(i): 7 for i in range(5, 60, 6)}}, ("per_layer_config", "full layers")),
+        ({"per_layer_config": {str(i): ["head_dim"] for i in range(5, 60, 6)}}, ("per_layer_config", "full layers")),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.25}}},
             ("partial_rotary_factor", "proportional"),

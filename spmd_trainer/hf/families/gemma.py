@@ -75,7 +75,7 @@ def _of_full_layers(given: object, types: Sequence[str]) -> dict[str, int]:
     if (
         not isinstance(given, dict)
         or {*given} != full
-        or any(x != given[min(full)] or {*x} - known for x in given.values())
+        or any(not isinstance(x, dict) or x != given[min(full)] or {*x} - known for x in given.values())
     ):
         raise HfError(
             f"per_layer_config={given!r:.200}; give all full layers, and no others, the same head_dim and num_key_value_heads"
