@@ -18,7 +18,7 @@ import concurrent.futures
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -95,7 +95,7 @@ class Description:
         """Reads the file of a folder.
 
         Raises:
-          UserError: it is missing, or has another format; names the file.
+          UserError: it is missing, has another format, or is damaged; names the file and the entries that are wrong.
         """
         path = os.path.join(folder, DESCRIPTION_FILE)
         try:
@@ -109,14 +109,35 @@ class Description:
             raise UserError(f"{path} is not JSON that can be read: {error}. Prepare the corpus again") from error
         if found.get("format") != FORMAT:
             raise UserError(f"{path} is not of format {FORMAT} of prepared corpora; prepare the corpus again")
-        try:
-            parts = {name: [Batch(*map(int, one)) for one in batches] for name, batches in found["parts"].items()}
-            if np.dtype(found["dtype"]).name not in ("uint16", "uint32") or found["statistics"]["largest"] < 0:
-                raise ValueError(f"dtype {found['dtype']}, largest {found['statistics']['largest']}")
-            chunks = [int(count) for count in found["chunks"]]
-            return cls(found["tokenizer"], found["dtype"], chunks, parts, found["statistics"], found.get("processor"))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the corpus again") from error
+        if wrong := [name for name, is_right in _CHECKS.items() if not is_right(found.get(name))]:
+            listed = ", ".join(f"{name} is {found.get(name)!r:.100}" for name in wrong)
+            raise UserError(f"{path} is damaged: {listed}; prepare the corpus again")
+        parts = {name: [Batch(*one) for one in batches] for name, batches in found["parts"].items()}
+        others = (found["statistics"], found.get("processor"))
+        return cls(found["tokenizer"], found["dtype"], found["chunks"], parts, *others)
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, int) and 0 <= one < 2**63 for one in value)
+
+
+def _are_parts(value: object) -> bool:
+    sizes = (len(Batch._fields) - 1, len(Batch._fields))
+    return isinstance(value, dict) and all(
+        isinstance(batches, list) and all(_are_counts(one) and len(one) in sizes for one in batches)
+        for batches in value.values()
+    )
+
+
+# For each entry of `corpus.json` that is read: a function that returns True for a valid value.
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "tokenizer": lambda value: isinstance(value, dict),
+    "dtype": lambda value: value in ("uint16", "uint32"),
+    "chunks": _are_counts,
+    "parts": _are_parts,
+    "statistics": lambda value: isinstance(value, dict) and _are_counts([value.get("tokens"), value.get("largest")]),
+    "processor": lambda value: value is None or isinstance(value, dict),
+}
 
 
 class TokenStore(NumberedFiles):

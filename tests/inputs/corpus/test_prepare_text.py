@@ -211,6 +211,12 @@ def test_a_damaged_corpus_is_an_error(web, tmp_path):
         ({"parts": {name: [[1, 2]] for name in found["parts"]}}, [description, "damaged"]),
         ({"parts": []}, [description, "damaged"]),
         ({"dtype": "float64"}, [description, "damaged", "float64"]),
+        ({"statistics": {"largest": 3}}, [description, "damaged", "statistics"]),
+        ({"statistics": {**found["statistics"], "largest": -1}}, [description, "damaged", "statistics"]),
+        ({"chunks": [24, -1, -1]}, [description, "damaged", "chunks", "-1"]),
+        ({"tokenizer": [1]}, [description, "damaged", "tokenizer"]),
+        ({"processor": [1]}, [description, "damaged", "processor"]),
+        ({"parts": {name: [[-1] * 5] for name in found["parts"]}}, [description, "damaged", "parts"]),
     ):
         description.write_text(json.dumps({**found, **changed}))
         with raises_naming(UserError, *facts):
