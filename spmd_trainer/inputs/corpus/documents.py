@@ -170,7 +170,8 @@ class Documents:
       files: paths, globs and directories (a list or a single one), or a function without arguments that returns them; local,
         gs://, s3:// or hf://. A directory stands for all non-hidden files below it, except empty files whose names begin with
         '_'.
-      column: column or key of the text; 'a.b' is key b of the object in a. In tar shards, the member's extension.
+      column: column or key of the text; 'a.b' is key b of the object in a. In tar shards, the member's extension; 'text' also
+        takes 'txt'.
       kind: 'jsonl', 'parquet', 'arrow', 'arrayrecord', 'tfrecord', 'tar', 'text' or 'tokens'; None detects it from the
         files' names and first bytes.
       shuffle: 'global': a random order of all documents. 'auto': global if documents can be read by number, otherwise a window

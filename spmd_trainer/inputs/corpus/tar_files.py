@@ -152,10 +152,11 @@ class TarDocuments(FileSource):
 
     kind: ClassVar[str] = "tar"
 
-    def __init__(self, paths: Paths, column: str = "txt"):
-        """`column` is the text member's extension, e.g. 'txt'. A sample's name ends at the file name's first dot."""
+    def __init__(self, paths: Paths, column: str = "text"):
+        """`column` is the text member's extension; 'text', the default of `Documents`, also takes 'txt'. A sample's name ends at
+        the file name's first dot."""
         super().__init__(paths)
-        self._column = column
+        self._extensions = ("text", "txt") if column == "text" else (column,)
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
         path, number = self.paths[chunk], 0
@@ -166,7 +167,7 @@ class TarDocuments(FileSource):
                 archive = tarfile.TarFile.open(fileobj=cast(Any, _Stream(unpacked)), mode="r|", tarinfo=Header)
                 take = functools.partial(_content, self.max_record_bytes)
                 size = self.sizes[chunk] if unpacked is file else None
-                for number, (name, members) in enumerate(samples(archive, path, {self._column}, take, size)):
+                for number, (name, members) in enumerate(samples(archive, path, self._extensions, take, size)):
                     if number >= start:
                         yield self._record(f"{path} sample {name!r}", members)
                 while unpacked.read(_BLOCK):  # checksums of compressed files are at their end
@@ -178,9 +179,10 @@ class TarDocuments(FileSource):
             ) from error
 
     def _record(self, where: str, members: dict[str, bytes | int | None]) -> Record:
-        content = members.get(self._column)
+        content = next((members[one] for one in self._extensions if one in members), None)
         if content is None:
-            return BadRecord(where, f"has no member {self._column!r}{did_you_mean(self._column, list(members))}")
+            wanted = " or ".join(map(repr, self._extensions))
+            return BadRecord(where, f"has no member {wanted}{did_you_mean(self._extensions[0], list(members))}")
         if isinstance(content, int):
             return too_long(where, self.max_record_bytes, content)
         return Document(content, where)

@@ -10,7 +10,8 @@ from corpus_files import write_tar
 from facts import assert_names, raises_naming
 
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus.documents import BadRecord
+from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
+from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.tar_files import TarDocuments
 
 
@@ -46,6 +47,13 @@ def test_a_sample_without_the_text_is_bad_and_the_others_are_read(tmp_path):
     assert isinstance(bad, BadRecord)
     assert bad.where.startswith(f"{path} sample '2'")
     assert_names(bad.problem, "member 'txt'", "text?")
+
+
+def test_without_a_column_both_usual_extensions_are_read(tmp_path):
+    write(tmp_path / "a.tar", [("1.txt", b"one"), ("2.text", b"two"), ("3.txt", b"no"), ("3.text", b"three"), ("4.a", b"")])
+    *texts, bad = open_documents(Documents(str(tmp_path / "*.tar"))).read_chunk(0, 0)
+    assert [record.content for record in texts] == [b"one", b"two", b"three"]
+    assert_names(bad.problem, "'text' or 'txt'")
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
