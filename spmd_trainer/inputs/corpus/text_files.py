@@ -1,7 +1,7 @@
 """Text files: JSON lines, and plain text with one document in a file or several with a separator between them.
 
 JSON lines have one JSON object per line, and may be compressed by gzip or Zstandard (the latter needs the extra `data`).
-Empty lines aren't records. A chunk is a file.
+Lines of nothing but spaces aren't records. A chunk is a file.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ _BLOCK = 2**22
 _LONG_LINES = 8
 # Smaller files are faster to index again than to look up.
 _CACHED_BYTES = 2**20
-_NEWLINE, _RETURN = b"\n\r"
+_NEWLINE = b"\n"[0]
+# For each byte: whether `bytes.isspace` counts it as a space.
+_IS_SPACE = np.array([bytes([byte]).isspace() for byte in range(256)])
 
 
 class LineIndex(NamedTuple):
-    """The non-empty lines of a file.
+    """The lines of a file that aren't empty. A line of nothing but spaces counts as empty.
 
     Attributes:
       starts: first byte of each line, and the file's end, int64 [lines + 1]. Empty lines belong to the line before.
@@ -61,7 +63,7 @@ def index_lines(path: str, size: int, longest: int = MAX_RECORD_BYTES) -> LineIn
     def find() -> np.ndarray:
         return _find_lines(path, longest)
 
-    index = find() if size < _CACHED_BYTES else cached_index(path, "line-index", find)
+    index = find() if size < _CACHED_BYTES else cached_index(path, "lines", find)
     count = int(index[0])
     return LineIndex(index[1 : count + 2], index[count + 2 :])
 
@@ -73,33 +75,39 @@ def _find_lines(path: str, longest: int) -> np.ndarray:
         empty: list[np.ndarray] = []
         count = 0
         begin = end = 0  # start of the incomplete line; end of the bytes read
-        last = 0  # the byte before the block
+        is_blank = True  # whether the incomplete line has nothing but spaces
         while block := file.read(_BLOCK):
             if b"\n" not in block:  # several times faster than the search for all ends
                 end += len(block)
-                last = block[-1]
+                is_blank = is_blank and block.isspace()
                 _refuse_endless(path, count + sum(map(len, empty)) + 1, end - begin, longest)
                 continue
             content = np.frombuffer(block, np.uint8)
             ends = np.flatnonzero(content == _NEWLINE)
             begins = np.append(begin, ends[:-1] + (end + 1))
-            lengths = ends + end - begins
-            is_empty = lengths == 0
-            short = np.flatnonzero(lengths == 1)
-            is_empty[short] = np.where(ends[short] > 0, content[ends[short] - 1], last) == _RETURN
+            is_empty = _are_blank(content, ends)
+            is_empty[0] &= is_blank
             starts.append(begins[~is_empty])
             empty.append(count + np.cumsum(~is_empty)[is_empty])
             count += len(starts[-1])
             begin = int(ends[-1]) + end + 1
             end += len(block)
-            last = int(content[-1])
-    if begin < end:
+            is_blank = bool(_IS_SPACE[content[ends[-1] :]].all())
+    if not is_blank:
         starts.append(np.array([begin]))
         count += 1
     return np.concatenate([[count], *starts, [end], *empty]).astype(np.int64, copy=False)
 
 
-_EMPTY_LINES = (b"\n", b"\r\n")
+def _are_blank(content: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Returns for each line of a block, uint8 [bytes], whether it has nothing but spaces. `ends`: the newlines."""
+    begins = np.append(0, ends[:-1] + 1)
+    # Looking at every byte takes longer than all the rest, and few files have lines that begin with a space.
+    if not np.any(_IS_SPACE[content[begins]] & (begins < ends)):
+        return begins == ends
+    return np.logical_and.reduceat(_IS_SPACE[content[: ends[-1] + 1]], begins)
+
+
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -151,7 +159,7 @@ class StreamedJsonLines(FileSource):
             self.refuse_changed(chunk)
             with open_bytes(path) as file:
                 for line_number, line in _lines(decompressed(file, path), path, self.max_record_bytes):
-                    if line in _EMPTY_LINES:
+                    if line is not None and line.isspace():
                         continue
                     number += 1
                     if number > start:
