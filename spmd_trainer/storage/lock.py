@@ -160,29 +160,32 @@ def _take(folder: epath.Path, what: str, stale_seconds: float) -> _Lock:
 def _wait_until_stale(path: epath.Path, what: str, stale_seconds: float) -> bool:
     """Returns True when a lock is stale; False if it disappeared or changed hands.
 
+    A lock that can't be read may be one that its process is writing, on a mount without hard links.
+
     Raises:
       LockedError: its process is alive.
     """
     first = _read(path)
-    if first is None:
-        return path.exists()  # a lock that can't be read is stale
-    alive = _is_alive(first)
+    if first is None and not path.exists():
+        return False
+    alive = None if first is None else _is_alive(first)
+    owner = "a process that has not written its name" if first is None else str(first)
     waited, pause = 0.0, min(1.0, stale_seconds / 10)
     while alive is None and waited < stale_seconds:
         if waited == 0.0:
-            logging.info("%s is locked by %s; watching for %.0f s whether it is alive", what, first, stale_seconds)
+            logging.info("%s is locked by %s; watching for %.0f s whether it is alive", what, owner, stale_seconds)
         time.sleep(pause)
         waited += pause
         now = _read(path)
-        if now is None or now.token != first.token:
+        if (now and now.token) != (first and first.token) or (now is None and not path.exists()):
             return False
-        alive = True if now.heartbeat != first.heartbeat else None
+        alive = True if now != first else None
     if alive:
         raise LockedError(
-            f"{what} is in use by {first}; wait until it has ended, end it, or give another directory. Two trainers would "
+            f"{what} is in use by {owner}; wait until it has ended, end it, or give another directory. Two trainers would "
             "delete each other's checkpoints"
         )
-    logging.warning("%s was locked by %s, which is gone; taking it over", what, first)
+    logging.warning("%s was locked by %s, which is gone; taking it over", what, owner)
     return True
 
 

@@ -90,8 +90,30 @@ def test_an_unreadable_lock_is_stale(anywhere, content):
     path = anywhere / "lock" / "000001.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
-    with locked(anywhere, **FAST):
+    with locked(anywhere, heartbeat_seconds=0.1, stale_seconds=0.1):
         assert left(anywhere) == ["000002.json"]
+
+
+@pytest.mark.parametrize("written", ["", '{"host": "no'])
+def test_a_lock_that_is_being_written_is_not_taken_over(tmp_path, monkeypatch, written):
+    """On a mount without hard links, the file is there a moment before its content."""
+    path = epath.Path(tmp_path) / "lock" / "000001.json"
+    path.parent.mkdir()
+    path.write_text(written)
+    # While the second one waits, the first one finishes.
+    monkeypatch.setattr(lock_lib.time, "sleep", lambda _: path.write_text(lock_lib._text(lock_lib._myself())))
+    with raises_naming(LockedError, "in use", f"process {os.getpid()} on"), locked(epath.Path(tmp_path)):
+        raise AssertionError("two hold the lock")
+    assert left(epath.Path(tmp_path)) == ["000001.json"]
+
+
+def test_a_lock_that_is_removed_before_it_can_be_read_is_free(tmp_path, monkeypatch):
+    path = epath.Path(tmp_path) / "lock" / "000001.json"
+    path.parent.mkdir()
+    path.write_text("")
+    monkeypatch.setattr(lock_lib.time, "sleep", lambda _: path.unlink())
+    with locked(epath.Path(tmp_path)):
+        assert left(epath.Path(tmp_path)) == ["000001.json"]
 
 
 def until_it_raises(call):
