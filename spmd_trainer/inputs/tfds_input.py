@@ -111,6 +111,8 @@ class TfdsInput(examples_lib.ExamplesInput):
 
     @functools.cached_property
     def _taken(self) -> dict[str, str]:
+        if isinstance(self.features, str | bytes):
+            raise self.error(f"features={self.features!r} is one name; give a list of names: [{self.features!r}]")
         if isinstance(self.features, Mapping):
             return dict(self.features)
         known = self.builder.info.features.items()

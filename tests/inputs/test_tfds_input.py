@@ -9,6 +9,7 @@ from facts import raises_naming
 from input_helpers import assert_same, drain, stack_processes, take
 from praxis import base_hyperparams, pax_fiddle
 
+from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import tfds_input
 
 tfds = pytest.importorskip("tensorflow_datasets")
@@ -54,6 +55,12 @@ FEATURES = {"image": "image", "label": "label", "pair": "items"}
 def make(data_dir, **kwargs):
     defaults = {"dataset": "numbered_images", "data_dir": data_dir, "features": FEATURES, "batch_size": 4}
     return base_hyperparams.instantiate(pax_fiddle.Config(tfds_input.TfdsInput, **{**defaults, **kwargs}))
+
+
+def test_a_name_that_is_no_list_is_refused(data_dir):
+    """It was taken letter by letter."""
+    with raises_naming(UserError, "TfdsInput '", "features='label'", "['label']"):
+        make(data_dir, features="label").input_specs()
 
 
 def test_evaluation_gives_every_example_once(data_dir):

@@ -50,7 +50,10 @@ def test_a_sample_without_the_text_is_bad_and_the_others_are_read(tmp_path):
 
 
 def test_without_a_column_both_usual_extensions_are_read(tmp_path):
-    write(tmp_path / "a.tar", [("1.txt", b"one"), ("2.text", b"two"), ("3.txt", b"no"), ("3.text", b"three"), ("4.a", b"")])
+    write(
+        tmp_path / "a.tar",
+        [("1.txt", b"one"), ("2.text", b"two"), ("3.txt", b"no"), ("3.text", b"three"), ("4.a", b"")],
+    )
     *texts, bad = open_documents(Documents(str(tmp_path / "*.tar"))).read_chunk(0, 0)
     assert [record.content for record in texts] == [b"one", b"two", b"three"]
     assert_names(bad.problem, "'text' or 'txt'")
