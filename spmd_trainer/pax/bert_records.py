@@ -197,7 +197,9 @@ class TFRecordBertInput(indexed.CheckpointedInput):
         lengths = (rows["segment_ids"] > 0).sum(axis=1)
         length = self.max_sequence_length
         kept = np.flatnonzero(lengths)
-        row, column, segment, count = row_plan.best_fit(lengths[kept].tolist(), length)
+        row = np.array(row_plan.best_fit(lengths[kept].tolist(), length), np.int64)
+        column, segment = row_plan.places(row, lengths[kept])
+        count = int(row.max(initial=-1)) + 1
         packed = {name: np.zeros((count, length), values.dtype) for name, values in rows.items()}
         for example, r, c, s in zip(kept, row, column, segment, strict=True):
             size = lengths[example]

@@ -72,22 +72,6 @@ class PairTable(NamedTuple):
         return NestedMap(chosen=sides[0], rejected=sides[1], eval_sample_weights=weights[0])
 
 
-class Fit(NamedTuple):
-    """Places of pieces of documents in rows.
-
-    Attributes:
-      rows: row of each piece, int64 [pieces].
-      columns: first column of each piece in its row, int64 [pieces].
-      segments: segment number of each piece in its row, from 1, int64 [pieces].
-      num_rows: number of rows.
-    """
-
-    rows: np.ndarray
-    columns: np.ndarray
-    segments: np.ndarray
-    num_rows: int
-
-
 class Frame(NamedTuple):
     """The tokens around a document's tokens. The first token of a framed document is an id, but not a label.
 
@@ -123,7 +107,6 @@ class RowPlan(NamedTuple):
       columns: column of the piece's first token.
       segments: number of the piece's segment in the row, from 1.
       positions: position of the piece's first token in the segment.
-      num_rows: number of rows.
     """
 
     documents: np.ndarray
@@ -133,7 +116,11 @@ class RowPlan(NamedTuple):
     columns: np.ndarray
     segments: np.ndarray
     positions: np.ndarray
-    num_rows: int
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows; each has a piece."""
+        return int(self.rows.max(initial=-1)) + 1
 
     @property
     def num_tokens(self) -> int:
@@ -155,8 +142,8 @@ def pack(lengths: Sequence[int], seq_len: int, packing: str, piece: int | None =
     documents = np.repeat(np.arange(len(sizes)), counts)
     starts = (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)) * piece
     pieces = np.minimum(piece, sizes[documents] - starts)
-    fit = best_fit_decreasing(pieces, seq_len) if packing == BEST_FIT else one_each(pieces)
-    return RowPlan(documents, starts, pieces, fit.rows, fit.columns, fit.segments, np.zeros_like(pieces), fit.num_rows)
+    rows = best_fit_decreasing(pieces, seq_len) if packing == BEST_FIT else np.arange(len(pieces))
+    return RowPlan(documents, starts, pieces, rows, *places(rows, pieces), positions=np.zeros_like(pieces))
 
 
 def cut(lengths: Sequence[int], seq_len: int, offset: int, used: int) -> RowPlan:
@@ -181,7 +168,6 @@ def cut(lengths: Sequence[int], seq_len: int, offset: int, used: int) -> RowPlan
         columns=columns,
         segments=np.ones_like(rows),
         positions=columns,
-        num_rows=-(-used // seq_len),
     )
 
 
@@ -202,29 +188,21 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
     """
     place = np.full(plan.num_rows, -1)
     place[rows] = np.arange(len(rows))
-    own = np.flatnonzero(place[plan.rows] >= 0)
-    sizes = plan.sizes[own]
+    is_own = place[plan.rows] >= 0
+    own = RowPlan(*(values[is_own] for values in plan))
+    own = own._replace(rows=place[own.rows])
     pieces = [
         (documents[number], start, start + size + 1)
-        for number, start, size in zip(
-            plan.documents[own].tolist(), plan.starts[own].tolist(), sizes.tolist(), strict=True
-        )
+        for number, start, size in zip(own.documents.tolist(), own.starts.tolist(), own.sizes.tolist(), strict=True)
     ]
     # Each piece, and the token before it.
     tokens = _values(pieces)
-    ends = np.cumsum(sizes + 1)
+    ends = np.cumsum(own.sizes + 1)
     is_label, is_id = np.ones(len(tokens), bool), np.ones(len(tokens), bool)
-    is_label[ends - sizes - 1], is_id[ends - 1] = False, False
+    is_label[ends - own.sizes - 1], is_id[ends - 1] = False, False
     all_count = all(is_text(document.tokens) for document, _, _ in pieces)
-    return lay_out(
-        tokens[is_id],
-        tokens[is_label],
-        sizes,
-        Fit(place[plan.rows[own]], plan.columns[own], plan.segments[own], len(rows)),
-        seq_len,
-        positions=plan.positions[own],
-        counted=None if all_count else _values(pieces, counted=True)[is_label],
-    )
+    counted = None if all_count else _values(pieces, counted=True)[is_label]
+    return lay_out(tokens[is_id], tokens[is_label], own, seq_len, counted)
 
 
 def _values(pieces: Sequence[tuple[FramedDocument, int, int]], *, counted: bool = False) -> np.ndarray:
@@ -263,35 +241,27 @@ def make_pairs(documents: Sequence[Tokens], places: Sequence[tuple[int, int, int
     is_id[ends - 1] = False
     is_label[np.append(0, ends[:-1])[: len(ends)]] = False
     sizes = np.diff(ends, prepend=0) - 1
-    sequences = lay_out(tokens[is_id], tokens[is_label], sizes, one_each(sizes), seq_len, counted=counted[is_label])
+    sequences = lay_out(tokens[is_id], tokens[is_label], pack(sizes, seq_len, PAD), seq_len, counted[is_label])
     return PairTable(sequences, np.array([*places, (-1, -1, -1)], np.int64))
 
 
 def lay_out(
-    ids: np.ndarray,
-    labels: np.ndarray,
-    sizes: np.ndarray,
-    fit: Fit,
-    seq_len: int,
-    *,
-    positions: int | np.ndarray = 0,
-    counted: np.ndarray | None = None,
+    ids: np.ndarray, labels: np.ndarray, plan: RowPlan, seq_len: int, counted: np.ndarray | None = None
 ) -> RowTable:
-    """Puts pieces into their rows.
+    """Puts the pieces of a plan into their rows.
 
     Args:
-      ids, labels: concatenated tokens of all pieces, unsigned [sum of sizes].
-      sizes: size of each piece, int64 [pieces].
-      fit: place of each piece.
+      ids, labels: concatenated tokens of all pieces, unsigned [tokens].
+      plan: the plan.
       seq_len: tokens per row.
-      positions: position of each piece's first token in its segment, one integer for all or int64 [pieces].
-      counted: True for labels that count in the loss, bool [sum of sizes]; None: all do.
+      counted: True for labels that count in the loss, bool [tokens]; None: all do.
     """
+    sizes = plan.sizes
     within = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    targets = np.repeat(fit.rows * seq_len + fit.columns, sizes) + within
+    targets = np.repeat(plan.rows * seq_len + plan.columns, sizes) + within
 
     def spread(values: np.ndarray, dtype: Any) -> np.ndarray:
-        table = np.zeros((fit.num_rows + 1) * seq_len, dtype)
+        table = np.zeros((plan.num_rows + 1) * seq_len, dtype)
         table[targets] = values
         return table.reshape(-1, seq_len)
 
@@ -299,14 +269,14 @@ def lay_out(
     return RowTable(
         ids=spread(ids, ids.dtype),
         labels=spread(labels, labels.dtype),
-        segment_ids=spread(np.repeat(fit.segments, sizes), small),
-        segment_pos=spread(np.repeat(np.broadcast_to(positions, len(sizes)), sizes) + within, small),
+        segment_ids=spread(np.repeat(plan.segments, sizes), small),
+        segment_pos=spread(np.repeat(plan.positions, sizes) + within, small),
         counted=None if counted is None else spread(counted, np.bool_),
     )
 
 
-def best_fit(sizes: list[int], room: int) -> Fit:
-    """Packs pieces in order, each into the fullest row with room, or else into a new row.
+def best_fit(sizes: Sequence[int], room: int) -> list[int]:
+    """Packs pieces in order, each into the fullest row with room, or else into a new row. Returns the row of each piece.
 
     Args:
       sizes: tokens of each piece, 1 to `room`.
@@ -314,9 +284,9 @@ def best_fit(sizes: list[int], room: int) -> Fit:
     """
     rows_with: list[list[int]] = [[] for _ in range(room + 1)]
     some = 0  # bit r is set if a row has exactly r tokens free: the best fit is the lowest set bit from `size` on
-    in_row: list[int] = []
-    placed = np.empty((3, len(sizes)), np.int64)
-    for i, size in enumerate(sizes):
+    rows: list[int] = []
+    count = 0
+    for size in sizes:
         fitting = some >> size
         if fitting:
             left = size + (fitting & -fitting).bit_length() - 1
@@ -324,42 +294,45 @@ def best_fit(sizes: list[int], room: int) -> Fit:
             if not rows_with[left]:
                 some &= ~(1 << left)
         else:
-            left, row = room, len(in_row)
-            in_row.append(0)
-        in_row[row] += 1
-        placed[:, i] = row, room - left, in_row[row]
+            left, row = room, count
+            count += 1
+        rows.append(row)
         if left > size:
             rows_with[left - size].append(row)
             some |= 1 << (left - size)
-    return Fit(placed[0], placed[1], placed[2], len(in_row))
+    return rows
 
 
-def best_fit_decreasing(sizes: np.ndarray, room: int) -> Fit:
+def best_fit_decreasing(sizes: np.ndarray, room: int) -> np.ndarray:
     """Packs pieces by best fit, largest first, which wastes less room than packing them in order.
-
-    Rows are ordered by their first pieces; pieces keep their order within a row.
 
     Args:
       sizes: tokens of each piece, 1 to `room`.
       room: tokens per row.
+
+    Returns:
+      The row of each piece, int64 [pieces]. Rows are ordered by their first pieces.
     """
     lengths = np.asarray(sizes, np.int64)
     decreasing = np.argsort(-lengths, kind="stable")
-    rows = np.empty(len(sizes), np.int64)
-    rows[decreasing] = best_fit(lengths[decreasing].tolist(), room).rows
+    rows = np.empty(len(lengths), np.int64)
+    rows[decreasing] = best_fit(lengths[decreasing].tolist(), room)
     _, first, rows = np.unique(rows, return_index=True, return_inverse=True)
-    rows = np.argsort(np.argsort(first))[rows]
+    return np.argsort(np.argsort(first))[rows]
+
+
+def places(rows: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first column of each piece and its number in its row, from 1, int64 [pieces]; pieces keep their order.
+
+    Args:
+      rows: row of each piece, int64 [pieces]; each row has one.
+      sizes: tokens of each piece, int64 [pieces].
+    """
     by_row = np.argsort(rows, kind="stable")
     counts = np.bincount(rows)
-    starts = np.cumsum(lengths[by_row]) - lengths[by_row]
+    starts = np.cumsum(sizes[by_row]) - sizes[by_row]
     firsts = np.cumsum(counts) - counts
     columns, segments = np.empty_like(rows), np.empty_like(rows)
     columns[by_row] = starts - np.repeat(starts[firsts], counts)
     segments[by_row] = np.arange(len(rows)) - np.repeat(firsts, counts) + 1
-    return Fit(rows, columns, segments, len(counts))
-
-
-def one_each(sizes: np.ndarray) -> Fit:
-    """Puts every piece into a separate row."""
-    count = len(sizes)
-    return Fit(np.arange(count), np.zeros(count, np.int64), np.ones(count, np.int64), count)
+    return columns, segments

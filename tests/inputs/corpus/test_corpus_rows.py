@@ -131,19 +131,19 @@ def test_rows_are_shuffled_within_a_window_and_in_order_without_shuffle():
 @settings(deadline=None, max_examples=60)
 @given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=60))
 def test_best_fit_decreasing_overlaps_nothing_and_keeps_the_order(sizes):
-    fit = row_plan.best_fit_decreasing(sizes, 12)
-    taken = np.zeros((fit.num_rows, 12), int)
-    for size, row, column in zip(sizes, fit.rows, fit.columns, strict=True):
+    plan = row_plan.pack(sizes, 12, row_plan.BEST_FIT)
+    taken = np.zeros((plan.num_rows, 12), int)
+    for size, row, column in zip(sizes, plan.rows, plan.columns, strict=True):
         assert column + size <= 12
         taken[row, column : column + size] += 1
     assert taken.max() == 1
-    firsts = [np.flatnonzero(fit.rows == row)[0] for row in range(fit.num_rows)]
+    firsts = [np.flatnonzero(plan.rows == row)[0] for row in range(plan.num_rows)]
     assert firsts == sorted(firsts)
-    for row in range(fit.num_rows):  # without gaps, in the order of the pieces
-        here = fit.rows == row
+    for row in range(plan.num_rows):  # without gaps, in the order of the pieces
+        here = plan.rows == row
         sizes_here = np.array(sizes)[here]
-        np.testing.assert_array_equal(fit.columns[here], np.cumsum(sizes_here) - sizes_here)
-        np.testing.assert_array_equal(fit.segments[here], np.arange(1, here.sum() + 1))
+        np.testing.assert_array_equal(plan.columns[here], np.cumsum(sizes_here) - sizes_here)
+        np.testing.assert_array_equal(plan.segments[here], np.arange(1, here.sum() + 1))
 
 
 @settings(deadline=None, max_examples=60)
@@ -155,7 +155,7 @@ def test_best_fit_decreasing_needs_few_rows_more_than_the_best_packing(cuts, shu
     shuffler.shuffle(sizes)
     # The heuristic's bound (Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing algorithms"),
     # with a constant of 1 in place of 4.
-    assert row_plan.best_fit_decreasing(sizes, 12).num_rows <= 11 / 9 * len(rows) + 1
+    assert row_plan.pack(sizes, 12, row_plan.BEST_FIT).num_rows <= 11 / 9 * len(rows) + 1
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
