@@ -34,7 +34,8 @@ from benchmarks import reporting
 from spmd_trainer.inputs import stdlib_text
 from spmd_trainer.inputs.corpus import row_plan
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
-from spmd_trainer.inputs.corpus.documents import Document, Documents, Record, Source
+from spmd_trainer.inputs.corpus.documents import Document, Documents, Record
+from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.mixture import Mixture
 from spmd_trainer.inputs.huggingface_tokenizer import HuggingFaceTokenizer
 
@@ -349,9 +350,10 @@ def measure_sources(count: int) -> dict[str, Any]:
         return {"bytes": memory("VmHWM"), "threads": threading.active_count()}
 
 
-class MadeUp(Source):
+class MadeUp(FileSource):
     """A billion documents that are made up when they are read."""
 
+    paths = ()
     num_chunks = 1000
     random_access = True
     num_bytes = 10**12

@@ -25,7 +25,8 @@ from praxis.py_utils import NestedMap
 from spmd_trainer.inputs import batches, files, indexed, text_base
 from spmd_trainer.inputs.corpus import encoding, open_source
 from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
-from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Source
+from spmd_trainer.inputs.corpus.documents import BadRecord, Documents
+from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.tokens import fetch
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
 
@@ -298,8 +299,8 @@ class DocumentPrompts(PromptRows):
 
     def __post_init__(self) -> None:
         with self.naming():
-            self._opened: Source = open_source.open_documents(self.source or Documents(None))
-        self.files, self.allow_binary = getattr(self._opened, "paths", ()), True
+            self._opened: FileSource = open_source.open_documents(self.source or Documents(None))
+        self.files, self.allow_binary = self._opened.paths, True
         super().__post_init__()
 
     @property

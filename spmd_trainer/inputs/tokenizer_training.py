@@ -29,7 +29,6 @@ from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs.chat_template import template_of
 from spmd_trainer.inputs.corpus import encoding
 from spmd_trainer.inputs.corpus.documents import BadRecord
-from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.open_source import open_documents
 from spmd_trainer.inputs.corpus.token_store import TokenStore
 from spmd_trainer.inputs.files import listed
@@ -117,7 +116,7 @@ class Texts(Iterable[str]):
         require_one_of("bad_records", config.bad_records, encoding.BAD_RECORDS)
         self._skips = config.bad_records == encoding.SKIP
         source = open_documents(config.documents())
-        if not isinstance(source, FileSource) or isinstance(source, TokenStore):
+        if isinstance(source, TokenStore):
             raise UserError(f"{listed(config.files)} holds tokens, not text; give the files that it was made of")
         if source.kind == "text" and config.separator is None:
             source.max_record_bytes = source.num_bytes  # a file counts as one document only to be read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Column, Record
-from spmd_trainer.inputs.corpus.file_source import NumberedFiles, Paths, columns_of, damage, documents_of
-from spmd_trainer.inputs.shards import LRUCache
+from spmd_trainer.inputs.corpus.file_source import FileSource, Paths, columns_of, damage, documents_of
+from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage import is_remote, json_values
 from spmd_trainer.storage.local_copies import local_copy
 
@@ -51,13 +51,15 @@ class _Batches(NamedTuple):
     get: Callable[[int], Any]
 
 
-class ArrowDocuments(NumberedFiles):
+class ArrowDocuments(FileSource):
     """Rows of memory-mapped Arrow files, read by number. A chunk is a record batch.
 
     Remote files are copied to the cache folder first.
     """
 
-    kind: ClassVar[str] = "arrow"
+    kind = "arrow"
+    random_access = True
+    shards: ShardIndex
 
     def __init__(self, paths: Paths, column: Column = "text"):
         """Opens each file once. `column` is as in `Documents`.

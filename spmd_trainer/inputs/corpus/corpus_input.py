@@ -27,7 +27,7 @@ from praxis.py_utils import NestedMap
 from spmd_trainer.errors import UserError, first_paragraph, require_one_of
 from spmd_trainer.inputs import batches, text_base
 from spmd_trainer.inputs.corpus import cursors, encoding, mixture, prepared_source, row_plan, windows
-from spmd_trainer.inputs.corpus.documents import Documents, Processor, Source
+from spmd_trainer.inputs.corpus.documents import Documents, Processor
 from spmd_trainer.inputs.corpus.file_kinds import TOKENS
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.prepare import Preparation
@@ -135,10 +135,10 @@ class CorpusInput(text_base.TokenizedInput):
     @property
     def paths(self) -> tuple[str, ...]:
         """The files of all sources."""
-        return tuple(path for source in self._opened if isinstance(source, FileSource) for path in source.paths)
+        return tuple(path for one in self.sources for path in one.source.paths)
 
     @property
-    def _opened(self) -> list[Source]:
+    def _opened(self) -> list[FileSource]:
         return [one.source.text if isinstance(one.source, PreparedSource) else one.source for one in self.sources]
 
     @property
@@ -174,7 +174,7 @@ class CorpusInput(text_base.TokenizedInput):
         """Returns {source: name of its token store in a cache} for the sources that are read as text."""
         found = {}
         for one in self.sources:
-            if isinstance(one.source, FileSource) and one.source.kind != TOKENS:
+            if one.source.kind != TOKENS:
                 found[one.name] = store_name(one.documents, one.source, self.tokenizer, self.bad_records)
         return found
 

@@ -1,13 +1,10 @@
-"""Documents of a corpus: how the user describes them (`Documents`), and how the pipeline reads them (`Source`)."""
+"""Documents of a corpus: how the user describes them (`Documents`), and what sources make of their records."""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
-
-import numpy as np
 
 if TYPE_CHECKING:
     from spmd_trainer.inputs.corpus.tokens import StoredTokens, Tokens
@@ -101,63 +98,6 @@ class Processor(Protocol):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns everything on which the tokens depend, except the tokenizer, as JSON values."""
-
-
-class Source(abc.ABC):
-    """Base of the sources of documents. Documents come in chunks (files, row groups, record batches), and are numbered from 0
-    within each chunk and across all chunks.
-
-    Reads are repeatable. One thread at a time may use a source.
-    """
-
-    @property
-    @abc.abstractmethod
-    def num_chunks(self) -> int:
-        """Number of chunks, 1 or more."""
-
-    @property
-    @abc.abstractmethod
-    def random_access(self) -> bool:
-        """True if any document can be read by number without reading the ones before it."""
-
-    @property
-    @abc.abstractmethod
-    def num_bytes(self) -> int:
-        """Total bytes of all files."""
-
-    @property
-    @abc.abstractmethod
-    def size_text(self) -> str:
-        """Size for messages: '3 files of 15,000 bytes'."""
-
-    @abc.abstractmethod
-    def chunk_sizes(self) -> np.ndarray | None:
-        """Returns the number of records in each chunk, int64 [num_chunks]; None if counting them means reading them all."""
-
-    @abc.abstractmethod
-    def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
-        """Yields a chunk's records from number `start` on, with bounded memory.
-
-        Raises:
-          UserError: the file can't be read further; names the file, and the record or row group.
-        """
-
-    @abc.abstractmethod
-    def read(self, numbers: np.ndarray) -> list[Record]:
-        """Reads records by their numbers across all chunks, int64 [n], in any order.
-
-        Raises:
-          UserError: a file (named) can't be read, or has changed since it was opened.
-          NotImplementedError: the source has no `random_access`.
-        """
-
-    @abc.abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns JSON values that change when a file is added, removed, reordered or resized. Reads no file."""
-
-    @abc.abstractmethod
-    def changed_text(self, before: Mapping[str, Any]) -> str:
-        """Describes the changes since `fingerprint` returned `before`, with file names if they are known."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Base classes of the sources over files, and functions that make documents of records with named fields."""
+"""Base classes of the sources of documents, which read files, and functions that make documents of records with named fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from spmd_trainer.inputs.corpus.documents import (
     Column,
     Document,
     Record,
-    Source,
     too_long,
 )
 from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
@@ -77,16 +76,24 @@ Paths = files.TextFiles | Sequence[str]
 _NAMED = 64
 
 
-class FileSource(Source):
-    """A source over files. `paths` and `sizes` (bytes, taken when the source is opened) are in the order of the
-    documents.
+class FileSource(abc.ABC):
+    """Base of the sources of documents. Documents come in chunks (files, row groups, record batches), and are numbered from 0
+    within each chunk and across all chunks.
+
+    Reads are repeatable. One thread at a time may use a source.
 
     Attributes:
+      paths, sizes: the files and their bytes when the source was opened, in the order of the documents.
+      groups: for each chunk, the number of its file, and its number in the file. One chunk or more.
       kind: one of `file_kinds.KINDS`. A saved position doesn't fit the same files read as another kind.
+      random_access: True if any document can be read by number without reading the ones before it.
+      shards: index of the documents of all chunks; None if counting them means reading them all.
       max_record_bytes: see `Documents`.
     """
 
-    kind: ClassVar[str]
+    kind: str
+    random_access: bool = False
+    shards: ShardIndex | None = None
     max_record_bytes: int = MAX_RECORD_BYTES
 
     def __init__(self, paths: Paths):
@@ -100,7 +107,6 @@ class FileSource(Source):
         else:
             self.paths = tuple(paths)
             self.sizes = reading.for_each(self.paths, _size)
-        # For each chunk: its file, and its number in the file.
         self.groups = [(index, 0) for index in range(len(self.paths))]
 
     def count_groups(self, rows_of: Callable[[int], Sequence[int]]) -> ShardIndex:
@@ -122,26 +128,35 @@ class FileSource(Source):
     def num_chunks(self) -> int:
         return len(self.groups)
 
-    def file_of(self, chunk: int) -> tuple[int, int]:
-        """Returns the number of a chunk's file, and the chunk's number in the file."""
-        return self.groups[chunk]
-
-    @property
-    def random_access(self) -> bool:
-        return False
-
     @property
     def num_bytes(self) -> int:
+        """Total bytes of all files."""
         return sum(self.sizes)
 
     @property
     def size_text(self) -> str:
+        """Size for messages: '3 files of 15,000 bytes'."""
         return f"{count_text(len(self.paths), 'file')} of {self.num_bytes:,} bytes"
 
     def chunk_sizes(self) -> np.ndarray | None:
-        return None
+        """Returns the number of records in each chunk, int64 [num_chunks]; None if counting them means reading them all."""
+        return None if self.shards is None else self.shards.counts
+
+    @abc.abstractmethod
+    def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
+        """Yields a chunk's records from number `start` on, with bounded memory.
+
+        Raises:
+          UserError: the file can't be read further; names the file, and the record or row group.
+        """
 
     def read(self, numbers: np.ndarray) -> list[Record]:
+        """Reads records by their numbers across all chunks, int64 [n], in any order.
+
+        Raises:
+          UserError: a file (named) can't be read, or has changed since it was opened.
+          NotImplementedError: the source has no `random_access`.
+        """
         raise NotImplementedError(f"{type(self).__name__} reads documents in order only")
 
     def refuse_changed(self, index: int) -> None:
@@ -158,6 +173,7 @@ class FileSource(Source):
         return [(os.path.basename(path), size) for path, size in zip(self.paths, self.sizes, strict=True)]
 
     def fingerprint(self) -> dict[str, Any]:
+        """Returns JSON values that change when a file is added, removed, reordered or resized. Reads no file."""
         checksum = zlib.crc32(repr(self._named).encode())
         found: dict[str, Any] = {"kind": self.kind, "checksum": checksum, "size": self.size_text}
         if len(self.paths) <= _NAMED:
@@ -165,6 +181,7 @@ class FileSource(Source):
         return found
 
     def changed_text(self, before: Mapping[str, Any]) -> str:
+        """Describes the changes since `fingerprint` returned `before`, with file names if they are known."""
         kind = before.get("kind")
         parts = [] if kind in (None, self.kind) else [f"they were read as {kind!r} and are read as {self.kind!r}"]
         if before["checksum"] != self.fingerprint()["checksum"]:
@@ -185,23 +202,6 @@ class FileSource(Source):
         return ", ".join(parts) or "their order"
 
 
-class NumberedFiles(FileSource):
-    """A source over files whose documents can be read by number.
-
-    Attributes:
-      shards: index of the documents of all chunks.
-    """
-
-    shards: ShardIndex
-
-    @property
-    def random_access(self) -> bool:
-        return True
-
-    def chunk_sizes(self) -> np.ndarray:
-        return self.shards.counts
-
-
 def _size(path: str) -> int:
     with files.readable(path):
         return reading.size(path)
@@ -213,8 +213,11 @@ _BYTES_AT_ONCE = 2**20
 _KEPT_BYTES, _KEPT_RECORDS = 2**24, 1024
 
 
-class IndexedFiles(NumberedFiles):
+class IndexedFiles(FileSource):
     """Base of sources that know the byte offset of each record, and read records by number. A chunk is a file."""
+
+    random_access = True
+    shards: ShardIndex
 
     def __init__(self, paths: Paths):
         """Finds the records of all files.

@@ -22,7 +22,8 @@ import numpy as np
 
 from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.inputs.corpus import order
-from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, Documents, Source
+from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, Documents
+from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.open_source import open_documents
 
 TOKENS, DOCUMENTS = "tokens", "documents"
@@ -139,7 +140,7 @@ class OpenSource:
 
     name: str
     documents: Documents
-    source: Source
+    source: FileSource
     share: Share
     shuffle: str | int | None
     epochs: int | None
@@ -187,7 +188,7 @@ def open_mixture(
     *,
     is_training: bool,
     shuffle: bool,
-    open_one: Callable[[Documents], Source] = open_documents,
+    open_one: Callable[[Documents], FileSource] = open_documents,
     bound: Callable[[Documents], Documents] = lambda documents: documents,
 ) -> list[OpenSource]:
     """Opens all sources of a mixture.
@@ -296,7 +297,9 @@ def _named(name: str, mixture: Mixture, call: Any, *args: Any) -> Any:
         raise UserError(f"source {name!r} of the mixture: {error}") from error
 
 
-def _weights(mixture: Mixture, given: Mapping[str, _Weights | None], opened: Mapping[str, Source]) -> list[_Weights]:
+def _weights(
+    mixture: Mixture, given: Mapping[str, _Weights | None], opened: Mapping[str, FileSource]
+) -> list[_Weights]:
     missing = [name for name, weight in given.items() if weight is None]
     if not missing:
         return [weight for weight in given.values() if weight is not None]

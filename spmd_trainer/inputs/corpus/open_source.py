@@ -13,7 +13,7 @@ from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.inputs.corpus.arrow_documents import STATE_FILE, ArrowDocuments, files_of_folder
-from spmd_trainer.inputs.corpus.documents import Column, Documents, Source
+from spmd_trainer.inputs.corpus.documents import Column, Documents
 from spmd_trainer.inputs.corpus.file_kinds import KINDS, TOKENS
 from spmd_trainer.inputs.corpus.file_source import FileSource, Paths
 from spmd_trainer.inputs.corpus.parquet_files import ParquetDocuments
@@ -32,13 +32,13 @@ _OF_RECORDS = ("jsonl", "parquet", "arrow", "arrayrecord")
 _PREPARED_PART = re.compile(r"tokens-\d{5}-of-\d{5}\.(arrow|json)")
 
 
-def open_documents(documents: Documents) -> Source:
-    """Opens a corpus. `documents.files` may also be a `Source`, which is returned.
+def open_documents(documents: Documents) -> FileSource:
+    """Opens a corpus. `documents.files` may also be a `FileSource`, which is returned.
 
     Raises:
       UserError: there are no files, their kinds differ or are unknown, or one (named) can't be read.
     """
-    if isinstance(documents.files, Source):
+    if isinstance(documents.files, FileSource):
         return documents.files
     if not (isinstance(documents.max_record_bytes, int) and documents.max_record_bytes > 0):
         raise UserError(f"max_record_bytes={documents.max_record_bytes!r}; give a number of bytes above 0")

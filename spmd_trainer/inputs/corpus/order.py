@@ -14,7 +14,8 @@ import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import permutations
-from spmd_trainer.inputs.corpus.documents import BadRecord, LeftOut, Record, Source
+from spmd_trainer.inputs.corpus.documents import BadRecord, LeftOut, Record
+from spmd_trainer.inputs.corpus.file_source import FileSource
 
 GLOBAL, AUTO = "global", "auto"
 # The window of `shuffle='auto'` for a source that can only be read in order: this many documents, or fewer if they have this many
@@ -54,7 +55,7 @@ class Taken(NamedTuple):
     place: tuple[int, int]
 
 
-def resolve_shuffle(source: Source, shuffle: str | int | None) -> str | int | None:
+def resolve_shuffle(source: FileSource, shuffle: str | int | None) -> str | int | None:
     """Replaces 'auto' by 'global' for a source that can be read by number, and validates other values.
 
     Raises:
@@ -79,7 +80,7 @@ class DocumentStream:
 
     def __init__(
         self,
-        source: Source,
+        source: FileSource,
         *,
         shuffle: str | int | None,
         seed: int,

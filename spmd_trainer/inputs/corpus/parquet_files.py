@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
-
-import numpy as np
+from typing import Any
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs.corpus.documents import Column, Record
 from spmd_trainer.inputs.corpus.file_kinds import open_bytes
 from spmd_trainer.inputs.corpus.file_source import FileSource, Paths, columns_of, damage, documents_of, no_column
+from spmd_trainer.inputs.shards import ShardIndex
 
 
 class ParquetFiles(FileSource):
     """Base of the sources over Parquet files. A chunk is a row group."""
 
-    kind: ClassVar[str] = "parquet"
+    kind = "parquet"
+    shards: ShardIndex
 
     def __init__(self, paths: Paths, columns: Sequence[str]):
         """Reads the files' footers. Every file must have all `columns`; 'a.b' is entry b of the struct a.
@@ -29,9 +29,6 @@ class ParquetFiles(FileSource):
         super().__init__(paths)
         self._columns = tuple(columns)
         self.shards = self.count_groups(self._group_sizes)
-
-    def chunk_sizes(self) -> np.ndarray:
-        return self.shards.counts
 
     @contextlib.contextmanager
     def opened(self, index: int) -> Iterator[Any]:

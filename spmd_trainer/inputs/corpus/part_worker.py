@@ -27,10 +27,10 @@ from etils import epath
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import tokenizers
-from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, LeftOut, Record, Source
+from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, LeftOut, Record
 from spmd_trainer.inputs.corpus.encoding import RAISE, Encoder
-from spmd_trainer.inputs.corpus.file_source import changed
-from spmd_trainer.inputs.corpus.open_source import open_documents, open_files
+from spmd_trainer.inputs.corpus.file_source import FileSource, changed
+from spmd_trainer.inputs.corpus.open_source import open_files
 from spmd_trainer.inputs.corpus.order import size_of
 from spmd_trainer.inputs.corpus.token_store import Batch
 from spmd_trainer.inputs.corpus.tokens import CountedTokens, StoredTokens, Tokens, fetch
@@ -59,16 +59,16 @@ class Part:
 
     Attributes:
       chunk, start, stop: the chunk's number, the first document, and the document after the last.
-      path, size: the chunk's file, and its bytes when the source was opened; None and 0 if the source isn't over files.
+      path, size: the chunk's file, and its bytes when the source was opened.
       inside: the chunk's number in the file.
     """
 
     chunk: int
     start: int
     stop: int | None
-    path: str | None = None
-    size: int = 0
-    inside: int = 0
+    path: str
+    size: int
+    inside: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Task:
 
     Attributes:
       documents: the corpus.
-      kind: kind of the files that the parts name; None: `documents` itself is opened.
+      kind: kind of the files that the parts name.
       tokenizer: the tokenizer.
       folder: folder of the store.
       key: hash of everything on which the content of the parts depends.
@@ -86,14 +86,14 @@ class Task:
     """
 
     documents: Documents
-    kind: str | None
+    kind: str
     tokenizer: tokenizers.Tokenizer
     folder: str
     key: str
     parts: tuple[Part, ...]
     bad_records: str
 
-    def source_of(self, part: Part) -> tuple[Source, int]:
+    def source_of(self, part: Part) -> tuple[FileSource, int]:
         """Opens the file of a part, and returns it with the number of the part's chunk in it.
 
         Only the last file is kept, because a corpus may have many.
@@ -101,8 +101,6 @@ class Task:
         Raises:
           UserError: it can't be read, or has changed.
         """
-        if part.path is None or self.kind is None:
-            return open_documents(self.documents), part.chunk
         if part.path not in self._newest:
             self._newest.clear()
             self._newest[part.path] = source = open_files(self.documents, self.kind, [part.path])
@@ -111,7 +109,7 @@ class Task:
         return self._newest[part.path], part.inside
 
     @functools.cached_property
-    def _newest(self) -> dict[str, Source]:
+    def _newest(self) -> dict[str, FileSource]:
         # The file that was opened last: it often has the next part, too.
         return {}
 

@@ -23,7 +23,7 @@ from etils import epath
 
 from spmd_trainer.errors import UserError, require_one_of, terminal
 from spmd_trainer.inputs import tokenizer_field
-from spmd_trainer.inputs.corpus.documents import Documents, Source
+from spmd_trainer.inputs.corpus.documents import Documents
 from spmd_trainer.inputs.corpus.encoding import BAD_RECORDS, RAISE
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.open_source import open_documents
@@ -65,17 +65,15 @@ class Preparation:
             raise UserError(f"documents_per_part={self.documents_per_part}; set it to 1 or more")
 
 
-def parts_of(source: Source, documents_per_part: int) -> list[Part]:
+def parts_of(source: FileSource, documents_per_part: int) -> list[Part]:
     """Divides a source into parts, the units that the workers tokenise.
 
-    Each chunk of the source (see `Source`) gives parts of at most `documents_per_part` documents. If the source has no random
+    Each chunk of the source (see `FileSource`) gives parts of at most `documents_per_part` documents. If the source has no random
     access, or its chunk sizes are unknown, each chunk is one part.
     """
 
     def part(chunk: int, start: int, stop: int | None) -> Part:
-        if not isinstance(source, FileSource):
-            return Part(chunk, start, stop)
-        file, inside = source.file_of(chunk)
+        file, inside = source.groups[chunk]
         return Part(chunk, start, stop, source.paths[file], source.sizes[file], inside)
 
     sizes = source.chunk_sizes()
@@ -115,10 +113,11 @@ class Preparing:
         self.folder = _output_folder(preparation)
         decides = deciding(documents, self.source, tokenizer, preparation.bad_records)
         key = short_hash(json.dumps([decides, preparation.documents_per_part], sort_keys=True, default=str))
-        kind = None
-        if isinstance(self.source, FileSource) and not isinstance(documents.files, Source):
-            kind, documents = self.source.kind, dataclasses.replace(documents, files=())
-        self.task = Task(documents, kind, tokenizer, os.fspath(self.folder), key, parts, preparation.bad_records)
+        # Workers open the files that the parts name.
+        documents = dataclasses.replace(documents, files=())
+        self.task = Task(
+            documents, self.source.kind, tokenizer, os.fspath(self.folder), key, parts, preparation.bad_records
+        )
         self._done: dict[int, dict[str, Any]] = {}
         self.look()
 
@@ -277,7 +276,7 @@ def _output_folder(preparation: Preparation) -> epath.Path:
     return folder
 
 
-def deciding(documents: Documents, source: Source, tokenizer: Any, bad_records: str) -> list[Any]:
+def deciding(documents: Documents, source: FileSource, tokenizer: Any, bad_records: str) -> list[Any]:
     """Returns everything on which the tokens of a store depend, as JSON values."""
     settings: list[Any] = [
         documents.column,

@@ -15,7 +15,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -24,11 +24,12 @@ from etils import epath
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.corpus import store_cache
-from spmd_trainer.inputs.corpus.documents import Documents, Record, Source
+from spmd_trainer.inputs.corpus.documents import Documents, Record
 from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.part_worker import remove_unfinished
 from spmd_trainer.inputs.corpus.prepare import Preparation, Preparing, Progress, deciding
 from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, TokenStore
+from spmd_trainer.inputs.files import TextFiles
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.storage import files, is_remote, json_values, reading
 from spmd_trainer.storage.access import free_space
@@ -67,14 +68,14 @@ class Helpers:
     limit: int | None = None
 
 
-class PreparedSource(Source):
+class PreparedSource(FileSource):
     """A source that is read as text until its token store is finished, and as tokens from then on.
 
     Attributes:
       text: the source that reads text.
     """
 
-    def __init__(self, source: Source, preparation: Preparation, helpers: Helpers):
+    def __init__(self, source: FileSource, preparation: Preparation, helpers: Helpers):
         """Reads the source as text; `tokenise` changes that.
 
         Args:
@@ -82,6 +83,9 @@ class PreparedSource(Source):
           preparation: the tokenizer and the folder of the store.
           helpers: the processes that tokenise.
         """
+        super().__init__(TextFiles(source.paths, source.sizes))
+        self.kind, self.groups, self.shards = source.kind, source.groups, source.shards
+        self.random_access = source.random_access
         self.text, self._preparation, self._helpers = source, preparation, helpers
         self._store: TokenStore | None = None
         # Keeps a local store from being removed.
@@ -99,25 +103,6 @@ class PreparedSource(Source):
         """True once documents are read as tokens."""
         return self._store is not None
 
-    @property
-    def num_chunks(self) -> int:
-        return self.text.num_chunks
-
-    @property
-    def random_access(self) -> bool:
-        return self.text.random_access
-
-    @property
-    def num_bytes(self) -> int:
-        return self.text.num_bytes
-
-    @property
-    def size_text(self) -> str:
-        return self.text.size_text
-
-    def chunk_sizes(self) -> np.ndarray | None:
-        return self.text.chunk_sizes()
-
     def read(self, numbers: np.ndarray) -> list[Record]:
         return (self._store or self.text).read(numbers)
 
@@ -131,12 +116,6 @@ class PreparedSource(Source):
             else:
                 return
         yield from self._store.read_chunk(chunk, start)
-
-    def fingerprint(self) -> dict[str, Any]:
-        return self.text.fingerprint()
-
-    def changed_text(self, before: Mapping[str, Any]) -> str:
-        return self.text.changed_text(before)
 
     def use_finished(self) -> bool:
         """Switches to reading tokens if the store is finished. Returns True if documents are read as tokens now.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
@@ -18,7 +18,7 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import record_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
-from spmd_trainer.inputs.corpus.file_source import IndexedFiles, NumberedFiles, Paths
+from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, Paths
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage.local_copies import local_copy
 
@@ -32,10 +32,12 @@ _MAX_OPEN_RECORDS = 2**22
 _BLOCK = 256
 
 
-class ArrayRecordDocuments(NumberedFiles):
+class ArrayRecordDocuments(FileSource):
     """Records of ArrayRecord files. A chunk is a file. Remote files are copied to the cache folder first."""
 
-    kind: ClassVar[str] = "arrayrecord"
+    kind = "arrayrecord"
+    random_access = True
+    shards: ShardIndex
 
     def __init__(self, paths: Paths):
         """Opens each file once.
@@ -102,7 +104,7 @@ def _first_line(error: Exception) -> str:
 class TfRecordDocuments(IndexedFiles):
     """Texts of the tf.train.Examples in TFRecord files. A chunk is a file."""
 
-    kind: ClassVar[str] = "tfrecord"
+    kind = "tfrecord"
 
     def __init__(self, paths: Paths, column: str = "text"):
         """Finds the records.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tarfile
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, BinaryIO, ClassVar, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record, too_long
@@ -150,7 +150,7 @@ _BLOCK = 2**20
 class TarDocuments(FileSource):
     """Text samples of tar files, compressed or not, read in order. A chunk is a file."""
 
-    kind: ClassVar[str] = "tar"
+    kind = "tar"
 
     def __init__(self, paths: Paths, column: str = "text"):
         """`column` is the text member's extension; 'text', the default of `Documents`, also takes 'txt'. A sample's name ends at

@@ -12,7 +12,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -114,7 +114,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class JsonLines(IndexedFiles):
     """Uncompressed local files of JSON lines, read by number. An index of the lines is built once."""
 
-    kind: ClassVar[str] = "jsonl"
+    kind = "jsonl"
 
     def __init__(self, paths: Paths, column: Column = "text", max_record_bytes: int = MAX_RECORD_BYTES):
         """Indexes the lines. `column` and `max_record_bytes` are as in `Documents`.
@@ -146,7 +146,7 @@ class JsonLines(IndexedFiles):
 class StreamedJsonLines(FileSource):
     """JSON lines read in order: compressed files, and files in object stores, where each line would cost a request."""
 
-    kind: ClassVar[str] = "jsonl"
+    kind = "jsonl"
 
     def __init__(self, paths: Paths, column: Column = "text"):
         """`column` is as in `Documents`. Files are opened when they are read."""
@@ -230,7 +230,7 @@ def value_of(line: bytes, where: str) -> Any:
 class TextDocuments(IndexedFiles):
     """Documents of text files. A chunk is a file."""
 
-    kind: ClassVar[str] = "text"
+    kind = "text"
 
     def __init__(self, paths: Paths, separator: str | None = None, *, json_too: bool = False, any_bytes: bool = False):
         """Finds the documents.
@@ -251,6 +251,8 @@ class TextDocuments(IndexedFiles):
         self._separator = None if separator is None else separator.encode()
         self._json_too, self._any_bytes = json_too, any_bytes
         super().__init__(paths)
+        # In an object store, every document of a large file would cost a request.
+        self.random_access = separator is None or not any(map(is_remote, self.paths))
 
     def require_separator(self) -> None:
         """Raises UserError if a separator is set, and none of the files contains it."""
@@ -259,11 +261,6 @@ class TextDocuments(IndexedFiles):
             raise UserError(
                 f"separator={self._separator.decode()!r} is in none of the files; in a shell, a newline is $'\\n'"
             )
-
-    @property
-    def random_access(self) -> bool:
-        # In an object store, every document of a large file would cost a request.
-        return self._separator is None or not any(map(is_remote, self.paths))
 
     def find_records(self, index: int) -> np.ndarray:
         size = self.sizes[index]

@@ -19,14 +19,14 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus.documents import Document, LeftOut, Processor, Record
-from spmd_trainer.inputs.corpus.file_source import NumberedFiles, OpenFiles
+from spmd_trainer.inputs.corpus.file_source import FileSource, OpenFiles
 from spmd_trainer.inputs.corpus.tokens import StoredTokens
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage import is_remote, json_values, reading
@@ -140,7 +140,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-class TokenStore(NumberedFiles):
+class TokenStore(FileSource):
     """Source of the documents of a token store. Its methods read only the documents' lengths; `tokens.fetch` reads tokens.
 
     Attributes:
@@ -148,7 +148,9 @@ class TokenStore(NumberedFiles):
       dtype: dtype of the tokens.
     """
 
-    kind: ClassVar[str] = "tokens"
+    kind = "tokens"
+    random_access = True
+    shards: ShardIndex
 
     def __init__(self, folder: str, *, names_left_out: bool = False):
         """Reads `corpus.json` of a local, gs:// or s3:// folder.

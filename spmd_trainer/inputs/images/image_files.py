@@ -11,14 +11,14 @@ import logging
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs.corpus.documents import BadRecord
 from spmd_trainer.inputs.corpus.file_kinds import open_bytes
-from spmd_trainer.inputs.corpus.file_source import NumberedFiles, OpenFiles, Paths, damage
+from spmd_trainer.inputs.corpus.file_source import OpenFiles, Paths, damage
 from spmd_trainer.inputs.corpus.parquet_files import ParquetFiles, first_line, leaves_of
 from spmd_trainer.inputs.corpus.tar_files import TAR_DAMAGE, Header, is_plain, refuse_without_end, samples
 from spmd_trainer.inputs.images.images import Image, ImageRecord, ImageSource
@@ -98,10 +98,11 @@ class _Member(NamedTuple):
 _NONE = _Member(0, _MISSING)
 
 
-class TarImages(NumberedFiles, ImageSource):
+class TarImages(ImageSource):
     """Samples of uncompressed tar files. A chunk is a file."""
 
-    kind: ClassVar[str] = "tar"
+    kind = "tar"
+    random_access = True
 
     def __init__(self, paths: Paths, column: str | None = None, label: str | None = None):
         """Indexes the samples of all files; the cache folder keeps the index. `column` and `label` are as in `Images`.

@@ -71,7 +71,7 @@ def open_images(images: Documents) -> ImageSource:
         raise UserError(
             f"{found.paths[0]} is of the kind {kind!r}; images are read from Parquet files and from tar shards"
         )
-    if not source.chunk_sizes().sum():
+    if not len(source.shards):
         raise UserError(
             f"{source.size_text} hold no images, the first is {found.paths[0]}; give at least one with images in it"
         )
@@ -155,7 +155,7 @@ class ImageInput(examples.ExamplesInput):
     def order(self) -> ImageOrder:  # type: ignore[override]
         # Each source's seed is independent of the other sources.
         seeds = [self.seed * 2**32 + zlib.crc32(one.name.encode()) for one in self.sources]
-        sizes = [_images_of(one).chunk_sizes() for one in self.sources]
+        sizes = [_images_of(one).shards.counts for one in self.sources]
         return ImageOrder(self.sources, sizes, seeds, self._mixture.stopping_strategy)
 
     @property

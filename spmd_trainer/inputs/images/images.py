@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, Record
 from spmd_trainer.inputs.corpus.file_source import FileSource
+from spmd_trainer.inputs.shards import ShardIndex
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +59,7 @@ class ImageSource(FileSource):
     """
 
     label: str | None
-
-    @abc.abstractmethod
-    def chunk_sizes(self) -> np.ndarray:
-        """Returns the number of images in each chunk, int64 [num_chunks]."""
+    shards: ShardIndex
 
     @abc.abstractmethod
     def image(self, number: int) -> ImageRecord:

@@ -19,15 +19,17 @@ from typing import Any
 import numpy as np
 from memory_documents import make
 
-from spmd_trainer.inputs.corpus.documents import Document, Documents, Record, Source
+from spmd_trainer.inputs.corpus.documents import Document, Documents, Record
+from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.mixture import Mixture
 
 CHUNKS, TEXT = 100, b"What was made up when it was read. " * 120
 
 
-class MadeUp(Source):
+class MadeUp(FileSource):
     """Documents of 4,200 bytes; only their number is real."""
 
+    paths = ()
     num_chunks = CHUNKS
     random_access = True
     num_bytes = 1

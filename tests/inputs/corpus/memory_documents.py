@@ -10,16 +10,19 @@ import numpy as np
 from praxis import base_hyperparams, pax_fiddle
 
 from spmd_trainer.inputs.corpus import corpus_input
-from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Documents, Record, Source
+from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Documents, Record
+from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.mixture import Mixture
 
 EOS = 256
 
 
 @dataclasses.dataclass
-class MemoryDocuments(Source):
+class MemoryDocuments(FileSource):
     """Chunks of texts; None is a bad record. Counts what is read."""
 
+    paths = ()
+    kind = "jsonl"
     chunks: list[list[bytes | None]]
     by_number: bool = True
     sized: bool = True
