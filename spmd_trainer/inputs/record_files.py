@@ -10,9 +10,10 @@ from __future__ import annotations
 import array
 import functools
 import struct
+import sys
 import zlib
-from collections.abc import Callable
-from typing import BinaryIO
+from collections.abc import Callable, Sequence
+from typing import BinaryIO, cast
 
 import google_crc32c
 import numpy as np
@@ -20,17 +21,15 @@ from etils import epath
 
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, files
-from spmd_trainer.inputs.corpus.file_source import OpenFiles
-from spmd_trainer.inputs.shards import ShardIndex
-from spmd_trainer.storage import local_copies, reading
+from spmd_trainer.inputs.corpus.documents import Document
+from spmd_trainer.inputs.corpus.file_source import IndexedFiles
+from spmd_trainer.storage import local_copies
 
 _HEADER = struct.Struct("<QI")
 _LENGTH_BYTES = 8
 _FOOTER = struct.Struct("<I")
 _FRAME = _HEADER.size + _FOOTER.size
 _GZIP = b"\x1f\x8b"
-# Most open files, well below the limit of a process.
-_MAX_OPEN = 64
 # Bytes per read while finding small records.
 _BLOCK = 2**20
 # Smaller files are faster to index again than to look up.
@@ -45,13 +44,23 @@ class BrokenRecord(UserError):
     """The data of one record don't match their checksum. Other records of the file may be intact."""
 
 
-class RecordFiles:
-    """Records of TFRecord files, numbered from 0 in the order of the files. Several threads may read at a time.
+class RecordSource(IndexedFiles):
+    """Base of the sources over the records of TFRecord files. Several threads may read at a time."""
 
-    Attributes:
-      files: the files, in the order of the records.
-      shards: index of the records of all files.
-    """
+    kind = "tfrecord"
+
+    def find_records(self, index: int) -> np.ndarray:
+        return bounds_of(self.paths[index], self.sizes[index])
+
+    def where(self, index: int, number: int) -> str:
+        return describe(self.paths[index], number, int(self._starts[index][number]))
+
+
+class RecordFiles(RecordSource):
+    """The data of the records of TFRecord files, numbered from 0 in the order of the files."""
+
+    max_record_bytes = sys.maxsize
+    most_open = 64
 
     def __init__(self, source: files.FileSource | None):
         """Finds the records of all files.
@@ -63,11 +72,7 @@ class RecordFiles:
           UserError: there are no files or no records, or a file can't be read, is compressed or is broken (names the
             file, the record and its byte).
         """
-        self.files = files.find_files(source)
-        # For each file: the first byte of each record, and the end of the last.
-        self._bounds = [bounds_of(path) for path in self.files.paths]
-        self.shards = ShardIndex([len(bounds) - 1 for bounds in self._bounds])
-        self._opened = OpenFiles(self.files.paths, self.files.sizes, most=_MAX_OPEN)
+        super().__init__(files.find_files(source))
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -80,8 +85,8 @@ class RecordFiles:
     @functools.cached_property
     def checksum(self) -> int:
         """Checksum that changes when a file is added, removed or reordered, or when record sizes change."""
-        crc = self.files.checksum
-        for bounds in self._bounds:
+        crc = self.found.checksum
+        for bounds in self._starts:
             for begin in range(0, len(bounds) - 1, _SIZES_AT_ONCE):
                 sizes = np.diff(bounds[begin : begin + _SIZES_AT_ONCE + 1]) - _FRAME
                 crc = zlib.crc32(sizes.tobytes(), crc)
@@ -89,31 +94,21 @@ class RecordFiles:
 
     def describe(self, record: int) -> str:
         """Formats a record's place for messages: 'FILE, record 7 (at byte 1234)', counted from 0."""
-        index, number = self.shards.locate(record)
-        return describe(self.files.paths[index], number, int(self._bounds[index][number]))
+        return self.where(*self.shards.locate(record))
 
-    def read(self, record: int) -> bytes:
-        """Returns the data of a record.
-
-        Raises:
-          BrokenRecord: the record doesn't match its checksum; names the file and the record.
-          UserError: the file can't be read, or has changed since it was found; names it.
-        """
-        return self.read_many(np.array([record]))[0]
-
-    def read_many(self, records: np.ndarray) -> list[bytes]:
-        """Returns the data of records int64 [n], in any order. Faster than n calls of `read`.
+    def data(self, records: Sequence[int] | np.ndarray) -> list[bytes]:
+        """Returns the data of records [n], in any order.
 
         Raises:
-          BrokenRecord, UserError: see `read`.
+          BrokenRecord: a record doesn't match its checksum; names the file and the record.
+          UserError: a file can't be read, or has changed since it was found; names it.
         """
-        found: list[bytes] = [b""] * len(records)
-        for index, rows, numbers in self.shards.split(records):
-            begins, ends = self._bounds[index][numbers].tolist(), self._bounds[index][numbers + 1].tolist()
-            for row, begin, end in zip(rows.tolist(), begins, ends, strict=True):
-                frame = self._opened.read(index, begin, end)
-                found[row] = data_of(frame, end - begin, functools.partial(self.describe, int(records[row])))
-        return found
+        found = cast(list[Document], self.read(np.asarray(records, np.int64)))
+        return [cast(bytes, one.content) for one in found]
+
+    def record(self, index: int, number: int, content: bytes) -> Document:
+        where = self.where(index, number)
+        return Document(data_of(content, len(content), lambda: where), where)
 
 
 def data_of(frame: bytes, size: int, where: Callable[[], str]) -> bytes:
@@ -158,9 +153,8 @@ def _length_crc(length: int) -> int:
     return masked_crc(length.to_bytes(_LENGTH_BYTES, "little"))
 
 
-def bounds_of(path: str) -> np.ndarray:
-    """Returns the first byte of each record of a file, and the end of the last: int64 [records + 1]."""
-    total = reading.size(path)
+def bounds_of(path: str, total: int) -> np.ndarray:
+    """Returns the first byte of each record of a file of `total` bytes, and the end of the last: int64 [records + 1]."""
     if total < _CACHED_BYTES:
         return _find_records(path, total)
     return local_copies.cached_index(path, "records", lambda: _find_records(path, total))

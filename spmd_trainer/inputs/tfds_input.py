@@ -157,7 +157,7 @@ def _tfrecord_reader(instructions: list[Any], features: Any) -> Callable[[int], 
         taken = part.take if part.take != -1 else count - part.skip
         numbers.append(np.arange(part.skip, part.skip + taken) + first)
     record_of_example = np.concatenate(numbers)
-    return lambda example: features.deserialize_example_np(records.read(int(record_of_example[example])))
+    return lambda example: features.deserialize_example_np(records.data([record_of_example[example]])[0])
 
 
 def _read_from(source: Any, example: int) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class TfRecordInput(examples_lib.ExamplesInput):
         )
 
     def read_examples(self, examples: np.ndarray) -> NestedMap:
-        serialized = self.records.read_many(examples)
+        serialized = self.records.data(examples)
         parser = ExampleParser(self.features, lambda row: self.records.describe(int(examples[row])))
         return examples_lib.nest(parser.parse(serialized))
 
@@ -89,7 +89,7 @@ class TfRecordInput(examples_lib.ExamplesInput):
         return {**super()._fingerprint(), "files": self.records.checksum, "features": repr(dict(self.features))}
 
     def _sizes_behind_checksums(self) -> dict[str, str]:
-        return {**super()._sizes_behind_checksums(), "files": self.records.files.size_text}
+        return {**super()._sizes_behind_checksums(), "files": self.records.size_text}
 
     def _check(self, name: str, feature: Any) -> None:
         if not isinstance(feature, Feature):

@@ -230,7 +230,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
             lambda row: self.records.describe(int(numbers[row])),
         )
         with self.naming():
-            parsed = parser.parse([self.records.read(int(number)) for number in numbers])
+            parsed = parser.parse(self.records.data(numbers))
         examples = [
             self._example({name: values[row] for name, values in parsed.items()}, int(numbers[row]), int(indices[row]))
             for row in range(len(numbers))

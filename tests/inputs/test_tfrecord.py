@@ -166,10 +166,10 @@ def test_a_file_that_changes_under_a_run_is_refused(files, tmp_path):
 
 
 def test_more_files_than_may_be_open(files, monkeypatch):
-    monkeypatch.setattr(record_files, "_MAX_OPEN", 1)
+    monkeypatch.setattr(record_files.RecordFiles, "most_open", 1)
     records = record_files.RecordFiles(files)
-    whole = [records.read(i) for i in range(11)]
-    assert [records.read(i) for i in (10, 0, 7, 3, 5)] == [whole[i] for i in (10, 0, 7, 3, 5)]
+    whole = records.data(range(11))
+    assert records.data([10, 0, 7, 3, 5]) == [whole[i] for i in (10, 0, 7, 3, 5)]
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_records(anywhere):
     (anywhere / "x.tfrecord").parent.mkdir(parents=True, exist_ok=True)
     (anywhere / "x.tfrecord").write_bytes(b"".join(map(record, contents)))
     records = record_files.RecordFiles(anywhere / "x.tfrecord")
-    assert [records.read(number) for number in (4, 0, 3, 1, 2)] == [contents[number] for number in (4, 0, 3, 1, 2)]
+    assert records.data([4, 0, 3, 1, 2]) == [contents[number] for number in (4, 0, 3, 1, 2)]
     (anywhere / "y.tfrecord").write_bytes(b"".join(map(record, contents))[:-4])
     with raises_naming(UserError, "y.tfrecord", "record 4", "broken", "4 records"):
         record_files.RecordFiles(anywhere / "y.tfrecord")

@@ -24,7 +24,6 @@ from spmd_trainer.inputs.corpus.documents import (
     too_long,
 )
 from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
-from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import is_remote, reading
 
 # Most open files per source; a mixture has many sources.
@@ -83,7 +82,8 @@ class FileSource(abc.ABC):
     Reads are repeatable. One thread at a time may use a source.
 
     Attributes:
-      paths, sizes: the files and their bytes when the source was opened, in the order of the documents.
+      found: the files when the source was opened, in the order of the documents.
+      paths, sizes: the paths and bytes of these files.
       groups: for each chunk, the number of its file, and its number in the file. One chunk or more.
       kind: one of `file_kinds.KINDS`. A saved position doesn't fit the same files read as another kind.
       random_access: True if any document can be read by number without reading the ones before it.
@@ -102,11 +102,10 @@ class FileSource(abc.ABC):
         Raises:
           UserError: a file (named) can't be read.
         """
-        if isinstance(paths, files.TextFiles):
-            self.paths, self.sizes = paths.paths, paths.sizes
-        else:
-            self.paths = tuple(paths)
-            self.sizes = reading.for_each(self.paths, _size)
+        if not isinstance(paths, files.TextFiles):
+            paths = files.TextFiles(tuple(paths), reading.for_each(paths, _size))
+        self.found = paths
+        self.paths, self.sizes = paths.paths, paths.sizes
         self.groups = [(index, 0) for index in range(len(self.paths))]
 
     def count_groups(self, rows_of: Callable[[int], Sequence[int]]) -> ShardIndex:
@@ -131,12 +130,12 @@ class FileSource(abc.ABC):
     @property
     def num_bytes(self) -> int:
         """Total bytes of all files."""
-        return sum(self.sizes)
+        return self.found.total_bytes
 
     @property
     def size_text(self) -> str:
         """Size for messages: '3 files of 15,000 bytes'."""
-        return f"{count_text(len(self.paths), 'file')} of {self.num_bytes:,} bytes"
+        return self.found.size_text
 
     def chunk_sizes(self) -> np.ndarray | None:
         """Returns the number of records in each chunk, int64 [num_chunks]; None if counting them means reading them all."""
@@ -214,10 +213,14 @@ _KEPT_BYTES, _KEPT_RECORDS = 2**24, 1024
 
 
 class IndexedFiles(FileSource):
-    """Base of sources that know the byte offset of each record, and read records by number. A chunk is a file."""
+    """Base of sources that know the byte offset of each record, and read records by number. A chunk is a file.
+
+    `most_open`: most files that are open at a time.
+    """
 
     random_access = True
     shards: ShardIndex
+    most_open: int = _MAX_OPEN
 
     def __init__(self, paths: Paths):
         """Finds the records of all files.
@@ -226,7 +229,7 @@ class IndexedFiles(FileSource):
           UserError: a file (named) can't be read.
         """
         super().__init__(paths)
-        self._files = OpenFiles(self.paths, self.sizes)
+        self._files = OpenFiles(self.paths, self.sizes, most=self.most_open)
         self._starts = [self.find_records(index) for index in range(len(self.paths))]
         self.shards = ShardIndex([len(starts) - 1 for starts in self._starts])
         # What was made of a small corpus' records: each epoch reads them again, and a record may be long where its text is short.

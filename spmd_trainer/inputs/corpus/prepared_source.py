@@ -29,7 +29,6 @@ from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.part_worker import remove_unfinished
 from spmd_trainer.inputs.corpus.prepare import Preparation, Preparing, Progress, deciding
 from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, TokenStore
-from spmd_trainer.inputs.files import TextFiles
 from spmd_trainer.sharding.messages import short_hash
 from spmd_trainer.storage import files, is_remote, json_values, reading
 from spmd_trainer.storage.access import free_space
@@ -83,7 +82,7 @@ class PreparedSource(FileSource):
           preparation: the tokenizer and the folder of the store.
           helpers: the processes that tokenise.
         """
-        super().__init__(TextFiles(source.paths, source.sizes))
+        super().__init__(source.found)
         self.kind, self.groups, self.shards = source.kind, source.groups, source.shards
         self.random_access = source.random_access
         self.text, self._preparation, self._helpers = source, preparation, helpers
@@ -130,13 +129,14 @@ class PreparedSource(FileSource):
             except OSError as error:
                 raise UserError(f"{folder} can't be used: {reading.problem(folder, error)}") from error
         if self._store is None and reading.exists(os.path.join(folder, DESCRIPTION_FILE)):
-            store, sizes = TokenStore(folder, names_left_out=True), self.text.chunk_sizes()
-            if store.num_chunks != self.text.num_chunks or not np.array_equal(
-                store.chunk_sizes() if sizes is None else sizes, store.chunk_sizes()
+            store = TokenStore(folder, names_left_out=True)
+            sizes = store.shards.counts
+            if store.num_chunks != self.num_chunks or not np.array_equal(
+                sizes if self.shards is None else self.shards.counts, sizes
             ):
-                raise UserError(f"{folder} has other documents than {self.text.size_text}")
+                raise UserError(f"{folder} has other documents than {self.size_text}")
             self._store = store
-            logging.info("%s is read as tokens from now on: %s", self.text.size_text, store.size_text)
+            logging.info("%s is read as tokens from now on: %s", self.size_text, store.size_text)
         return self._store is not None
 
     def try_finished(self) -> None:
@@ -147,7 +147,7 @@ class PreparedSource(FileSource):
         try:
             self.use_finished()
         except Exception as error:  # also what an object store's library raises
-            logging.warning("%s can't be read as tokens yet: %s", self.text.size_text, error)
+            logging.warning("%s can't be read as tokens yet: %s", self.size_text, error)
 
     def tokenise(self) -> None:
         """Tokenises the corpus together with the other processes, and reads it as tokens from then on.
@@ -160,7 +160,7 @@ class PreparedSource(FileSource):
         except _Ended:
             pass
         except Exception as error:  # the run goes on without it
-            logging.warning("%s can't be tokenised ahead, so it is read as text: %s", self.text.size_text, error)
+            logging.warning("%s can't be tokenised ahead, so it is read as text: %s", self.size_text, error)
             with contextlib.suppress(OSError):
                 files.write_atomically(folder / _FAILED_FILE, [json.dumps({"job": self._helpers.job})])
 
@@ -179,7 +179,7 @@ class PreparedSource(FileSource):
                     self._make_share(folder)
                 return
             except LockedError as error:
-                logging.info("another job tokenises %s: %s", self.text.size_text, error)
+                logging.info("another job tokenises %s: %s", self.size_text, error)
             ends = time.monotonic() + _RETRY_SECONDS  # it may end before it has finished
             while time.monotonic() < ends:
                 if self._looks(folder):
@@ -200,9 +200,9 @@ class PreparedSource(FileSource):
             logging.warning("%s; its parts are made again", error)
             for path in (folder / DESCRIPTION_FILE, *folder.glob("tokens-*.json")):
                 path.unlink(missing_ok=True)
-        self._make_room(self.text.num_bytes)
+        self._make_room(self.num_bytes)
         free = free_space(folder)
-        if free is not None and free < _ROOM * self.text.num_bytes:
+        if free is not None and free < _ROOM * self.num_bytes:
             raise UserError(f"{folder} has {free:,} bytes free, less than {_ROOM} times the text")
         files.write_atomically(folder / _MAKING_FILE, [json.dumps({"job": self._helpers.job})])
 

@@ -18,7 +18,7 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import record_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
-from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, Paths
+from spmd_trainer.inputs.corpus.file_source import FileSource, Paths
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage.local_copies import local_copy
 
@@ -101,10 +101,8 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].partition("; ")[0]
 
 
-class TfRecordDocuments(IndexedFiles):
+class TfRecordDocuments(record_files.RecordSource):
     """Texts of the tf.train.Examples in TFRecord files. A chunk is a file."""
-
-    kind = "tfrecord"
 
     def __init__(self, paths: Paths, column: str = "text"):
         """Finds the records.
@@ -118,9 +116,6 @@ class TfRecordDocuments(IndexedFiles):
         """
         self._column = column
         super().__init__(paths)
-
-    def find_records(self, index: int) -> np.ndarray:
-        return record_files.bounds_of(self.paths[index])
 
     def record(self, index: int, number: int, content: bytes) -> Record:
         where = self.where(index, number)
@@ -137,9 +132,6 @@ class TfRecordDocuments(IndexedFiles):
             found = "numbers" if values is None else f"{len(values)} values"
             return BadRecord(where, f"has {found} in the feature {self._column!r} instead of one text")
         return Document(values[0], where)
-
-    def where(self, index: int, number: int) -> str:
-        return record_files.describe(self.paths[index], number, int(self._starts[index][number]))
 
 
 # tf.train.Example with its lists of numbers left unread. TensorFlow's own class takes seconds to import.

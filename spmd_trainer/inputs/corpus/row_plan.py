@@ -127,7 +127,7 @@ class RowPlan(NamedTuple):
         return int(self.sizes.sum())
 
 
-def pack(lengths: Sequence[int], seq_len: int, packing: str, piece: int | None = None) -> RowPlan:
+def pack(lengths: Sequence[int] | np.ndarray, seq_len: int, packing: str, piece: int | None = None) -> RowPlan:
     """Plans rows in which each piece of a document is a segment.
 
     Args:

@@ -40,13 +40,13 @@ def three_files(folder):
 
 
 def test_many_records_in_any_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(record_files, "_MAX_OPEN", 1)
+    monkeypatch.setattr(record_files.RecordFiles, "most_open", 1)
     paths, records = three_files(tmp_path)
     found = record_files.RecordFiles(paths)
     numbers = np.array([11, 0, 4, 4, 5, 10, 1])
-    assert found.read_many(numbers) == [records[number] for number in numbers]
-    assert [found.read(number) for number in range(12)] == records
-    assert found.read_many(np.zeros(0, np.int64)) == []
+    assert found.data(numbers) == [records[number] for number in numbers]
+    assert found.data(range(12)) == records
+    assert found.data(np.zeros(0, np.int64)) == []
     assert (len(found), found.counts) == (12, [5, 0, 7])
 
 
@@ -57,26 +57,26 @@ def test_the_broken_one_of_many_records_is_named(tmp_path):
         file.seek(116 + 50)
         file.write(b"!")
     with raises_naming(UserError, paths[2], "record 1", "byte 116", "broken", "data don't match"):
-        found.read_many(np.array([0, 5, 6, 7]))
-    assert found.read_many(np.array([5, 7])) == [b"\0" * 100, b"\2" * 100]
+        found.data(np.array([0, 5, 6, 7]))
+    assert found.data(np.array([5, 7])) == [b"\0" * 100, b"\2" * 100]
 
 
 def test_a_file_that_is_cut_off_while_it_is_used_does_not_end_the_process(tmp_path):
     paths, _ = three_files(tmp_path)
     found = record_files.RecordFiles(paths)
-    assert found.read(11) == b"\6" * 100
+    assert found.data([11])[0] == b"\6" * 100
     os.truncate(paths[2], 0)
     with raises_naming(UserError, paths[2], "has changed", "start the run again"):
-        found.read(11)
+        found.data([11])
     with raises_naming(UserError, paths[2], "has changed", "start the run again"):
-        found.read_many(np.array([0, 5, 11]))
+        found.data(np.array([0, 5, 11]))
 
 
 def test_large_records_among_small_ones_are_found(tmp_path):
     sizes = [10, 3 * 2**20, 5, 2**20 - 30, 100, 0, 70_000, 70_000, 1, 2**20]
     path = write(tmp_path / "a.tfrecord", [bytes([n]) * size for n, size in enumerate(sizes)])
     found = record_files.RecordFiles(path)
-    assert [len(record) for record in found.read_many(np.arange(len(sizes)))] == sizes
+    assert [len(record) for record in found.data(np.arange(len(sizes)))] == sizes
     with open(path, "r+b") as file:
         file.truncate(os.path.getsize(path) - 2**20 - 10)
     with raises_naming(UserError, path, "record 9", "broken", "ends inside", "9 records before"):
@@ -90,7 +90,7 @@ def test_the_index_of_a_large_file_is_made_once(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(record_files, "_find_records", lambda *_: pytest.fail("the index is made again"))
         again = record_files.RecordFiles(path)
-    assert again.read(1999) == records[1999]
+    assert again.data([1999])[0] == records[1999]
     assert again.checksum == first.checksum
     write(path, records[:1500])
     changed = record_files.RecordFiles(path)
@@ -121,7 +121,7 @@ def test_records_without_the_text_are_bad(tmp_path):
     assert isinstance(bad, BadRecord)
     assert "a.tfrecord, record 2 " in bad.where
     assert_names(bad.problem, "numbers", "feature 'id'", "text")
-    whole = record_files.RecordFiles(str(path)).read(0)
+    whole = record_files.RecordFiles(str(path)).data([0])[0]
     garbled = write(tmp_path / "b.tfrecord", [b"\xff\xff\xff", b"", whole[:-1], whole])
     records = list(TfRecordDocuments([garbled]).read_chunk(0, 0))
     assert [type(record) for record in records] == [BadRecord, BadRecord, BadRecord, Document]
@@ -148,7 +148,7 @@ def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "pread", fails)
     with raises_naming(UserError, paths[0], "can't be read", "Input/output error"):
-        found.read(3)
+        found.data([3])
 
 
 def test_a_shape_may_be_a_list(tmp_path):

@@ -182,7 +182,7 @@ class ImageNetRecords(examples.ExamplesInput):
             {"label": Feature((), "int32", key="image/class/label")},
             lambda row: self._records.describe(int(numbers[row])),
         )
-        serialized = [self._records.read(int(number)) for number in numbers]
+        serialized = self._records.data(numbers)
         labels = parser.parse(serialized)["label"] + self.label_id_offset
         if labels.min() < 0 or labels.max() >= self.num_classes:
             raise self.error(f"a label is outside 0 to {self.num_classes - 1} after adding label_id_offset: {labels}")
