@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import glob
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from etils import epath
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import is_remote, reading
+from spmd_trainer.storage.files import files_below
 from spmd_trainer.storage.paths import file_or_pattern
 
 Paths = Sequence[str | os.PathLike[str]]
@@ -77,26 +77,45 @@ def readable(path: str, *, name: str = "", fix: str = "") -> Iterator[None]:
         raise UserError(f"{name or path} can't be read: {reading.problem(path, error)}{fix}") from error
 
 
-def find_files(files: FileSource | None) -> TextFiles:
+def find_files(
+    files: FileSource | None, inside: Callable[[str], Sequence[str] | None] = lambda folder: None
+) -> TextFiles:
     """Resolves an input's `files` field and checks that every file is readable.
 
     Args:
-      files: paths and glob patterns, one of them, or a function without arguments that returns them. A pattern ('*',
+      files: paths, folders and glob patterns, one of them, or a function without arguments that returns them. A pattern ('*',
         '?', '[a-z]', and '**' for folders of any depth) gives its matches sorted by path, without folders and hidden
-        files. An existing path is never treated as a pattern.
+        files. A folder gives all files below it, sorted, without hidden files, and without empty files whose names begin with
+        '_'. An existing path is never treated as a pattern.
+      inside: returns the files that a folder of a special layout stands for; None for any other folder.
 
     Raises:
-      UserError: there are no paths; a pattern matches no file, or a file that another entry gives too; a path is
-        missing, a directory or unreadable; or all files are empty.
+      UserError: there are no paths; a pattern or a folder gives no file, or a file that another entry gives too; a path is
+        missing or unreadable; or all files are empty.
     """
-    found = _expand(entries_of(files))
-    paths = tuple(path for path, _ in found)
-    unknown = [path for path, size in found if size is None]
-    sizes_of = dict(zip(unknown, reading.for_each(unknown, _size), strict=True))
-    sizes = tuple(sizes_of[path] if size is None else size for path, size in found)
-    if not any(sizes):
-        raise UserError(f"all {len(paths)} files are empty, the first is {paths[0]}; give at least one with data in it")
-    return TextFiles(paths, sizes)
+    entries = entries_of(files)
+    plain = [entry for entry in entries if not glob.has_magic(entry) or reading.exists(entry)]
+    sizes = dict(zip(plain, reading.for_each(plain, _size_unless_folder), strict=True))
+    found: list[tuple[str, int]] = []
+    given_by: dict[str, int] = {}
+    for number, entry in enumerate(entries):
+        given = _files_of(entry, sizes, inside)
+        for path, _ in given:
+            first = given_by.setdefault(path if is_remote(path) else os.path.abspath(path), number)
+            other = entries[first]
+            # Giving a path twice is taken as intended (to read the file twice). What overlaps otherwise is taken as a mistake.
+            are_files = sizes.get(entry) is not None and sizes.get(other) is not None
+            is_same_pattern = other == entry and entry not in sizes
+            if first != number and not are_files and not is_same_pattern:
+                raise UserError(
+                    f"`files` gives {path} twice, by {other!r} and by {entry!r}; give entries that don't overlap"
+                )
+        found += given
+    if not any(size for _, size in found):
+        raise UserError(
+            f"all {len(found)} files are empty, the first is {found[0][0]}; give at least one with data in it"
+        )
+    return TextFiles(tuple(path for path, _ in found), tuple(size for _, size in found))
 
 
 def read_text(path: str, name: str) -> str:
@@ -168,30 +187,44 @@ def _path(entry: object) -> str:
     raise UserError(f"`files` has {entry!r}, which is not a path; give paths, or globs such as 'corpus/*.txt'")
 
 
-def _expand(entries: list[str]) -> list[tuple[str, int | None]]:
-    """Returns the paths of the entries in order, with their sizes if they are known; the files of a pattern are sorted."""
-    found: list[tuple[str, int | None]] = []
-    given_by: dict[str, str] = {}
-    for entry in entries:
-        is_pattern = glob.has_magic(entry) and not reading.exists(entry)
-        for path, size in _matches(entry) if is_pattern else [(entry, None)]:
-            # Giving a path twice is taken as intended (to read the file twice). Overlapping patterns are taken as a mistake.
-            other = given_by.setdefault(path, entry)
-            if other != entry and (is_pattern or other != path):
-                raise UserError(
-                    f"`files` gives {path} twice, by {other!r} and by {entry!r}; write patterns that don't overlap"
-                )
-            found.append((path, size))
-    return found
+def _files_of(
+    entry: str, sizes: Mapping[str, int | None], inside: Callable[[str], Sequence[str] | None]
+) -> list[tuple[str, int]]:
+    """Returns the files of an entry with their sizes. `sizes`: those of all paths; None for a folder."""
+    if entry not in sizes:
+        return _matches(entry)
+    size = sizes[entry]
+    return _inside(entry, inside(entry)) if size is None else [(entry, size)]
 
 
-def _matches(pattern: str) -> list[tuple[str, int | None]]:
+def _inside(folder: str, known: Sequence[str] | None) -> list[tuple[str, int]]:
+    """Returns the files of a folder with their sizes. `known`: those that it stands for; None: all below it."""
+    if known is not None:
+        return list(zip(known, reading.for_each(known, _size), strict=True))
+    with readable(folder):
+        below = files_below(epath.Path(folder))
+        found = {
+            os.path.join(folder, name): info.size for name, info in below.items() if not _is_hidden(name, info.size)
+        }
+        if not found:
+            raise UserError(
+                f"{folder} has no files that are not hidden; it holds {listed(reading.names(folder))}; give a folder with files"
+            )
+    return list(found.items()) if is_remote(folder) else [(path, _size(path)) for path in found]
+
+
+def _is_hidden(name: str, size: int) -> bool:
+    parts = name.split("/")
+    return any(part.startswith(".") for part in parts) or (parts[-1].startswith("_") and not size)
+
+
+def _matches(pattern: str) -> list[tuple[str, int]]:
     """Returns the files that a pattern matches, with their sizes."""
     with readable(pattern, fix=f". {_FIX}"):
         matched = reading.glob(pattern)
     sizes = reading.for_each(matched, _size_unless_folder)
     if found := [(path, size) for path, size in zip(matched, sizes, strict=True) if size is not None]:
-        return list(found)
+        return found
     if matched:
         raise UserError(
             f"{pattern} matches folders only, e.g. {matched[0]}; write {os.path.join(pattern, '*')} for their files"
@@ -214,7 +247,7 @@ def _matches(pattern: str) -> list[tuple[str, int | None]]:
 def _size(path: str) -> int:
     size = _size_unless_folder(path)
     if size is None:
-        raise UserError(_directory(path))
+        raise UserError(f"{path} is a directory; give a file in its place")
     return size
 
 
@@ -236,19 +269,3 @@ def _size_unless_folder(path: str) -> int | None:
     if not os.access(path, os.R_OK):
         raise UserError(f"{path} can't be read: permission denied. {_FIX}")
     return size
-
-
-def _directory(path: str) -> str:
-    return f"{path} is a directory; list the files in it with a glob, e.g. files={_glob_of(path)!r}"
-
-
-def _glob_of(directory: str) -> str:
-    """Suggests a glob for a directory: its most common extension, or the files in its subfolders."""
-    try:
-        inside = [entry for entry in epath.Path(directory).iterdir() if not entry.name.startswith(".")]
-    except OSError:
-        inside = []
-    extensions = collections.Counter(entry.suffix for entry in inside if not entry.is_dir())
-    most = min(extensions, key=lambda extension: (-extensions[extension], extension), default="")
-    parts = ["*" + glob.escape(most)] if extensions or not inside else ["**", "*"]
-    return os.path.join(glob.escape(directory), *parts)

@@ -66,7 +66,7 @@ class RecordFiles(RecordSource):
         """Finds the records of all files.
 
         Args:
-          source: paths and glob patterns, one of them, or a function without arguments that returns them.
+          source: paths, folders and glob patterns, one of them, or a function without arguments that returns them.
 
         Raises:
           UserError: there are no files or no records, or a file can't be read, is compressed or is broken (names the

@@ -79,7 +79,7 @@ class TokenizedFiles(TokenizedInput):
     """Base of inputs over text files.
 
     Attributes:
-      files: paths and glob patterns ('corpus/*.txt', 'corpus/**/*.txt', sorted), one of them, or a function without
+      files: paths, folders and glob patterns ('corpus/*.txt', 'corpus/**/*.txt', sorted), one of them, or a function without
         arguments that returns them.
       tokenizer, eos_id, start: see `TokenizedInput`.
       allow_binary: True reads any file. False refuses files whose first bytes show a format that isn't text (Parquet,

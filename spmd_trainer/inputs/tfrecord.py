@@ -47,7 +47,7 @@ class TfRecordInput(examples_lib.ExamplesInput):
     A broken file is an error: at the start if a record's length is wrong, otherwise when the broken record is read.
 
     Attributes:
-      files: a path or glob pattern ('records/*.tfrecord', whose matches are sorted), a list of paths and patterns, or a
+      files: a path, folder or glob pattern ('records/*.tfrecord', whose matches are sorted), a list of these, or a
         function without arguments that returns either. The files must not be compressed.
       features: {name in the batch: Feature}. A feature with the name 'a.b' becomes `batch['a']['b']`.
     """

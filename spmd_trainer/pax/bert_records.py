@@ -58,7 +58,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
     number of processes. Evaluation gives every example once, in order, and fills up the last batch with empty rows.
 
     Attributes:
-      input_file: paths and glob patterns, or one of them.
+      input_file: paths, folders and glob patterns, or one of them.
       max_sequence_length: tokens of an example and of a row.
       max_predictions_per_seq: maximum number of masked tokens per example.
       eos_token_id: id of the end-of-text token.

@@ -71,25 +71,37 @@ def test_patterns_that_overlap_are_refused(corpus, given):
     [
         (
             "*.text",
-            ["{0}/*.text", "no file", "{0} holds", "a.txt, a10.txt, a2.txt, b.txt, deep, notes.md, .hidden.txt"],
+            ["{0}/*.text", "no file", "{0} holds", "a.txt, a10.txt, a2.txt, b.txt, deep, notes.md, void, .hidden.txt"],
         ),
         ("dep/*.txt", ["{0}/dep/*.txt", "no folder", "{0}/dep", "deep?"]),
         ("de*/er*", ["{0}/de*/er*", "folders", "{0}/deep/er", "{0}/de*/er*/*"]),
         ("no/where/**/*.txt", ["{0}/no/where/**/*.txt", "no folder {0}/no/where (", "no folder {0}/no)"]),
         ("b.text", ["{0}/b.text", "can't be read", "No such file", "mean b.txt", "Correct the path"]),
         ("zzz", ["{0}/zzz", "can't be read", "{0} holds", "a.txt, a10.txt"]),
-        ("", ["{0}", "a directory", "files='{0}/*.txt'"]),
+        ("void", ["{0}/void", "no files that are not hidden", "it holds .hidden.txt"]),
         ("deep/er/d.txt/x", ["{0}/deep/er/d.txt/x", "can't be read", "Not a directory"]),
     ],
 )
 def test_what_is_wrong_with_a_path_is_said(corpus, pattern, facts):
+    (corpus / "void").mkdir()
+    (corpus / "void" / ".hidden.txt").touch()
     with raises_naming(UserError, *(fact.format(corpus) for fact in facts)):
         found(str(corpus / pattern))
 
 
+def test_a_folder_stands_for_all_files_below_it(corpus):
+    (corpus / "_SUCCESS").touch()
+    names = ["a.txt", "a10.txt", "a2.txt", "b.txt", "deep/c.txt", "deep/er/d.txt", "notes.md"]
+    assert found(corpus) == [str(corpus / name) for name in names]
+    assert found([corpus / "deep", str(corpus / "b.txt")]) == [str(corpus / name) for name in (*names[4:6], "b.txt")]
+    for given in (["deep", "deep"], ["deep", "deep/er/*"], ["deep/c.txt", "deep"]):
+        with raises_naming(UserError, "`files`", "twice", "overlap"):
+            found([str(corpus / entry) for entry in given])
+
+
 def test_a_folder_of_folders_and_a_broken_link(tmp_path):
     (tmp_path / "inner").mkdir()
-    with pytest.raises(UserError, match=r"is a directory; .* files='.*/\*\*/\*'"):
+    with raises_naming(UserError, tmp_path, "no files", "it holds inner"):
         found(tmp_path)
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     with raises_naming(UserError, f"{tmp_path}/gone.txt can't", "No such file"):
@@ -112,13 +124,17 @@ def test_what_is_no_path_is_refused(given):
         found(given)
 
 
-def test_every_input_over_files_takes_a_pattern(corpus):
+def test_every_input_over_files_takes_a_pattern_and_a_folder(corpus):
     pattern = str(corpus / "a*.txt")
     for kind, length in (
         (text.TextInput, "seq_len"),
         (text.PackedTextInput, "seq_len"),
         (text.PromptInput, "prefix_len"),
     ):
+        folder = base_hyperparams.instantiate(
+            pax_fiddle.Config(kind, files=str(corpus / "deep"), batch_size=1, **{length: 4})
+        )
+        assert [pathlib.Path(path).name for path in folder.paths] == ["c.txt", "d.txt"]
         source = base_hyperparams.instantiate(pax_fiddle.Config(kind, files=pattern, batch_size=1, **{length: 4}))
         assert [pathlib.Path(path).name for path in source.paths] == ["a.txt", "a10.txt", "a2.txt"]
         assert drain(source)

@@ -40,6 +40,8 @@ def test_patterns(corpus):
     assert found("[b-z].txt") == ["b.txt"]
     assert found("**/*.txt") == ["a.txt", "b.txt", "deep/c.txt"]
     assert found("*/c.txt") == ["deep/c.txt"]
+    assert found("") == ["a.txt", "b.txt", "deep/c.txt"]
+    assert files.find_files([corpus / "deep", corpus / "a.txt"]).sizes == (11, 6)
 
 
 def test_contents(corpus):
@@ -56,7 +58,6 @@ def test_contents(corpus):
     ("entry", "says"),
     [
         ("b.text", r"b\.text can't be read: No such file or directory \(did you mean b\.txt"),
-        ("deep", r"deep is a directory; list the files in it with a glob, e.g. files='.*deep/\*\.txt'"),
         ("*.jpg", r"\*\.jpg matches no file; .* holds a\.txt, b\.txt, deep"),
         ("de*", r"de\* matches folders only"),
         ("none/*.txt", r"matches no file: there is no folder .*none"),

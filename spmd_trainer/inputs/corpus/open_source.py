@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import re
 from collections.abc import Sequence
-
-from etils import epath
 
 from spmd_trainer.errors import UserError, require_one_of
 from spmd_trainer.inputs import files as input_files
@@ -22,7 +19,6 @@ from spmd_trainer.inputs.corpus.tar_files import TarDocuments
 from spmd_trainer.inputs.corpus.text_files import JsonLines, StreamedJsonLines, TextDocuments
 from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, TokenStore
 from spmd_trainer.storage import is_remote, reading
-from spmd_trainer.storage.files import files_below
 
 # Marker file of a folder of several data sets.
 _DATASET_DICT = "dataset_dict.json"
@@ -54,7 +50,7 @@ def open_documents(documents: Documents) -> FileSource:
             f"kind='tokens' needs `files` to be a folder with a {DESCRIPTION_FILE}, which --mode=tokenise writes when it "
             f"has finished; `files` has {input_files.listed(entries)}"
         )
-    found = found_by(entries)
+    found = input_files.find_files(entries, files_of_dataset)
     if documents.kind in (None, "arrow"):
         _refuse_prepared_parts(found.paths)
     kind = documents.kind or file_kinds.kind_of_all(found.paths)
@@ -121,7 +117,8 @@ def _prepared_folder(entries: Sequence[str]) -> str | None:
 
     Raises UserError if there are other entries too.
     """
-    found = [entry for entry in entries if _is_dir(entry) and reading.exists(os.path.join(entry, DESCRIPTION_FILE))]
+    are_prepared = reading.for_each(entries, _is_prepared)
+    found = [entry for entry, is_prepared in zip(entries, are_prepared, strict=True) if is_prepared]
     if found and len(entries) > 1:
         raise UserError(
             f"{found[0]} is a prepared corpus, and `files` has other entries too; make a Documents of each, and a Mixture of them"
@@ -129,31 +126,9 @@ def _prepared_folder(entries: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
-def found_by(entries: Sequence[str]) -> input_files.TextFiles:
-    """Returns the files that the entries of `files.entries_of` give, in order.
-
-    Raises:
-      UserError: an entry matches no file, a directory and another entry give the same file, or all files are empty.
-    """
-    expanded: list[str] = []
-    in_directories: set[str] = set()
-    for entry in entries:
-        if _is_dir(entry):
-            inside = _files_of_directory(entry)
-            in_directories.update(map(_normal, inside))
-            expanded += inside
-        else:
-            expanded.append(entry)
-    found = input_files.find_files(expanded)
-    counts = collections.Counter(map(_normal, found.paths))
-    twice = [path for path in in_directories if counts[path] > 1]
-    if twice:
-        raise UserError(f"`files` gives {min(twice)} twice; give directories that don't overlap with other entries")
-    return found
-
-
-def _normal(path: str) -> str:
-    return path if is_remote(path) else os.path.abspath(path)
+def _is_prepared(folder: str) -> bool:
+    with input_files.readable(folder):
+        return reading.exists(os.path.join(folder, DESCRIPTION_FILE))
 
 
 def _refuse_prepared_parts(paths: Sequence[str]) -> None:
@@ -167,8 +142,12 @@ def _refuse_prepared_parts(paths: Sequence[str]) -> None:
             )
 
 
-def _files_of_directory(directory: str) -> list[str]:
-    """Returns all files below a directory, sorted, without hidden files and empty marker files ('_SUCCESS')."""
+def files_of_dataset(directory: str) -> list[str] | None:
+    """Returns the files of a folder that the library `datasets` has saved, or None if it is another folder.
+
+    Raises:
+      UserError: it holds several splits, or its state.json can't be read.
+    """
     if reading.exists(os.path.join(directory, STATE_FILE)):
         return files_of_folder(directory)
     if reading.exists(os.path.join(directory, _DATASET_DICT)):
@@ -177,20 +156,4 @@ def _files_of_directory(directory: str) -> list[str]:
             f"{directory} holds a dataset of several splits: {input_files.listed(splits)}; give the folder of one, e.g. "
             f"{os.path.join(directory, splits[0] if splits else 'train')}"
         )
-    with input_files.readable(directory):
-        below = files_below(epath.Path(directory))
-        inside = [name for name, info in below.items() if not _is_hidden(name, info.size)]
-        if inside:
-            return [os.path.join(directory, name) for name in inside]
-        held = input_files.listed(reading.names(directory))
-    raise UserError(f"{directory} has no files that are not hidden; it holds {held}")
-
-
-def _is_hidden(name: str, size: int) -> bool:
-    parts = name.split("/")
-    return any(part.startswith(".") for part in parts) or (parts[-1].startswith("_") and not size)
-
-
-def _is_dir(path: str) -> bool:
-    with input_files.readable(path):
-        return reading.is_dir(path)
+    return None

@@ -60,7 +60,7 @@ def open_images(images: Documents) -> ImageSource:
         raise UserError(f"separator={images.separator!r} is for text files; images have none")
     if images.kind is not None:
         require_one_of("kind", images.kind, _KINDS)
-    found = open_source.found_by(files.entries_of(images.files))
+    found = files.find_files(images.files, open_source.files_of_dataset)
     kind = images.kind or file_kinds.kind_of_all(found.paths)
     source: ImageSource
     if kind == "parquet":

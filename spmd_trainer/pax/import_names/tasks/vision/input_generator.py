@@ -142,7 +142,7 @@ class ImageNetRecords(examples.ExamplesInput):
     """Input over TFRecords with 'image/encoded' and 'image/class/label'; see `ExamplesInput` for the order of examples.
 
     Attributes:
-      files: paths and glob patterns.
+      files: paths, folders and glob patterns.
       num_classes: number of classes.
       data_shape: height, width and channels.
       label_id_offset: added to each label.
