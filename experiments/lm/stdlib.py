@@ -89,7 +89,7 @@ class StdlibBytes(base_experiment.BaseExperiment):
 
     def datasets(self) -> list[Any]:
         train = pax_fiddle.Config(
-            text.ByteTextInput,
+            text.TextInput,
             name="stdlib_train",
             files=stdlib_text.stdlib_train_files,
             seq_len=self.MAX_SEQ_LEN,
@@ -99,7 +99,7 @@ class StdlibBytes(base_experiment.BaseExperiment):
             input_random_seed=17,
         )
         heldout = pax_fiddle.Config(
-            text.ByteTextInput,
+            text.TextInput,
             name="heldout",
             files=stdlib_text.stdlib_heldout_files,
             seq_len=self.MAX_SEQ_LEN,

@@ -22,11 +22,10 @@
 | `Prefetcher` | `prefetch` | a thread that keeps batches ready on the devices |
 | `pad_batch` | `batches` | adds rows of weight 0 to a batch |
 | `lm_input_specs`, `dataset_input_specs` | `batches` | shapes and dtypes of a batch |
-| `LmInputSpecsProvider`, `DatasetSpecsProvider` | `batches` | shapes and dtypes of a batch, for experiments |
+| `DatasetSpecsProvider` | `batches` | shapes and dtypes of a batch, for experiments |
 
 Importing this package imports neither JAX, praxis nor TensorFlow: each name is imported when it is first used
 (`__init__.pyi` lists them). Of these inputs, only `TfRecordInput` needs TensorFlow; it imports TensorFlow with its first batch.
-`ByteTextInput` is the older name of `TextInput`, which reads bytes by default.
 """
 
 import lazy_loader

@@ -1,5 +1,4 @@
 from .batches import DatasetSpecsProvider as DatasetSpecsProvider
-from .batches import LmInputSpecsProvider as LmInputSpecsProvider
 from .batches import dataset_input_specs as dataset_input_specs
 from .batches import lm_input_specs as lm_input_specs
 from .batches import pad_batch as pad_batch
@@ -25,7 +24,6 @@ from .stdlib_text import stdlib_heldout_files as stdlib_heldout_files
 from .stdlib_text import stdlib_train_files as stdlib_train_files
 from .synthetic import SyntheticInput as SyntheticInput
 from .synthetic import SyntheticLmInput as SyntheticLmInput
-from .text import ByteTextInput as ByteTextInput
 from .text import DocumentPrompts as DocumentPrompts
 from .text import PackedTextInput as PackedTextInput
 from .text import PromptInput as PromptInput

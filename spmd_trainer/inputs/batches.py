@@ -177,24 +177,3 @@ class DatasetSpecsProvider(base_input.BaseInputSpecsProvider):
         if self.input_p is None:
             raise ValueError("DatasetSpecsProvider has no input_p; set it to the config of the training dataset")
         return dataset_input_specs(self.input_p)
-
-
-class LmInputSpecsProvider(base_input.BaseInputSpecsProvider):
-    """Provides the specs of a language-model batch; see `lm_input_specs`.
-
-    Attributes:
-      batch_size: rows per process, without padding.
-      seq_len: tokens per row.
-    """
-
-    batch_size: int = 0
-    seq_len: int = 0
-
-    def get_input_specs(self) -> NestedMap:
-        """Returns the shapes and dtypes of a batch. Raises ValueError if a field is below 1."""
-        if self.batch_size < 1 or self.seq_len < 1:
-            raise ValueError(
-                f"LmInputSpecsProvider has batch_size={self.batch_size} and seq_len={self.seq_len}; both must be 1 or "
-                "more. Set them to those of the training dataset"
-            )
-        return lm_input_specs(self.batch_size, self.seq_len)

@@ -223,10 +223,6 @@ class TextInput(text_base.TokenizedFiles):
         )
 
 
-class ByteTextInput(TextInput):
-    """The older name of `TextInput`."""
-
-
 class PromptInput(PromptRows):
     """Prompts for `LanguageModel.decode`: the beginning of each file, one prompt per file.
 

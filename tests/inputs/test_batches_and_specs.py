@@ -66,7 +66,7 @@ def test_batches_that_cannot_be_padded(batch, to_size, facts):
 
 def test_specs_of_a_text_dataset_cost_no_reading(tmp_path):
     config = pax_fiddle.Config(
-        text.ByteTextInput, files=write_files(tmp_path, b"hello"), seq_len=3, batch_size=2, is_training=True
+        text.TextInput, files=write_files(tmp_path, b"hello"), seq_len=3, batch_size=2, is_training=True
     )
     provider = base_hyperparams.instantiate(pax_fiddle.Config(batches.DatasetSpecsProvider, input_p=config))
     expected = as_shapes(batches.lm_input_specs(2, 3))
@@ -101,21 +101,18 @@ def test_specs_of_any_other_dataset_are_measured():
         batches.dataset_input_specs(base_hyperparams.instantiate(config))
 
 
-def test_lm_specs_provider():
-    provider = base_hyperparams.instantiate(pax_fiddle.Config(batches.LmInputSpecsProvider, batch_size=2, seq_len=3))
+def test_specs_of_a_language_model_are_those_of_a_batch():
     batch = synthetic.SyntheticLmInput(seq_len=3, batch_size=2).get_next()
-    assert as_shapes(provider.get_input_specs()) == as_shapes(batch)
-    with pytest.raises(ValueError, match=r"batch_size=2 and seq_len=0; both"):
-        batches.LmInputSpecsProvider(batch_size=2).get_input_specs()
+    assert as_shapes(batches.lm_input_specs(2, 3)) == as_shapes(batch)
     with pytest.raises(ValueError, match="no input_p; set it"):
         batches.DatasetSpecsProvider().get_input_specs()
 
 
 def test_the_package_exports_its_names():
-    assert {"ByteTextInput", "pad_batch", "stdlib_heldout_files"} <= set(dir(spmd_trainer.inputs))
+    assert {"TextInput", "pad_batch", "stdlib_heldout_files"} <= set(dir(spmd_trainer.inputs))
     for name in dir(spmd_trainer.inputs):
         assert getattr(spmd_trainer.inputs, name) is not None
-    assert spmd_trainer.inputs.ByteTextInput is text.ByteTextInput
+    assert spmd_trainer.inputs.TextInput is text.TextInput
     with pytest.raises(AttributeError, match=r"No spmd_trainer\.inputs attribute Nope"):
         spmd_trainer.inputs.Nope  # noqa: B018
 

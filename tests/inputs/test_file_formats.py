@@ -159,7 +159,7 @@ def test_a_file_of_another_format_is_refused_by_name(kind, tmp_path):
         make(path)
 
 
-@pytest.mark.parametrize("kind", [text.ByteTextInput, text.PromptInput, text.PackedTextInput])
+@pytest.mark.parametrize("kind", [text.TextInput, text.PromptInput, text.PackedTextInput])
 def test_every_text_input_refuses_it_and_reads_it_when_told_to(kind, tmp_path):
     write_files(tmp_path, TEXT)
     path = tmp_path / "b.txt"
@@ -172,7 +172,7 @@ def test_every_text_input_refuses_it_and_reads_it_when_told_to(kind, tmp_path):
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 
 
-@pytest.mark.parametrize("kind", [text.ByteTextInput, text.TextInput, text.PromptInput, text.PackedTextInput])
+@pytest.mark.parametrize("kind", [text.TextInput, text.PromptInput, text.PackedTextInput])
 @pytest.mark.parametrize(
     ("name", "content"),
     [

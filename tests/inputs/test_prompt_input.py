@@ -105,7 +105,7 @@ def test_praxis_decode_continues_the_prompts(files):
         inputs = NestedMap(ids=ids, labels=ids, paddings=zeros, weights=1 - zeros)
         return jnp.argmax(model.apply(variables, inputs, method=model.compute_predictions, rngs=rngs).logits, axis=-1)
 
-    trained_on = text.ByteTextInput(files=files, seq_len=5, batch_size=4).get_next()
+    trained_on = text.TextInput(files=files, seq_len=5, batch_size=4).get_next()
     variables = jax.jit(model.init)(jax.random.key(1), trained_on)
     out = jax.tree.map(np.asarray, decode(variables, batch))
     best = np.asarray(predict(variables, out.output_ids[:, 0]))

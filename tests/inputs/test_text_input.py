@@ -20,7 +20,7 @@ EOS = 256
 
 def make(files, **kwargs):
     defaults = {"seq_len": 4, "batch_size": 2, "is_training": False}
-    return base_hyperparams.instantiate(pax_fiddle.Config(text.ByteTextInput, files=files, **{**defaults, **kwargs}))
+    return base_hyperparams.instantiate(pax_fiddle.Config(text.TextInput, files=files, **{**defaults, **kwargs}))
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_files_may_come_from_a_function_or_be_one_path(files):
     ],
 )
 def test_bad_settings_say_what_to_do(files, change, message):
-    with pytest.raises(ValueError, match=rf"ByteTextInput 'corpus': .*{message}"):
+    with pytest.raises(ValueError, match=rf"TextInput 'corpus': .*{message}"):
         make(**{"files": files, "name": "corpus", **change})
 
 

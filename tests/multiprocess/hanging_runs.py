@@ -33,7 +33,7 @@ def wait_for_data_that_never_comes() -> None:
         time.sleep(0.1)
 
 
-class Blocking(text.ByteTextInput):
+class Blocking(text.TextInput):
     """Bytes of text, until there are none for ever."""
 
     def __post_init__(self):

@@ -54,7 +54,7 @@ class CallbackSpins(StdlibBytesTiny):
         return task_p
 
 
-class SlowInput(text.ByteTextInput):
+class SlowInput(text.TextInput):
     """Bytes of text, from a slow disk on one process."""
 
     def __post_init__(self):

@@ -25,7 +25,7 @@ SLOW_SECONDS = 0.1
 STEPS = 45
 
 
-class SlowInput(text.ByteTextInput):
+class SlowInput(text.TextInput):
     """Bytes of text from a slow disk, from a point on."""
 
     given = 0
