@@ -11,7 +11,12 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from spmd_trainer.storage import reading
+from spmd_trainer.errors import UserError
+from spmd_trainer.inputs import files
+from spmd_trainer.storage import is_remote, reading
+
+# Most open files per source; a mixture has many sources.
+MAX_OPEN = 8
 
 
 class ShardIndex:
@@ -106,3 +111,41 @@ class OpenFile:
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone at interpreter exit
         if hasattr(self, "number"):
             close(self.number)
+
+
+class OpenFiles:
+    """The files of a source, opened on first read. Raises UserError if a file's size changes. Thread-safe."""
+
+    def __init__(self, paths: Sequence[str], sizes: Sequence[int], most: int = MAX_OPEN):
+        """`sizes`: bytes of each file when the source was opened. At most `most` files stay open."""
+        self._paths, self._sizes = tuple(paths), tuple(sizes)
+        self._open: LRUCache[OpenFile] = LRUCache(most)
+
+    def read(self, index: int, start: int, stop: int) -> bytes:
+        """Returns the bytes of a file from `start` to `stop`.
+
+        Raises:
+          UserError: the file (named) can't be read, or its size has changed.
+        """
+        path = self._paths[index]
+        with files.readable(path):
+            content = reading.read(path, start, stop) if is_remote(path) else self._read_local(index, start, stop)
+        if len(content) != stop - start:
+            raise changed(self._paths[index], self._sizes[index])
+        return content
+
+    def _read_local(self, index: int, start: int, stop: int) -> bytes:
+        # Held, so that another thread doesn't close it during the read.
+        opened = self._open.get(index, lambda index: OpenFile(self._paths[index]))
+        file = opened.number
+        if os.fstat(file).st_size != self._sizes[index]:
+            raise changed(self._paths[index], self._sizes[index])
+        parts, begin = [os.pread(file, stop - start, start)], start
+        while parts[-1] and (begin := begin + len(parts[-1])) < stop:  # one call reads at most 2 GiB
+            parts.append(os.pread(file, stop - begin, begin))
+        return b"".join(parts)
+
+
+def changed(path: str, size: int) -> UserError:
+    """Returns the error for a file that had `size` bytes when the source was opened, and has another size now."""
+    return UserError(f"{path} had {size} bytes when this run started, and has changed; start the run again")

@@ -23,50 +23,10 @@ from spmd_trainer.inputs.corpus.documents import (
     Record,
     too_long,
 )
-from spmd_trainer.inputs.shards import LRUCache, OpenFile, ShardIndex
-from spmd_trainer.storage import is_remote, reading
+from spmd_trainer.inputs.shards import MAX_OPEN, OpenFiles, ShardIndex, changed
+from spmd_trainer.storage import reading
 
-# Most open files per source; a mixture has many sources.
-_MAX_OPEN = 8
 _ASKED = "set `column` (--column, or COLUMN of an experiment) to the one with the text"
-
-
-class OpenFiles:
-    """The files of a source, opened on first read. Raises UserError if a file's size changes. Thread-safe."""
-
-    def __init__(self, paths: Sequence[str], sizes: Sequence[int], most: int = _MAX_OPEN):
-        """`sizes`: bytes of each file when the source was opened. At most `most` files stay open."""
-        self._paths, self._sizes = tuple(paths), tuple(sizes)
-        self._open: LRUCache[OpenFile] = LRUCache(most)
-
-    def read(self, index: int, start: int, stop: int) -> bytes:
-        """Returns the bytes of a file from `start` to `stop`.
-
-        Raises:
-          UserError: the file (named) can't be read, or its size has changed.
-        """
-        path = self._paths[index]
-        with files.readable(path):
-            content = reading.read(path, start, stop) if is_remote(path) else self._read_local(index, start, stop)
-        if len(content) != stop - start:
-            raise changed(self._paths[index], self._sizes[index])
-        return content
-
-    def _read_local(self, index: int, start: int, stop: int) -> bytes:
-        # Held, so that another thread doesn't close it during the read.
-        opened = self._open.get(index, lambda index: OpenFile(self._paths[index]))
-        file = opened.number
-        if os.fstat(file).st_size != self._sizes[index]:
-            raise changed(self._paths[index], self._sizes[index])
-        parts, begin = [os.pread(file, stop - start, start)], start
-        while parts[-1] and (begin := begin + len(parts[-1])) < stop:  # one call reads at most 2 GiB
-            parts.append(os.pread(file, stop - begin, begin))
-        return b"".join(parts)
-
-
-def changed(path: str, size: int) -> UserError:
-    """Returns the error for a file that had `size` bytes when the source was opened, and has another size now."""
-    return UserError(f"{path} had {size} bytes when this run started, and has changed; start the run again")
 
 
 # Files of a source: found already, with their sizes, or their paths.
@@ -220,7 +180,7 @@ class IndexedFiles(FileSource):
 
     random_access = True
     shards: ShardIndex
-    most_open: int = _MAX_OPEN
+    most_open: int = MAX_OPEN
 
     def __init__(self, paths: Paths):
         """Finds the records of all files.

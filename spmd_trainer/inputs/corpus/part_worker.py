@@ -29,11 +29,12 @@ from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus.documents import BadRecord, Documents, LeftOut, Record
 from spmd_trainer.inputs.corpus.encoding import RAISE, Encoder
-from spmd_trainer.inputs.corpus.file_source import FileSource, changed
+from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.open_source import open_files
 from spmd_trainer.inputs.corpus.order import size_of
 from spmd_trainer.inputs.corpus.token_store import Batch
 from spmd_trainer.inputs.corpus.tokens import CountedTokens, StoredTokens, Tokens, fetch
+from spmd_trainer.inputs.shards import changed
 from spmd_trainer.inputs.worker_process import EndedError, WorkerProcess, pipe_of_trainer
 from spmd_trainer.storage import files, is_remote
 from spmd_trainer.storage.paths import directory

@@ -20,7 +20,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, files, record_files
 from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, BadRecord, Column, Document, Record, too_long
 from spmd_trainer.inputs.corpus.file_kinds import decompressed, open_bytes
-from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, Paths, changed, document_of
+from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, Paths, document_of
+from spmd_trainer.inputs.shards import changed
 from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.local_copies import cached_index
 

@@ -26,9 +26,9 @@ import numpy as np
 from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus.documents import Document, LeftOut, Processor, Record
-from spmd_trainer.inputs.corpus.file_source import FileSource, OpenFiles
+from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.tokens import StoredTokens
-from spmd_trainer.inputs.shards import LRUCache, ShardIndex
+from spmd_trainer.inputs.shards import LRUCache, OpenFiles, ShardIndex
 from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.local_copies import cached_index
 

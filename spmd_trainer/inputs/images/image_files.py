@@ -18,11 +18,11 @@ import numpy as np
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs.corpus.documents import BadRecord
 from spmd_trainer.inputs.corpus.file_kinds import open_bytes
-from spmd_trainer.inputs.corpus.file_source import OpenFiles, Paths, damage
+from spmd_trainer.inputs.corpus.file_source import Paths, damage
 from spmd_trainer.inputs.corpus.parquet_files import ParquetFiles, first_line, leaves_of
 from spmd_trainer.inputs.corpus.tar_files import TAR_DAMAGE, Header, is_plain, refuse_without_end, samples
 from spmd_trainer.inputs.images.images import Image, ImageRecord, ImageSource
-from spmd_trainer.inputs.shards import LRUCache, ShardIndex
+from spmd_trainer.inputs.shards import LRUCache, OpenFiles, ShardIndex
 from spmd_trainer.storage import json_values
 from spmd_trainer.storage.local_copies import cached_index
 
