@@ -111,6 +111,8 @@ def find_files(
                     f"`files` gives {path} twice, by {other!r} and by {entry!r}; give entries that don't overlap"
                 )
         found += given
+    if not found:
+        raise UserError(f"`files` has no paths: {entries[0]} stands for no file; give at least one")
     if not any(size for _, size in found):
         raise UserError(
             f"all {len(found)} files are empty, the first is {found[0][0]}; give at least one with data in it"

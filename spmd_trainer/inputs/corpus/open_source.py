@@ -128,7 +128,7 @@ def _prepared_folder(entries: Sequence[str]) -> str | None:
 
 def _is_prepared(folder: str) -> bool:
     with input_files.readable(folder):
-        return reading.exists(os.path.join(folder, DESCRIPTION_FILE))
+        return reading.is_dir(folder) and reading.exists(os.path.join(folder, DESCRIPTION_FILE))
 
 
 def _refuse_prepared_parts(paths: Sequence[str]) -> None:
