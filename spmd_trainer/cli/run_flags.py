@@ -162,7 +162,9 @@ def refuse_other_modes(flag_values: flags.FlagValues) -> None:
     own = {about.flag for cls in _classes(flag_values.mode) for about in settings_of(cls).values()}
     for about in all_settings():
         flag = flag_values[about.flag]
-        if about.flag in own or about.carried or not flag.present or flag.value in (None, False, [], ""):
+        # By identity where 0 could stand: 0 == False, and --port=0 is given.
+        is_given = flag.present and flag.value is not None and flag.value is not False and flag.value not in ([], "")
+        if about.flag in own or about.carried or not is_given:
             continue
         modes = [mode for mode in MODES if about.flag in {s.flag for s in settings_of(config_class(mode)).values()}]
         listed = f"{', '.join(modes[:-1])} and {modes[-1]}" if len(modes) > 1 else modes[0]

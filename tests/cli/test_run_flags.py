@@ -73,6 +73,16 @@ def test_whole_numbers_are_read_as_absl_reads_them():
         parsed("--num_minibatches=0xg")
 
 
+@pytest.mark.parametrize("flag", ["--trial=0", "--temperature=0", "--port=0"])
+def test_zero_is_a_given_value(flag):
+    with raises_naming(UserError, flag.partition("=")[0], "--mode="):
+        parsed("--mode=train", flag)
+
+
+def test_an_empty_flag_of_another_mode_asks_for_nothing():
+    parsed("--mode=train", "--trial=", "--prompt=", "--nofollow")
+
+
 @dataclasses.dataclass(frozen=True)
 class Two(Settings):
     """An empty text is a value of one of them."""
