@@ -127,8 +127,8 @@ def evaluate(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str
     from spmd_trainer.training.summary_writers import SummaryWriters
 
     with _job("eval", exp, job_log_dir, overrides, settings) as job:
-        restored = checkpoints.restore_for_inference(job, averages.of(job))
-        with contextlib.closing(SummaryWriters(job.config.job_log_dir)) as writers:
+        restored, directory = checkpoints.restore_for_inference(job, averages.of(job)), job.config.job_log_dir
+        with contextlib.closing(SummaryWriters(directory, enabled=jax.process_index() == 0)) as writers:
             return EvalResult(restored.step, Evaluations(job, writers).run(restored.state, restored.step))
 
 

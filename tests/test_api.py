@@ -1,5 +1,6 @@
 """The trainer from Python: what a notebook calls, and what it gets back."""
 
+import contextlib
 import errno
 import importlib.metadata
 import json
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+import types
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,8 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.storage import files
 from spmd_trainer.train_states import TrainState
+from spmd_trainer.training import averages, checkpoints, evaluate
+from spmd_trainer.training.summary_writers import read_metrics
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("api")
@@ -96,6 +100,34 @@ def test_evaluate_gives_the_metrics_of_the_checkpoint(trained):
     assert result.step == 2
     name = "heldout/bits_per_byte"
     assert result.metrics[name] == pytest.approx(trained.metrics[name], rel=1e-6)
+
+
+@pytest.fixture
+def job_of_a_call(tmp_path, monkeypatch):
+    """Makes the functions of `api` work on a job that has a directory and one decode dataset, and nothing to compute with."""
+    config = types.SimpleNamespace(decode_datasets=[types.SimpleNamespace(name="prompts")])
+    config = types.SimpleNamespace(job_log_dir=epath.Path(tmp_path), experiment=types.SimpleNamespace(config=config))
+    job = types.SimpleNamespace(config=config, task=None)
+    monkeypatch.setattr(api, "_job", lambda *args, **more: contextlib.nullcontext(job))
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_process_0_alone_writes_the_summaries_of_an_evaluation(process, job_of_a_call, tmp_path, monkeypatch):
+    class Evaluations:
+        def __init__(self, job, writers):
+            self.writers = writers
+
+        def run(self, state, step):
+            self.writers.write("eval_heldout", step, {"loss": 1.0})
+            return {"heldout/loss": 1.0}
+
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(evaluate, "Evaluations", Evaluations)
+    monkeypatch.setattr(averages, "of", lambda job: None)
+    restored = types.SimpleNamespace(state=None, step=3)
+    monkeypatch.setattr(checkpoints, "restore_for_inference", lambda job, kind: restored)
+    assert st.evaluate(Unregistered, tmp_path).metrics == {"heldout/loss": 1.0}
+    assert list(read_metrics(tmp_path, "eval_heldout")) == [3] * (process == 0)
 
 
 @pytest.mark.full
