@@ -40,7 +40,8 @@ class Checkpoints(Callback):
     def on_failure(self, run: Run, error: BaseException) -> None:
         """Waits for the save in progress. If it fails, this is only logged, because `error` is the one to report."""
         del run
-        self.checkpointer.__exit__(type(error), error, error.__traceback__)
+        if hasattr(self, "checkpointer"):  # not if an earlier callback's `on_open` failed
+            self.checkpointer.__exit__(type(error), error, error.__traceback__)
 
     def on_end(self, run: Run) -> None:
         """Closes the checkpoints.

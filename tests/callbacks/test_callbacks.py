@@ -17,7 +17,7 @@ from spmd_trainer.callbacks import Callback, CallbackError
 from spmd_trainer.checkpointing import steps
 from spmd_trainer.cli import launch, log_lines
 from spmd_trainer.errors import UserError
-from spmd_trainer.training import evaluate, train
+from spmd_trainer.training import evaluate, saving, train
 from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.run_directory import failure
 from spmd_trainer.training.summaries import Summaries
@@ -210,6 +210,11 @@ def test_an_error_in_on_failure_does_not_hide_the_first_one(tmp_path, caplog):
         trained(tmp_path / "run", FailsTwice(), recorder)
     assert_names(caplog.text, "callback", "FailsTwice", "on_failure", "ValueError: again")
     assert recorder.of("on_failure")
+
+
+def test_an_error_before_the_checkpoints_are_open_is_the_only_one(caplog):
+    CallbackList([saving.Checkpoints()]).fail(None, UserError("a wrong setting"))
+    assert not caplog.records
 
 
 def test_an_attribute_named_turn_of_a_users_callback_moves_nothing():
