@@ -60,16 +60,7 @@ def main(argv: Sequence[str]) -> None:
         flag_parsing.leave(f"{error}: {hidden} hides an installed package of that name; rename it, or run elsewhere")
     finally:
         run_log.close()  # before the interpreter shuts down, while an object store can still be written to
-        _flush_or_discard()
-
-
-def _flush_or_discard() -> None:
-    """Flushes stdout and stderr. Discards output that can't be written because the terminal is gone."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            terminal.discard(stream)
+        terminal.flush()
 
 
 def _port(config: PortConfig) -> NoReturn:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import jax
 import pytest
 from facts import assert_names
 
+from spmd_trainer.cli import distributed, log_lines
+from spmd_trainer.errors import UserError
 from spmd_trainer.multihost import join, loss, service
 
 NAMES = {0: "process 0 (first, pid 11)", 1: "process 1 (other, pid 12)"}
@@ -66,6 +69,33 @@ def test_a_silent_process_is_named_with_its_last_beat(store, caplog, capsys):
     told = loss._News.parse(store[loss._NEWS])
     assert (told.kind, told.process) == ("lost", 1)
     assert_names(told.what, NAMES[1])
+
+
+@contextlib.contextmanager
+def full_stderr():
+    """Lets stderr be a file on a full disk. No fixture, because pytest has a stderr of its own for each phase of a test."""
+    with open("/dev/full", "w") as full, contextlib.redirect_stderr(full):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(UserError("a wrong setting"), UserError.exit_status), (KeyboardInterrupt(), log_lines.STATUS_INTERRUPTED)],
+)
+def test_a_process_that_fails_tells_the_others_although_its_disk_is_full(error, status, store, monkeypatch):
+    monkeypatch.setattr(distributed.signal, "signal", lambda *args: None)
+    processes = distributed.Processes(None)
+    processes._watch = loss.Peers(NAMES, 1, 10.0)
+    with full_stderr(), pytest.raises(Ended, match=str(status)):
+        processes._fail(error)
+    told = loss._News.parse(store[loss._NEWS])
+    assert (told.kind, told.process) == ("failed", 1)
+
+
+def test_a_process_that_hears_of_a_loss_says_that_it_ends_although_its_disk_is_full(store):
+    with full_stderr(), pytest.raises(Ended, match=str(loss.STATUS_LOST_PROCESS)):
+        loss.Peers(NAMES, 1, 10.0)._on_news(loss._News("lost", 1, "process 1 is lost"))
+    assert f"{loss._GONE}/1" in store
 
 
 def test_without_a_run_nothing_is_said_of_beats(store, capsys):

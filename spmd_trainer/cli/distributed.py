@@ -10,13 +10,11 @@ others why and exits at once. If a process dies, the others exit with a message 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging as std_logging
 import os
 import signal
-import sys
 import threading
 import types
 from collections.abc import Sequence
@@ -128,7 +126,7 @@ class Processes:
             own, bind_address = join.Member(index, count), self._cluster.bind_address
             names = join.meet(address, own, bind_address=bind_address, seconds=_JOIN_SECONDS)
         except join.AbsentError as error:
-            _say_here(f"process {index} exits: {error}")
+            terminal.write_last(f"process {index} exits: {error}")
             os._exit(loss.STATUS_LOST_PROCESS)
         if index:
             logging.set_verbosity(logging.WARNING)
@@ -170,7 +168,7 @@ class Processes:
         except UserError:  # nobody can be told
             return
         if isinstance(error, UserError):
-            _say_here(str(error))
+            terminal.write_last(str(error))
         if count > 1:
             own = join.Member(index, count, failed=join.one_line(_described(error)))
             join.say_failed(address, own, self._cluster.bind_address)
@@ -193,14 +191,14 @@ class Processes:
             status, how = log_lines.STATUS_INTERRUPTED, "was interrupted"
         elif isinstance(error, UserError):
             status = error.exit_status  # the same as in a job of one process
-            _say_here(str(error))
+            terminal.write_last(str(error))
             if error.leaves_in_order:
                 watch.say_goodbye()
                 raise SystemExit(status) from error
         elif "Gloo" in str(error) and "DEADLINE_EXCEEDED" in str(error):
             status = loss.STATUS_LOST_PROCESS
             logging.debug("this process failed", exc_info=error)
-            _say_here(
+            terminal.write_last(
                 "the collectives of this process's host devices could not connect to those of the other processes "
                 "within 30 s: a process is much slower than the others, or the machine is overloaded. Start the job again"
             )
@@ -208,15 +206,8 @@ class Processes:
             status = 1
             logging.error("this process failed", exc_info=error)
         watch.say_failed(_described(error), how)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        terminal.flush()
         os._exit(status)
-
-
-def _say_here(text: str) -> None:
-    """Writes a message to this process's stderr. Ignores a failing write (a full disk), so that the other processes are told."""
-    with contextlib.suppress(OSError):
-        terminal.write(f"spmd-trainer: {text}\n", sys.stderr)
 
 
 def _described(error: BaseException) -> str:

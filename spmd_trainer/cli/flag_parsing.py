@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -144,7 +143,7 @@ def take_effect() -> None:
 
 def leave(message: str, status: int = 2) -> NoReturn:
     """Prints the message to stderr and exits with `status`."""
-    terminal.write(f"spmd-trainer: {message}\n", sys.stderr)
+    terminal.write_last(message)
     raise SystemExit(status)
 
 

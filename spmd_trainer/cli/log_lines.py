@@ -247,4 +247,4 @@ def log_traceback(error: BaseException) -> None:
 
 def say_interrupted(what_next: str = CONTINUES) -> None:
     """Writes to stderr that Ctrl-C has interrupted the process, and `what_next`, what the user can do."""
-    terminal.write(f"spmd-trainer: interrupted; {what_next}\n", sys.stderr)
+    terminal.write_last(f"interrupted; {what_next}")

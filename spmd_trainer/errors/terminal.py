@@ -6,6 +6,7 @@ depends on the standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -51,6 +52,21 @@ def write(text: str, stream: TextIO | None = None, *, styled: bool = False) -> N
         if disk_is_full(error):
             discard(stream)
             raise UserError(f"the output can't be written: {error.strerror}") from error
+
+
+def write_last(text: str) -> None:
+    """Writes a message of a process that ends to stderr, as 'spmd-trainer: TEXT'. A full disk doesn't keep it from ending in order."""
+    with contextlib.suppress(OSError, UserError):
+        write(f"spmd-trainer: {text}\n", sys.stderr)
+
+
+def flush() -> None:
+    """Flushes stdout and stderr. Discards output that can't be written because the terminal is gone, or the disk full."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            discard(stream)
 
 
 def discard(stream: TextIO) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -299,10 +298,9 @@ class Peers:
             self._leaving.set()
             why = f"the others took it for lost: {news.what}" if news.process == self._index else news.what
             try:
-                terminal.write(
-                    f"spmd-trainer: process {self._index} exits because {why}. Start the job again, with the same number of "
-                    "processes or fewer; it resumes from the newest complete checkpoint.\n",
-                    sys.stderr,
+                terminal.write_last(
+                    f"process {self._index} exits because {why}. Start the job again, with the same number of processes or "
+                    "fewer; it resumes from the newest complete checkpoint."
                 )
                 if news.process != 0 or news.kind == _FAILED:  # else nobody answers
                     self._say_gone(f"exited because {why}")

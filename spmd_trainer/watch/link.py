@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import NoReturn
@@ -56,15 +55,12 @@ class JobLink:
           is_behind: True if the other processes wait for this process, or if it is not known which process is behind.
         """
         status = STATUS_HANG if is_behind else self.status_of_others
-        terminal.write(
-            f"spmd-trainer: this process ends with status {status}: {why}. Start the job again; it resumes from the newest "
-            "complete checkpoint.\n",
-            sys.stderr,
+        terminal.write_last(
+            f"this process ends with status {status}: {why}. Start the job again; it resumes from the newest complete checkpoint."
         )
         self.say_why(why)
         within(_LOGS_SECONDS, "closing the logs", logging.shutdown)  # those in object stores are written now and then
-        sys.stdout.flush()
-        sys.stderr.flush()
+        terminal.flush()
         os._exit(status)
 
 

@@ -9,11 +9,11 @@ import pytest
 PROGRAM = """
 import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-from spmd_trainer import main
+from spmd_trainer.errors import terminal
 sys.stdout.buffer.write(b"a line that has no end yet")
 sys.stdin.readline()  # the end of it: the terminal is gone
 if sys.argv[1] == "let go":
-    main._flush_or_discard()
+    terminal.flush()
 """
 
 
