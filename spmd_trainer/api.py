@@ -23,7 +23,7 @@ from spmd_trainer.cli import launch, live_line, log_lines
 from spmd_trainer.errors import UserError, user_code
 from spmd_trainer.inputs import tensorflow_bridge
 from spmd_trainer.settings import refuse_unknown, settings_of
-from spmd_trainer.storage import access
+from spmd_trainer.storage import access, json_values
 from spmd_trainer.training import rooms
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import config_class, make_run_config
@@ -151,7 +151,7 @@ def decode(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] 
         examples = {}
         for dataset in job.config.experiment.config.decode_datasets:
             text = (job.config.job_log_dir / "decode_out" / dataset.name / f"step_{step}.jsonl").read_text()
-            examples[dataset.name] = [json.loads(line) for line in text.splitlines()]
+            examples[dataset.name] = [json.loads(line) for line in json_values.lines(text)]
         return DecodeResult(step, examples)
 
 

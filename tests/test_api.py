@@ -26,8 +26,9 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.experiments.lm.stdlib import StdlibBytesTiny
 from spmd_trainer.storage import files
 from spmd_trainer.train_states import TrainState
-from spmd_trainer.training import averages, checkpoints, evaluate
+from spmd_trainer.training import averages, checkpoints, decode, evaluate
 from spmd_trainer.training.summary_writers import read_metrics
+from spmd_trainer.watch.pages import run_texts
 
 # One worker: what these tests share is made once.
 pytestmark = pytest.mark.xdist_group("api")
@@ -128,6 +129,16 @@ def test_process_0_alone_writes_the_summaries_of_an_evaluation(process, job_of_a
     monkeypatch.setattr(checkpoints, "restore_for_inference", lambda job, kind: restored)
     assert st.evaluate(Unregistered, tmp_path).metrics == {"heldout/loss": 1.0}
     assert list(read_metrics(tmp_path, "eval_heldout")) == [3] * (process == 0)
+
+
+def test_decode_takes_an_output_with_other_separators_than_newlines_as_one_line(job_of_a_call, tmp_path, monkeypatch):
+    records = [{"index": 0, "output": "a\u2028b\u2029c\x85d\x1ce"}, {"index": 1, "output": ""}]
+    file = epath.Path(tmp_path) / "decode_out" / "prompts" / "step_3.jsonl"
+    file.parent.mkdir(parents=True)
+    files.write_atomically(file, [json.dumps(record, ensure_ascii=False) for record in records])
+    monkeypatch.setattr(decode, "decode_once", lambda job: 3)
+    assert st.decode(Unregistered, tmp_path).examples == {"prompts": records}
+    assert [row["output"] for row in run_texts.read_examples(file)] == [row["output"] for row in records]
 
 
 @pytest.mark.full

@@ -207,7 +207,7 @@ def _talk(road: pathlib.Path, depth: int) -> list[dict[str, str]]:
 
 def _asked(road: pathlib.Path, name: str, kind: str) -> dict[str, str]:
     """Returns the question in the middle of those of a set and a kind."""
-    rows = map(json.loads, (road / "data" / "asked" / f"{name}.jsonl").read_text().splitlines())
+    rows = map(json.loads, json_values.lines((road / "data" / "asked" / f"{name}.jsonl").read_text()))
     found = [row for row in rows if row["kind"] == kind]
     row = found[len(found) // 2]
     return {"set": name, "question": row["messages"][0]["content"], "answer": row["answer"]}

@@ -13,7 +13,7 @@ from etils import epath
 from spmd_trainer.experiments.lm import stdlib_questions
 from spmd_trainer.sharding import page
 from spmd_trainer.sharding.messages import bytes_text, format_duration
-from spmd_trainer.storage import run_files
+from spmd_trainer.storage import json_values, run_files
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.training.summary_writers import read_metrics
 from spmd_trainer.watch.pages import shared
@@ -94,7 +94,7 @@ def scores_of(road: pathlib.Path, run: str) -> dict[str, tuple[float, str]]:
         of_steps = samples.get(f"decode_out/{name}")
         if not (asked and of_steps):
             continue
-        lines = of_steps[max(of_steps)].read_text().splitlines()
+        lines = json_values.lines(of_steps[max(of_steps)].read_text())
         said = {row["index"]: row["output"] for row in map(json.loads, lines)}
         right = [said[index].strip() == row["answer"] for index, row in enumerate(asked)]
         of_kind = {kind: [one for one, row in zip(right, asked, strict=True) if row["kind"] == kind] for kind in _KINDS}

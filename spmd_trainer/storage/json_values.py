@@ -106,6 +106,11 @@ def parse_object(content: bytes | str, *, finite: bool = True, unique: bool = Fa
     return value
 
 
+def lines(text: str) -> list[str]:
+    """Returns the lines of a file of JSON lines. `str.splitlines` would also split at U+2028 and the like, in texts."""
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def integer(value: object, name: str, *, least: int = 0) -> int:
     """Returns `value`, which must be a whole number from `least` to `LARGEST_INTEGER`. `name`: its field, for messages.
 

@@ -100,10 +100,10 @@ def read_examples(path: epath.Path) -> list[dict[str, Any]]:
       ValueError: the file has a line that is not valid JSON.
     """
     if is_remote(path):
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = json_values.lines(path.read_text(encoding="utf-8"))
     else:
         with open(path, encoding="utf-8", opener=reading.opened) as file:
-            lines = file.read(_EXAMPLES_BYTES).splitlines()
+            lines = json_values.lines(file.read(_EXAMPLES_BYTES))
         if len(lines) < MOST_EXAMPLES and path.stat().length > _EXAMPLES_BYTES:
             lines = lines[:-1]  # the last one was cut
     return [
