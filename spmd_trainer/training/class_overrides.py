@@ -15,6 +15,9 @@ from spmd_trainer.errors import UserError, did_you_mean
 
 # Paths that start with one of these are fields of the config; all others are class attributes.
 CONFIG_ROOTS = ("task", "train_datasets", "eval_datasets", "decode_datasets")
+# Words of an annotation that admits None, and of one that admits nothing but strings and None.
+_NONE = {"None", "Optional"}
+_OF_STRINGS = {"str", "class", "typing", "ClassVar", "Final", *_NONE}
 _FIRST_NAME = re.compile(r"\s*(\w*)")
 
 
@@ -60,7 +63,7 @@ def make_experiment(
 
     Raises:
       UserError: no such attribute, a method or property, or a value that is not a Python literal. An attribute that is a string,
-        or annotated as one or as Any, takes text without quotes.
+        or annotated as one or as Any, takes text without quotes; one that can be nothing else also takes 2024 and true as text.
     """
     own = vars(exp) if isinstance(exp, BaseExperiment) else {}
     values = dict(_parse(assignment, cls, own) for assignment in assignments)
@@ -97,17 +100,18 @@ def _parse(assignment: str, cls: type, own: dict[str, Any]) -> tuple[str, Any]:
     now = own.get(name, getattr(cls, name, None))
     if path.strip() != name:
         raise UserError(f"override of {path}: {name} is {now!r:.80}; override the whole attribute, {name}=VALUE")
+    annotations = (str(inspect.get_annotations(base).get(name, "")) for base in cls.__mro__)
+    words = set(re.findall(r"\w+", next(filter(None, annotations), "")))
+    takes_text = isinstance(now, str) or bool(words & {"str", "Any"})
     try:
-        return name, parse_value(assignment, name, text)
+        value = parse_value(assignment, name, text)
     except UserError:
-        if isinstance(now, str) or _may_be_string(cls, name):
+        if takes_text:
             return name, text
         raise
-
-
-def _may_be_string(cls: type, name: str) -> bool:
-    annotations = (str(inspect.get_annotations(base).get(name, "")) for base in cls.__mro__)
-    return bool(re.search(r"\b(str|Any)\b", next(filter(None, annotations), "")))
+    is_wrong = isinstance(value, bool | int | float | complex) or (value is None and words and not words & _NONE)
+    # FOLDER=2024 names a folder. Of an attribute without annotation, None may well be a value.
+    return name, text if takes_text and is_wrong and words <= _OF_STRINGS else value
 
 
 def _attributes(cls: type) -> Iterator[str]:

@@ -20,6 +20,8 @@ class Reads(StdlibBytesTiny):
     LAYER = dict
     FOLDER = ""
     FILES: str | None = None
+    TITLE: str = ""
+    EITHER: str | int = ""
     UNKNOWN = None
     later: int
 
@@ -69,6 +71,29 @@ def test_strings_need_no_quotes():
     experiment, _ = make_experiment(Reads, Reads, ["FOLDER='models/llama'", "FILES=['a.txt', 'b.txt']"])
     assert (experiment.FOLDER, experiment.FILES) == ("models/llama", ["a.txt", "b.txt"])
     assert_names(message("UNKNOWN=two"), "UNKNOWN", "'two'", "Python literal")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("FOLDER=2024", "2024"),
+        ("FOLDER=true", "true"),
+        ("FOLDER=1e-3", "1e-3"),
+        ("FOLDER='2024'", "2024"),
+        ("FOLDER=None", None),  # it has no annotation
+        ("TITLE=None", "None"),
+        ("TITLE=7", "7"),
+        ("FILES=2024", "2024"),
+        ("FILES=None", None),
+        ("EITHER=2024", 2024),
+        ("WIDTH=16", 16),
+        ("UNKNOWN=2024", 2024),
+    ],
+)
+def test_a_string_stays_a_string_if_its_text_is_a_number(override, value):
+    name = override.partition("=")[0]
+    found = getattr(make_experiment(Reads, Reads, [override])[0], name)
+    assert (found, type(found)) == (value, type(value))
 
 
 @pytest.mark.parametrize("exp", [Reads, Reads()])
