@@ -16,7 +16,7 @@ from spmd_trainer.training.averages import evaluated
 
 
 class LmEval(Callback):
-    """Evaluates the model on lm-eval tasks every `every_steps` steps, and at the last step.
+    """Evaluates the model on lm-eval tasks every `every_steps` steps, and at step `num_train_steps`.
 
         task_p.train.callbacks = [Config(LmEval, tasks="my_task", every_steps=500, tokenizer="models/llama")]
 
@@ -24,7 +24,8 @@ class LmEval(Callback):
     evaluation; its time is excluded from the steps per second. A step that is due to be saved is saved first. A run
     killed during an evaluation continues from its last checkpoint; at the same step with the same variables, it runs
     only the unanswered requests. If the run starts at a checkpoint whose evaluation is due and has no results, that
-    step is evaluated before training continues.
+    step is evaluated before training continues. A run that ends early has no evaluation of its own last step:
+    `--mode=lm_eval` evaluates its checkpoint.
 
     Attributes:
       metrics: {'TASK/metric': value} of the last evaluation.
