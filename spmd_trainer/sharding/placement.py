@@ -164,7 +164,7 @@ def _place(path: str, leaf: Any, shape: tuple[int, ...], sharding: Sharding) -> 
         if leaf.shape == shape and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # PRNG keys are small and can't become NumPy arrays
-            key: jax.Array = jax.device_put(leaf, sharding)
+            key: jax.Array = jax.device_put(_padded_keys(leaf, shape), sharding)
             return key
         if not leaf.is_fully_addressable:
             return _place_global(path, leaf, shape, sharding)
@@ -189,6 +189,13 @@ def _place_global(path: str, leaf: jax.Array, shape: tuple[int, ...], sharding: 
         leaf = finish_on_host_devices(jax.jit(lambda x: _pad_to(x, shape), out_shardings=here)(leaf))
     moved: jax.Array = finish_on_host_devices(jax.device_put(leaf, sharding))
     return moved
+
+
+def _padded_keys(keys: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if keys.shape == shape:
+        return keys
+    data = jax.random.key_data(keys)
+    return jax.random.wrap_key_data(_pad_to(data, shape + data.shape[keys.ndim :]), impl=jax.random.key_impl(keys))
 
 
 def _pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -162,6 +162,18 @@ def test_update_model_sharding_pads(data_mesh):
     assert not np.asarray(moved)[101:].any()
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_update_model_sharding_pads_prng_keys(impl, data_mesh):
+    size = 2 * data_mesh.shape["data"] - 3
+    keys = jax.random.split(jax.random.key(3, impl=impl), size)
+    moved = update_model_sharding({"k": keys}, data_mesh, [("k", 'fsdp("data", 0, allow_uneven=True)')])["k"]
+    assert moved.shape == (size + 3,)
+    assert moved.dtype == keys.dtype
+    data = np.asarray(jax.random.key_data(moved))
+    np.testing.assert_array_equal(data[:size], np.asarray(jax.random.key_data(keys)))
+    assert not data[size:].any()
+
+
 def test_update_model_sharding_from_another_mesh(data_mesh, xy_mesh):
     x = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(xy_mesh, P("y", "x")))
     few = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
