@@ -137,7 +137,7 @@ def first_match(load_rules: Sequence[tuple[str, str]], ignore_rules: Sequence[st
         match = re.match(pattern, name)
         if match:
             ignored_by = next((p for p in ignore_rules if re.match(p, name)), None)
-            return Match(index, template.format(*match.groups()).replace(".", "/"), ignored_by)
+            return Match(index, template.replace(".", "/").format(*match.groups()), ignored_by)
     return None
 
 
@@ -150,7 +150,7 @@ def template_problem(pattern: str, template: str) -> str | None:
     groups = re.compile(pattern).groups
     try:
         fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-        template.format(*[""] * groups)
+        template.replace(".", "/").format(*[""] * groups)
     except (IndexError, KeyError, ValueError, AttributeError) as error:
         if isinstance(error, IndexError):
             return f"template {template!r} has {len(fields)} fields, but regex {pattern!r} has {groups} groups"
