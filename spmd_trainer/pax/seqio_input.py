@@ -153,9 +153,9 @@ class SeqIOInput(indexed.CheckpointedInput):
                 "depends only on n"
             )
         if not self.is_training:
-            if self.repeat and (self.reset_for_eval or self.eval_loop_num_batches is None):
+            if self.repeat and (self.reset_for_eval or (self.eval_loop_num_batches or 0) < 1):
                 raise self.error(
-                    "it repeats without end; set reset_for_eval=False and eval_loop_num_batches, or repeat=False"
+                    "it repeats without end; set reset_for_eval=False and eval_loop_num_batches to 1 or more, or repeat=False"
                 )
             self._limit = None if self.reset_for_eval else self.eval_loop_num_batches
             self.reset_for_eval: bool = True

@@ -220,3 +220,9 @@ def test_without_the_extra_the_module_imports_and_says_what_to_install(monkeypat
         seqio_input.LanguageModelFeatures(pack=True)
     with pytest.raises(UserError, match="not published"):
         seqio_input.configure_deterministic_input(made, remove_provenance_fc=None)
+
+
+@pytest.mark.parametrize("limit", [None, -1, 0])
+def test_an_evaluation_without_end_is_refused(limit):
+    with raises_naming(UserError, "eval_loop_num_batches", "repeat=False"):
+        built(False, reset_for_eval=False, eval_loop_num_batches=limit, repeat=True)
