@@ -18,7 +18,7 @@ from praxis import base_layer
 
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.models.base import ModuleModel
-from spmd_trainer.sharding.variables import path_str
+from spmd_trainer.sharding.variables import named_leaves, path_str
 from spmd_trainer.step import activation_memory, load_balance, masks, opt_state_dtypes
 from spmd_trainer.step.layout import LogicalLayout
 from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree, TrainState
@@ -257,14 +257,19 @@ def _learn(
     new_vars = merge(masks.explicitly_excluded(layout.var_weight_hparams, learner), new_vars, state.mdl_vars)
     new_vars = load_balance.without_moves_of_a_skipped_step(layout, state.mdl_vars, new_vars)
     if train.variable_norm_summary:
-        for path, value in jax.tree_util.tree_leaves_with_path(new_vars):
-            name = "/".join(str(getattr(key, "key", key)) for key in path)
-            base_layer.add_global_summary(f"vars/{name}", jnp.sqrt(jnp.mean(jnp.square(value.astype(jnp.float32)))))
+        for name, norm in _variable_norms(new_vars):
+            base_layer.add_global_summary(name, norm)
     if train.update_ratio_summary:
         found = _update_ratios(excluded_for_grad, layout.var_weight_hparams, state.mdl_vars, new_vars, raw_grads)
         for name, norm in found:
             base_layer.add_global_summary(name, norm, base_layer.SummaryType.AGGREGATE_SCALAR)
     return new_vars, opt_state
+
+
+def _variable_norms(variables: NestedJTensor) -> Iterator[tuple[str, jax.Array]]:
+    """Yields ('vars/PATH', root mean square, a float32 scalar) of every variable."""
+    for path, value in named_leaves(variables):
+        yield f"vars/{path}", jnp.sqrt(jnp.mean(jnp.square(value.astype(jnp.float32))))
 
 
 def _update_ratios(

@@ -2,6 +2,7 @@
 
 import fiddle as fdl
 import jax
+import jax.numpy as jnp
 import pytest
 
 from spmd_trainer import learners, tasks_lib
@@ -34,6 +35,12 @@ def trace(step_fn, pass_fn, *, with_opt_states=True):
 
 def evaluate(*args):
     return step_fns.forward(*args, do_eval=True)[0]
+
+
+def test_norms_of_variables_in_a_list_have_the_paths_of_all_other_summaries():
+    variables = {"params": {"x_layers": [{"w": jnp.full(4, 3.0)}, {"w": jnp.full(2, -2.0)}]}}
+    found = {name: float(norm) for name, norm in step_fns._variable_norms(variables)}
+    assert found == {"vars/params/x_layers/0/w": 3.0, "vars/params/x_layers/1/w": 2.0}
 
 
 def test_a_train_step_calls_its_gradient_function_with_its_variables_and_inputs():
