@@ -66,38 +66,6 @@ def set_sharding_annotations_v1(
         shard_lm_v1(task_p.model, training_optimized)
 
 
-def set_sharding_annotations_with_expert_parallelism(
-    task_p: Config[tasks_lib.SingleTask],
-    training_optimized: bool,
-    ici_mesh_shape: Sequence[int],
-    dcn_mesh_shape: Sequence[int] | None = None,
-) -> None:
-    """Sets a task's mesh ('replica', 'data', 'data_expert', 'mdl') and splits inputs, variables and activations over it.
-
-    Newer versions of paxml have this function. The class of the model's `lm_tpl` splits the variables in its method
-    `set_sharding_params_with_expert_parallelism`, which the layers of praxis 1.4.0 lack.
-
-    Args:
-      task_p, training_optimized: as in `set_sharding_annotations_v1`.
-      ici_mesh_shape: 4 sizes, within a slice.
-      dcn_mesh_shape: 4 sizes, across slices; None for one slice.
-
-    Raises:
-      UserError: a mesh shape does not have 4 sizes.
-      UnsupportedError: the class of `lm_tpl` lacks this method.
-    """
-    model_p, method = task_p.model, "set_sharding_params_with_expert_parallelism"
-    set_mesh(task_p, (REPLICA_AXIS, DATA_AXIS, "data_expert", MDL_AXIS), ici_mesh_shape, dcn_mesh_shape)
-    if not hasattr(model_p, "lm_tpl"):
-        return
-    if not hasattr(fdl.get_callable(model_p.lm_tpl), method):
-        raise UnsupportedError(
-            "a mesh of 4 sizes splits experts over 'data_expert', which praxis 1.4.0's layers can't; give ICI_MESH_SHAPE 3 sizes "
-            "(replica, data, mdl), which splits experts over data"
-        )
-    shard_lm_v1(model_p, training_optimized, method, data_expert_axis="data_expert")
-
-
 def set_mesh(
     task_p: Config[tasks_lib.SingleTask],
     axes: Sequence[str],
@@ -118,13 +86,10 @@ def set_mesh(
     task_p.train.inputs_split_mapping = batch_split_mapping(tuple(axes[:-1]))
 
 
-def shard_lm_v1(
-    model_p: Any, training_optimized: bool, method: str = "set_sharding_params_v1", **other_axes: str
-) -> None:
-    """Splits a model's variables over the mesh that `model_p` declares, by the `method` of its `lm_tpl` class. In place."""
-    model_p.lm_tpl = getattr(fdl.get_callable(model_p.lm_tpl), method)(
+def shard_lm_v1(model_p: Any, training_optimized: bool) -> None:
+    """Splits a model's variables over the mesh that `model_p` declares, as the class of its `lm_tpl` does it. In place."""
+    model_p.lm_tpl = fdl.get_callable(model_p.lm_tpl).set_sharding_params_v1(
         model_p.lm_tpl,
-        **other_axes,
         replica_axis=REPLICA_AXIS,
         data_axis=DATA_AXIS,
         mdl_axis=MDL_AXIS,

@@ -61,7 +61,7 @@ STANDING: dict[str, dict[str, str]] = {
     "tasks.lm.task_defaults": {
         "task_defaults": "DATA_AXIS MDL_AXIS MESH_AXIS_NAMES REPLICA_AXIS STAGE_AXIS UnsupportedError batch_split_mapping "
         "check_mesh_shape maybe_setup_moe_params set_adam_with_cosine_decay set_default_adafactor set_default_adam "
-        "set_mesh set_sharding_annotations_v1 set_sharding_annotations_with_expert_parallelism shard_lm_v1"
+        "set_mesh set_sharding_annotations_v1 shard_lm_v1"
     },
 }
 # {module: {name: what to use instead}}

@@ -287,12 +287,6 @@ def test_a_pipeline_with_two_kinds_of_microbatches_is_refused():
         Both().task()
 
 
-def test_expert_parallelism_says_what_praxis_lacks():
-    task_p = pax_fiddle.Config(tasks_lib.SingleTask, name="t", model=pax_fiddle.Config(layers.LanguageModel))
-    with pytest.raises(UserError, match="give ICI_MESH_SHAPE 3 sizes"):
-        model_params.set_sharding_annotations_with_expert_parallelism(task_p, True, [1, 2, 2, 2])
-
-
 def test_a_folder_left_of_a_package_that_is_a_table_now_hides_no_name(tmp_path):
     (tmp_path / "interop" / "__pycache__").mkdir(parents=True)  # as `git pull` leaves it
     code = f"import spmd_trainer; spmd_trainer.__path__.append({str(tmp_path)!r}); from spmd_trainer.interop import pax"

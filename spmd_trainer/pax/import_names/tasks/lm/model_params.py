@@ -26,7 +26,6 @@ from spmd_trainer.task_defaults import (
     set_default_adafactor,
     set_default_adam,
     set_sharding_annotations_v1,
-    set_sharding_annotations_with_expert_parallelism,
 )
 from spmd_trainer.tasks.lm.transformer_experiment import TransformerExperiment
 from spmd_trainer.tasks.lm.transformer_lm import (
@@ -47,7 +46,6 @@ __all__ = [
     "set_default_adafactor",
     "set_default_adam",
     "set_sharding_annotations_v1",
-    "set_sharding_annotations_with_expert_parallelism",
 ]
 
 
