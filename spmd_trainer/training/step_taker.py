@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable
 
 import jax
 from absl import logging
 
 from spmd_trainer.callbacks import Run
 from spmd_trainer.inputs.prefetch import Prefetcher
-from spmd_trainer.step.packing import Packed, ScalarPacking, Scalars, computed_clu
+from spmd_trainer.step.packing import Packed, Scalars, computed_clu
 from spmd_trainer.train_states import PyTree
 from spmd_trainer.training.callback_list import CallbackList
 from spmd_trainer.training.job import Job
@@ -20,62 +19,10 @@ from spmd_trainer.training.start_up import CompiledTrainStep
 INPUT_ENDED = "the training input has ended"
 
 
-class StepsInFlight:
-    """Hands out the scalars of training steps late, so that the host never waits for the step it has just dispatched.
-
-    Attributes:
-      packing: unpacks the scalars of the steps added next.
-      last: the scalars of the last reported step, or None.
-      is_waiting: True while the host waits for the devices. Any thread may read it.
-    """
-
-    def __init__(self, keep: int, report: Callable[[int, Scalars], object]):
-        """Starts empty.
-
-        Args:
-          keep: how many steps may be in flight (`task.train.max_inflight_steps`).
-          report: called with the number of each step and its scalars, in the order of the steps.
-        """
-        self.packing = ScalarPacking()
-        self.last: Scalars | None = None
-        self.is_waiting = False
-        self._keep = keep
-        self._report = report
-        self._steps: collections.deque[tuple[int, Packed]] = collections.deque()
-
-    def add(self, step: int, packed: Packed) -> None:
-        """Adds a dispatched step. Reports the oldest steps until only `keep` are in flight."""
-        self._steps.append((step, packed))
-        # The first step is waited for: a person wants to know at once that training works.
-        self._report_until(self._keep if self.last is not None else 0)
-
-    def drain(self) -> None:
-        """Waits for every step in flight and reports it."""
-        self._report_until(0)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the loss, the weighted scalars and the clu metrics of the last step reported; empty before the first."""
-        if self.last is None:
-            return {}
-        loss = {} if self.last.loss is None else {"loss": self.last.loss}
-        return loss | dict(self.last.means) | computed_clu(self.last.clu)
-
-    def _report_until(self, keep: int) -> None:
-        while len(self._steps) > keep:
-            step, packed = self._steps.popleft()
-            self.is_waiting = True
-            # The one copy to the host that the steady loop is meant to make.
-            with jax.transfer_guard_device_to_host("allow"):
-                self.last = self.packing.unpack(packed)
-            self.is_waiting = False
-            self._report(step, self.last)
-
-
 class StepTaker:
     """Takes the training steps of a run, also after a change of its devices.
 
-    Attributes:
-      in_flight: the steps whose scalars are still on the devices.
+    Hands out the scalars of a step late, so that the host never waits for the step it has just dispatched.
     """
 
     def __init__(self, job: Job, run: Run, callbacks: CallbackList):
@@ -83,13 +30,16 @@ class StepTaker:
         self._callbacks = callbacks
         self._key = job.prng_key
         self._watch = run.step_watch
-        report = self._watch.reports(functools.partial(callbacks.call, "after_step", run))
-        self.in_flight = StepsInFlight(job.task.train.max_inflight_steps, report)
-        run.waits_for_devices = lambda: self.in_flight.is_waiting
+        self._report = self._watch.reports(functools.partial(callbacks.call, "after_step", run))
+        self._keep = job.task.train.max_inflight_steps
+        self._in_flight: collections.deque[tuple[int, Packed]] = collections.deque()
+        self._last: Scalars | None = None
+        self._is_waiting = False
+        run.waits_for_devices = lambda: self._is_waiting
 
     def use(self, compiled: CompiledTrainStep) -> None:
         self._fn = self._watch.around(compiled.fn, self._run)
-        self.in_flight.packing = compiled.packing
+        self._packing = compiled.packing
 
     def take(self, batches: Prefetcher) -> PyTree | None:
         """Dispatches one training step to the devices. If the input has ended, stops training instead.
@@ -113,10 +63,29 @@ class StepTaker:
         run.dispatched = prefetched.batch
         self._callbacks.call("after_dispatch", run, run.step)
         watch.waits()
-        # The host waits for an older step, never for the one it just dispatched.
-        self.in_flight.add(run.step, packed)
+        self._in_flight.append((run.step, packed))
+        # The first step is waited for: a person wants to know at once that training works.
+        self._report_until(self._keep if self._last is not None else 0)
         return prefetched.batch
 
     def drain(self) -> None:
+        """Waits for every step in flight and reports it."""
         self._watch.end()
-        self.in_flight.drain()
+        self._report_until(0)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the loss, the weighted scalars and the clu metrics of the last step reported; empty before the first."""
+        if self._last is None:
+            return {}
+        loss = {} if self._last.loss is None else {"loss": self._last.loss}
+        return loss | dict(self._last.means) | computed_clu(self._last.clu)
+
+    def _report_until(self, keep: int) -> None:
+        while len(self._in_flight) > keep:
+            step, packed = self._in_flight.popleft()
+            self._is_waiting = True
+            # The one copy to the host that the steady loop is meant to make.
+            with jax.transfer_guard_device_to_host("allow"):
+                self._last = self._packing.unpack(packed)
+            self._is_waiting = False
+            self._report(step, self._last)

@@ -120,7 +120,7 @@ def train(job: Job) -> TrainResult:
             _save(run, callbacks, checkpoints)
         if complete := run.is_complete:
             work.complete(schedule, request, batches, batch)
-        return _end(job, run, callbacks, checkpoints, work, steps.in_flight.metrics(), complete=complete)
+        return _end(job, run, callbacks, checkpoints, work, steps.metrics(), complete=complete)
 
 
 @contextlib.contextmanager
