@@ -55,7 +55,7 @@ def write(text: str, stream: TextIO | None = None, *, styled: bool = False) -> N
 
 
 def write_last(text: str) -> None:
-    """Writes a message of a process that ends to stderr, as 'spmd-trainer: TEXT'. A full disk doesn't keep it from ending in order."""
+    """Writes 'spmd-trainer: TEXT' to stderr, for a process that ends. Ignores a full disk, so that the process ends in order."""
     with contextlib.suppress(OSError, UserError):
         write(f"spmd-trainer: {text}\n", sys.stderr)
 
