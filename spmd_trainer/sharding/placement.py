@@ -195,7 +195,9 @@ def _padded_keys(keys: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if keys.shape == shape:
         return keys
     data = jax.random.key_data(keys)
-    return jax.random.wrap_key_data(_pad_to(data, shape + data.shape[keys.ndim :]), impl=jax.random.key_impl(keys))
+    padded = _pad_to(data, shape + data.shape[keys.ndim :])
+    wrapped: jax.Array = jax.random.wrap_key_data(padded, impl=jax.random.key_impl(keys))
+    return wrapped
 
 
 def _pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
