@@ -220,7 +220,7 @@ def check_overrides(experiment: BaseExperiment) -> None:
 
     Raises:
       UserError: the experiment returns custom programs or an executor, or its programs are for other datasets than its eval and
-        decode datasets, or a class attribute is a PyGlove search space.
+        decode datasets.
     """
     name, cls = type(experiment).__name__, type(experiment)
     train = experiment.train_programs()
@@ -236,16 +236,24 @@ def check_overrides(experiment: BaseExperiment) -> None:
             _check_programs(f"{name}.{kind}_programs()", getattr(experiment, f"{kind}_programs")(), standard, datasets)
     if experiment.executor() is not None:
         raise UserError(f"{name}.executor() returns an executor; {_INSTEAD_OF_PROGRAMS}")
-    for attribute in dir(cls):
-        value = getattr(cls, attribute, None)
-        if attribute.isupper() and type(value).__module__.partition(".")[0] == "pyglove":
-            raise UserError(
-                f"{name}.{attribute} is a search space ({value!r:.80}): --mode=sweep tries its values; set one for a single run"
-            )
     if cls.sub_experiments is not BaseExperiment.sub_experiments:
         logging.warning(
             "%s overrides sub_experiments(), which has no effect: a run has one experiment, and trains it as it is",
             name,
+        )
+
+
+def refuse_search_space(cls: type[BaseExperiment]) -> None:
+    """Raises UserError if class attributes are a PyGlove search space; the message names them."""
+    # Pax's `automl.parameter_sweep` makes properties of the attributes in its rows.
+    rows = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
+    found = [name for name in rows if type(getattr(cls, name)) is property]
+    for name in dir(cls):
+        if name.isupper() and type(getattr(cls, name, None)).__module__.partition(".")[0] == "pyglove":
+            found.append(name)
+    if found:
+        raise UserError(
+            f"{cls.__name__}.{found[0]} is a search space: --mode=sweep tries its values; set {', '.join(found)} for a single run"
         )
 
 

@@ -137,7 +137,9 @@ def first_match(load_rules: Sequence[tuple[str, str]], ignore_rules: Sequence[st
         match = re.match(pattern, name)
         if match:
             ignored_by = next((p for p in ignore_rules if re.match(p, name)), None)
-            return Match(index, template.replace(".", "/").format(*match.groups()), ignored_by)
+            # Dots of the template become slashes; those of the variable's own name stay.
+            groups = [group and group.replace(".", "\0") for group in match.groups()]
+            return Match(index, template.format(*groups).replace(".", "/").replace("\0", "."), ignored_by)
     return None
 
 
@@ -150,11 +152,13 @@ def template_problem(pattern: str, template: str) -> str | None:
     groups = re.compile(pattern).groups
     try:
         fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-        template.replace(".", "/").format(*[""] * groups)
+        template.format(*[""] * groups)
     except (IndexError, KeyError, ValueError, AttributeError) as error:
         if isinstance(error, IndexError):
             return f"template {template!r} has {len(fields)} fields, but regex {pattern!r} has {groups} groups"
         return f"template {template!r} can't be filled ({error}); write {{}} for each group of the regex"
+    if any({*".["} & {*name} for name in fields):
+        return f"template {template!r} takes a part of a group; write {{}} or {{0}} for a whole group of the regex"
     return None
 
 

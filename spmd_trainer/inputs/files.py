@@ -70,10 +70,15 @@ _MAX_NAMES = 8
 
 @contextlib.contextmanager
 def readable(path: str, *, name: str = "", fix: str = "") -> Iterator[None]:
-    """Turns an OSError of the code inside into a UserError, which names the file (`name`, or else `path`) and ends with `fix`."""
+    """Turns an OSError of the code inside into a UserError, which names the file (`name`, or else `path`) and ends with `fix`.
+
+    If `path` is a folder, the error names the file in it that failed, such as a broken link.
+    """
     try:
         yield
     except OSError as error:
+        failed = str(error.filename or "")
+        path = failed if failed.startswith(os.path.join(path, "")) else path
         raise UserError(f"{name or path} can't be read: {reading.problem(path, error)}{fix}") from error
 
 
@@ -112,7 +117,7 @@ def find_files(
                 )
         found += given
     if not found:
-        raise UserError(f"`files` has no paths: {entries[0]} stands for no file; give at least one")
+        raise UserError(f"{entries[0]} holds no data file; give at least one")
     if not any(size for _, size in found):
         raise UserError(
             f"all {len(found)} files are empty, the first is {found[0][0]}; give at least one with data in it"

@@ -342,23 +342,20 @@ class DecoderSpec:
             found += not_one_of("unrotated_kinds has a kind", kind, LAYER_KINDS[:-1])
         if self.positions == "learned":
             if self.unrotated_kinds or self.query_key_norm == "unit":
-                found.append(
-                    "unrotated_kinds and query_key_norm='unit' need rotary embeddings, but positions='learned'"
-                )
+                found.append("unrotated_kinds and query_key_norm='unit' need positions='rotary', not 'learned'")
             return found + not_positive(self, ["max_positions"])
         if self.temperature is not None and not {*self.unrotated_kinds} & {*self.layer_pattern}:
             found.append(
                 "temperature is of layers without rotary embeddings, and unrotated_kinds names none of the layers"
             )
         found += not_positive(self, ["rotary_base"])
-        rotated = {self.heads_of(kind).head_dims for kind in self.layer_pattern if kind not in self.unrotated_kinds}
-        for width in sorted(rotated):
+        rotated = {*self.layer_pattern} - {*self.unrotated_kinds, "linear"}
+        for own in sorted({"global_heads." if kind == "global" and self.global_heads else "" for kind in rotated}):
+            width = self.heads_of("global" if own else "local").head_dims
             if not self.rotary_dims and width % 2:
-                found.append(f"head_dims={width} is odd; rotary embeddings need an even width")
+                found.append(f"{own}head_dims={width} is odd; rotary embeddings need an even width")
             if self.rotary_dims % 2 or not 0 <= self.rotary_dims <= width:
-                found.append(
-                    f"rotary_dims={self.rotary_dims}; give an even number up to head_dims={width}, or 0 for all"
-                )
+                found.append(f"rotary_dims={self.rotary_dims}; give 0, or an even number up to {own}head_dims={width}")
         if self.local_rotary_base is not None and not self.local_rotary_base > 0:
             found.append(f"local_rotary_base={self.local_rotary_base}; give a number above 0, or None")
         return found

@@ -55,7 +55,7 @@ class FlaxLeaves:
 
 
 def open_file(file: epath.Path, label: str) -> FlaxLeaves:
-    """Reads a msgpack file, whole as Pax does: it is of a run without a mesh.
+    """Reads a whole msgpack file into memory, as Pax does. Only runs without a mesh write such files.
 
     Raises:
       PaxDamagedError: the file is not a Pax checkpoint, or it is cut short.
@@ -67,7 +67,10 @@ def open_file(file: epath.Path, label: str) -> FlaxLeaves:
         # Orbax writes a list, Flax a map with the positions as keys.
         found = leaves if isinstance(leaves, list) else [leaves[str(i)] for i in range(len(leaves))]
         arrays = tuple(_array(position, leaf) for position, leaf in enumerate(found))
-    except (ValueError, TypeError, KeyError, RecursionError, msgpack.exceptions.UnpackException) as error:
+    except (
+        ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, SyntaxError, RecursionError,
+        msgpack.exceptions.UnpackException,
+    ) as error:  # fmt: skip
         raise PaxDamagedError(
             f"{label} is damaged (cut short, say), or not a Pax checkpoint: {file} is no whole msgpack file with {LEAVES!r} and "
             f"{STRUCTURE!r} ({type(error).__name__}: {error}). Copy it again."
@@ -79,7 +82,10 @@ def open_file(file: epath.Path, label: str) -> FlaxLeaves:
 def _array(position: int, leaf: object) -> npt.NDArray[Any] | None:
     if isinstance(leaf, np.ndarray | np.generic):
         array = np.asarray(leaf)
-        return array.view(jnp.bfloat16) if array.dtype == np.dtype("V2") else array
+        array = array.view(jnp.bfloat16) if array.dtype == np.dtype("V2") else array
+        if array.dtype.kind in "MmSUO" or array.dtype.type is np.void:
+            raise ValueError(f"{LEAVES}[{position}] has the dtype {array.dtype}")
+        return array
     if leaf is not None and leaf != {}:
         raise ValueError(f"{LEAVES}[{position}] is no array: {leaf!r:.100}")
     return None

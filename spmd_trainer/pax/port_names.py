@@ -33,6 +33,8 @@ INSTEAD = {
 EXTRAS = {
     "paxml.seqio_input": ("seqio", "seqio"),
     "paxml.tasks.lm.params.c4": ("seqio", "seqio"),
+    "paxml.automl": ("pyglove", "pyglove"),
+    "pyglove": ("pyglove", "pyglove"),
     "seqio": ("seqio", "seqio"),
     "t5": ("seqio", "t5"),
     "tensorflow_text": ("seqio", "tensorflow_text"),
@@ -157,8 +159,8 @@ def _of_failed_import(use: Use, error: Exception) -> Finding:
     extra = EXTRAS.get(str(absent.name).partition(".")[0]) if isinstance(absent, ImportError) else None
     if extra is not None:
         return _needs_extra(use.line, use.path, *extra)
-    if isinstance(absent, ModuleNotFoundError) and absent.name and not _is_installed(absent.name):
-        own = absent.name.startswith(f"{OURS}.")  # read from an installed paxml
+    own = isinstance(absent, ModuleNotFoundError) and absent.name == PAX  # the module is read from an installed paxml
+    if own or (isinstance(absent, ModuleNotFoundError) and absent.name and not _is_installed(absent.name)):
         text = str(absent) if own else f"needs the package {absent.name}, which is not installed"
         return Finding(use.line, use.path, text, blocks=False, lacks=True)
     what = f"{type(error).__name__}: {first_paragraph(error)}"
@@ -199,8 +201,7 @@ def _submodule(package: types.ModuleType, dotted: str) -> Any:
     try:
         return importlib.import_module(dotted)
     except ModuleNotFoundError as error:
-        is_missing = error.name is not None and (dotted == error.name or dotted.startswith(f"{error.name}."))
-        if is_missing and "paxml is not installed" not in str(error):
+        if error.name is not None and (dotted == error.name or dotted.startswith(f"{error.name}.")):
             return _MISSING
         _failures[dotted] = error
         raise

@@ -4,7 +4,7 @@
 
 Then `spmd_trainer.tasks.lm.params.c4` is paxml's `tasks/lm/params/c4.py`, so that a file which imports
 `paxml.tasks.lm.params.c4` finds it after the renaming. paxml itself is never imported: it needs a JAX of 2024. The modules are
-those of `import_table.PACKAGES`, and `import_table.MODULES`, which need no more of paxml than each other.
+those of `import_table.PACKAGES`, and `import_table.MODULES`, which import nothing else of paxml.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def spec_of(fullname: str) -> importlib.machinery.ModuleSpec | None:
     """
     folder = paxml_folder()
     if folder is None:
-        # A `from ... import` hides an error that has the module's own name.
+        # Not the module's own name: `from spmd_trainer import automl` would hide the error.
         raise ModuleNotFoundError(
             f"{fullname} is paxml's own module, and paxml is not installed: {INSTALL_PAXML}. It is only read, never imported",
             name="paxml",
@@ -115,6 +115,6 @@ class _RenamingLoader(importlib.machinery.SourceFileLoader):
             super().exec_module(module)
         except ModuleNotFoundError as error:
             install_it = _INSTALL.get((error.name or "").partition(".")[0])
-            if install_it is None:
+            if install_it is None or install_it in str(error):  # of a module that this one imports
                 raise
             raise ModuleNotFoundError(f"{error.msg}: {install_it}", name=error.name) from error

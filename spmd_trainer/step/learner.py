@@ -4,7 +4,8 @@ Names and behaviour are Pax's. A learner works on trees in which variables that 
 (`masks.mask_out`). The optimizer may be any praxis optimizer or a plain optax transformation. In a step:
 
     learner.plot_learning_rate(step)
-    updates, new_opt_state = learner.update_states(grads, opt_state, mdl_vars, var_weight_hparams)
+    with opt_state_dtypes.rounding_for(step):
+        updates, new_opt_state = learner.update_states(grads, opt_state, mdl_vars, var_weight_hparams)
     new_vars = learner.apply_gradient(mdl_vars, updates, var_weight_hparams)
 """
 
@@ -139,6 +140,9 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
 
     def update_states(self, grads: Any, states: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
         """Transforms gradients into updates.
+
+        An override that runs the optimizer itself gets states as the optimizer made them only with `opt_state_dtype='float32'`,
+        no rules, and `opt_state_memory_kind='device'`; with other settings, let it call this method.
 
         Args:
           grads: gradients, same structure, shapes and dtypes as `old_vars`.

@@ -50,7 +50,7 @@ _PER_OCTAVE = 8
 _ROOTS = (2.0 ** (np.arange(_PER_OCTAVE) / _PER_OCTAVE)).astype(np.float32)
 # Parts of a state that are never negative, by praxis' and optax' names: they use the sign's bit for their range.
 _SECOND_MOMENTS = frozenset({"v", "vr", "vc", "nu", "nu_max", "v_row", "v_col", "sum_of_squares"})
-_step: contextvars.ContextVar[jax.Array | int] = contextvars.ContextVar("step", default=0)
+_step: contextvars.ContextVar[jax.Array | int] = contextvars.ContextVar("step")
 # Name of the state of moving averages.
 _AVERAGES = "ema"
 # Parts of `soap.Soap`: averages of products of gradients, and their eigenvectors.
@@ -170,14 +170,23 @@ def stored(dtypes: Mapping[str, str], state: PyTree, row: Row | None = None) -> 
       state: the state that the optimizer returned.
       row: the layer to which `state` belongs, if it is the state of one layer of repeated layers. The result is bit-identical to
         this layer of the whole stored state.
+
+    Raises:
+      RuntimeError: an array is to be rounded, and the call is not in `rounding_for`.
     """
-    index = None if row is None else row.index
+    if not dtypes:
+        return state
+    index, step = None if row is None else row.index, _step.get(None)
+    if step is None:  # the same random bits in every step would bias the moments
+        raise RuntimeError(
+            "small dtypes are rounded by the step's number: call this in opt_state_dtypes.rounding_for(step)"
+        )
 
     def one(keys: tuple[Any, ...], x: jax.Array) -> jax.Array | Bytes:
         path = _whole_path(keys, row)
-        return encode(path, x, dtypes.get(path, FLOAT32), _step.get(), index)
+        return encode(path, x, dtypes.get(path, FLOAT32), step, index)
 
-    return jax.tree_util.tree_map_with_path(one, state) if dtypes else state
+    return jax.tree_util.tree_map_with_path(one, state)
 
 
 def loaded(dtypes: Mapping[str, str], state: PyTree, row: Row | None = None) -> PyTree:

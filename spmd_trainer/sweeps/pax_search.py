@@ -285,8 +285,12 @@ def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
 
     body = {name: reader(name, inspect.getattr_static(cls, name)) for name in names}
     rows = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
-    body |= {name: property(functools.partial(_of_row, at)) for at, name in enumerate(rows)}
+    body |= {name: _Decided(functools.partial(_of_row, at)) for at, name in enumerate(rows)}
     return with_attributes(cls, body)
+
+
+class _Decided(property):
+    """A choice that has a value: `refuse_search_space` lets it pass."""
 
 
 def _of_row(at: int, experiment: BaseExperiment) -> object:

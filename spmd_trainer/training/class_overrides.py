@@ -15,7 +15,8 @@ from spmd_trainer.errors import UserError, did_you_mean
 
 # Paths that start with one of these are fields of the config; all others are class attributes.
 CONFIG_ROOTS = ("task", "train_datasets", "eval_datasets", "decode_datasets")
-# Words of an annotation that admits None, and of one that admits nothing but strings and None.
+# Words of annotations that admit None, and of those that admit strings and None alone. An annotation that is not a text itself
+# is printed as "<class 'str'>" or "typing.ClassVar[str]".
 _NONE = {"None", "Optional"}
 _OF_STRINGS = {"str", "class", "typing", "ClassVar", "Final", *_NONE}
 _FIRST_NAME = re.compile(r"\s*(\w*)")
@@ -63,7 +64,8 @@ def make_experiment(
 
     Raises:
       UserError: no such attribute, a method or property, or a value that is not a Python literal. An attribute that is a string,
-        or annotated as one or as Any, takes text without quotes; one that can be nothing else also takes 2024 and true as text.
+        or annotated as one or as Any, takes text without quotes. One that is annotated as a string alone takes 2024, true and
+        None as text too, unless it may be None or is None now.
     """
     own = vars(exp) if isinstance(exp, BaseExperiment) else {}
     values = dict(_parse(assignment, cls, own) for assignment in assignments)
@@ -109,15 +111,19 @@ def _parse(assignment: str, cls: type, own: dict[str, Any]) -> tuple[str, Any]:
         if takes_text:
             return name, text
         raise
-    is_wrong = isinstance(value, bool | int | float | complex) or (value is None and words and not words & _NONE)
-    # FOLDER=2024 names a folder. Of an attribute without annotation, None may well be a value.
-    return name, text if takes_text and is_wrong and words <= _OF_STRINGS else value
+    is_none = value is None and now is not None and not words & _NONE
+    is_wrong = is_none or isinstance(value, bool | int | float | complex)
+    # With FOLDER: str, FOLDER=2024 names a folder. Without an annotation, SHUFFLE = "global" may take a number too.
+    return name, text if "str" in words and words <= _OF_STRINGS and is_wrong else value
 
 
 def _attributes(cls: type) -> Iterator[str]:
     """Yields the names of a class's public data attributes, including those that have only an annotation."""
+    # Pax's `parameter_sweep` makes properties of these.
+    swept = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
     for name in dict.fromkeys([*dir(cls), *(name for base in cls.__mro__ for name in inspect.get_annotations(base))]):
         value = inspect.getattr_static(cls, name, None)
         # A class is a value; everything else with __get__ is a method, a property or the like.
-        if not name.startswith("_") and (isinstance(value, type) or not hasattr(type(value), "__get__")):
+        is_value = isinstance(value, type) or not hasattr(type(value), "__get__")
+        if not name.startswith("_") and (is_value or name in swept):
             yield name

@@ -19,7 +19,7 @@ from fiddle import daglish
 from praxis import pax_fiddle
 
 from spmd_trainer import experiment_registry, sharding, tasks_lib
-from spmd_trainer.base_experiment import BaseExperiment
+from spmd_trainer.base_experiment import BaseExperiment, refuse_search_space
 from spmd_trainer.errors import UserError, did_you_mean, first_paragraph, not_a_config, user_code
 from spmd_trainer.models.config_lines import without_addresses
 from spmd_trainer.step import mesh_choice, mup
@@ -141,6 +141,7 @@ def _with_task(
     """Returns the experiment, its overridden class attributes, and its config with the overridden task but without datasets."""
     of_class = [assignment for assignment in overrides if class_overrides.is_of_class(assignment)]
     experiment, attributes = class_overrides.make_experiment(exp, found.cls, of_class)
+    refuse_search_space(type(experiment))  # before task() computes with its values
     task_p = experiment.task()
     with _errors_of(experiment, found.label):
         if not isinstance(task_p, fdl.Buildable):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from facts import assert_names, raises_naming
+from flax import serialization
 from pax_models import assert_holds, job_on, restored
 from pax_writer import rewrite_flax, write_array, write_flax, write_metadata
 
@@ -174,8 +175,18 @@ def test_a_msgpack_file_that_is_cut_short(copied, kind):
     assert "cut short" in refusal(step_dir)
 
 
-def test_a_msgpack_file_of_another_program(tmp_path):
-    (tmp_path / "checkpoint_7").write_bytes(b"\x81\xa1a\x01")
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": 1},
+        np.zeros(2),
+        {"flattened_state": np.zeros(2), "str_pytree_state": "*"},
+        {"flattened_state": {"0": "text"}, "str_pytree_state": "PyTreeDef(*)"},
+        {"flattened_state": {"0": np.zeros(2, "M8[ns]")}, "str_pytree_state": "PyTreeDef(*)"},
+    ],
+)
+def test_a_msgpack_file_of_another_program(tmp_path, state):
+    (tmp_path / "checkpoint_7").write_bytes(serialization.msgpack_serialize(state))
     assert_names(refusal(tmp_path / "checkpoint_7"), tmp_path / "checkpoint_7", "Pax checkpoint", "msgpack")
 
 

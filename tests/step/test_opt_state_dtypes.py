@@ -158,7 +158,8 @@ def test_a_run_may_change_the_dtype_when_it_is_started_again(tmp_path, before, n
         dtypes = kept_dtypes(old)
         loaded = opt_state_dtypes.loaded(dtypes, old.layout.slice(state).opt_states[0])
         opt = jax.tree_util.tree_map_with_path(lambda keys, x: moments(keys, x) if x.ndim else x, loaded)
-        opt = opt_state_dtypes.stored(dtypes, opt)
+        with opt_state_dtypes.rounding_for(0):
+            opt = opt_state_dtypes.stored(dtypes, opt)
         return old.layout.pad(old.layout.slice(state).replace(opt_states=[opt])), opt_state_dtypes.loaded(dtypes, opt)
 
     state, logical = filled(old.initialize_train_state(KEY))
@@ -220,7 +221,12 @@ def test_what_the_optimizer_itself_keeps_in_bfloat16_stays_so(dtype):
     hparams = {"params": {"w": base_layer.WeightHParams((64, 64), dtype=jnp.float32)}}
     before = opt_state_dtypes.initial(learner, learner.get_grad_tx(hparams).init, variables)
     assert dtype == "float32" or jax.tree.leaves(before)[1].dtype == {"bfloat16": "bfloat16", "8bit": "uint8"}[dtype]
-    step = jax.jit(lambda state: learner.update_states(variables, state, variables, hparams))
+
+    @jax.jit
+    def step(state):
+        with opt_state_dtypes.rounding_for(0):
+            return learner.update_states(variables, state, variables, hparams)
+
     _, after = step(before)
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, before)
     (state,) = jax.tree.leaves(seen, is_leaf=lambda x: isinstance(x, dict) and "mu" in x)
@@ -285,3 +291,9 @@ def test_the_sign_of_zero_and_of_levels_is_kept(path):
     assert isinstance(found, Bytes)
     np.testing.assert_array_equal(opt_state_dtypes.decode(found), x)
     assert np.asarray(found.codes_8bit).tolist() == [[127, 255, 0, 239, 119]]
+
+
+def test_states_are_not_rounded_without_the_number_of_the_step():
+    """The same random bits in each step would bias the moments."""
+    with pytest.raises(RuntimeError, match="rounding_for"):
+        opt_state_dtypes.stored({"m/w": "8bit"}, {"m": {"w": jnp.ones((64, 64))}})

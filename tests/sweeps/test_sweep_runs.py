@@ -210,7 +210,13 @@ def test_rows_of_parameter_sweep_set_their_attributes(tmp_path):
     found = [config(trial=number).experiment.task_p.train for number in range(2)]
     assert [(p.learner.optimizer.learning_rate, p.num_train_steps) for p in found] == [(0.3, 4), (0.01, 6)]
     sweep = config().made
-    assert sweep.method.own_overrides(sweep.begin(1).values) == ["LEARNING_RATE=0.01", "STEPS=6"]
+    own = sweep.method.own_overrides(sweep.begin(1).values)
+    assert own == ["LEARNING_RATE=0.01", "STEPS=6"]
+    (tmp_path / "best").mkdir()
+    alone = make_run_config(sweep_experiments.Combined, tmp_path / "best", overrides=own).experiment.task_p.train
+    assert (alone.learner.optimizer.learning_rate, alone.num_train_steps) == (0.01, 6)
+    with raises_naming(UserError, "Combined.STEPS", "search space", "--mode=sweep", "set STEPS"):
+        make_run_config(sweep_experiments.Combined, tmp_path / "best", overrides=own[:1])
     with pytest.raises(ValueError, match="NO_SUCH"):
         automl.parameter_sweep([("NO_SUCH",), (1,)])(sweep_experiments.Regression)
 

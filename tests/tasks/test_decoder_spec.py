@@ -64,10 +64,13 @@ def moe(**fields):
             {"global_heads": Config(HeadSpec, num_kv_heads=4, head_dims=8)},
             "global_heads.num_kv_heads=4 does not divide",
         ),
-        ({"global_heads": Config(HeadSpec, num_kv_heads=2, head_dims=7)}, "head_dims=7 is odd; rotary embeddings"),
+        (
+            {"global_heads": Config(HeadSpec, num_kv_heads=2, head_dims=7)},
+            "global_heads.head_dims=7 is odd; rotary embeddings",
+        ),
         (
             {"global_heads": Config(HeadSpec, num_kv_heads=2, head_dims=4), "rotary_dims": 6, "head_dims": 8},
-            "rotary_dims=6; give an even number up to head_dims=4, or 0 for all",
+            r"rotary_dims=6; give 0, or an even number up to global_heads.head_dims=4",
         ),
         ({"mtp_layers": 1.5}, "mtp_layers=1.5; give a whole number of 0 or more"),
         ({"mtp_layers": 1, "mtp_weight": 0.0}, "mtp_weight=0.0; give a number above 0"),

@@ -18,7 +18,9 @@ class Reads(StdlibBytesTiny):
     WIDTH = 8
     SHAPE = (1, 4, 2)
     LAYER = dict
-    FOLDER = ""
+    FOLDER: str = ""
+    SHUFFLE = "global"
+    START: str = None
     FILES: str | None = None
     TITLE: str = ""
     EITHER: str | int = ""
@@ -80,7 +82,10 @@ def test_strings_need_no_quotes():
         ("FOLDER=true", "true"),
         ("FOLDER=1e-3", "1e-3"),
         ("FOLDER='2024'", "2024"),
-        ("FOLDER=None", None),  # it has no annotation
+        ("SHUFFLE=1000", 1000),
+        ("SHUFFLE=None", None),
+        ("START=None", None),
+        ("START=7", "7"),
         ("TITLE=None", "None"),
         ("TITLE=7", "7"),
         ("FILES=2024", "2024"),

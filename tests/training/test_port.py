@@ -229,6 +229,7 @@ def test_paxmls_experiments_need_an_installed_paxml(tmp_path, monkeypatch):
     got = report(tmp_path, "from paxml.tasks.lm.params import not_imported_before\n")
     assert [finding.name for finding in got.extras] == ["paxml.tasks.lm.params.not_imported_before"]
     assert_names(got.extras[0].text, "not installed", "pip install --no-deps paxml==1.4.0")
+    assert "needs the package" not in got.extras[0].text
     assert got.runs
 
 

@@ -13,7 +13,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import files as input_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Column, Record
-from spmd_trainer.inputs.corpus.file_source import FileSource, Paths, columns_of, damage, documents_of
+from spmd_trainer.inputs.corpus.file_source import FilesOrPaths, FileSource, columns_of, damage, documents_of
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage import is_remote, json_values
 from spmd_trainer.storage.local_copies import local_copy
@@ -61,7 +61,7 @@ class ArrowDocuments(FileSource):
     random_access = True
     shards: ShardIndex
 
-    def __init__(self, paths: Paths, column: Column = "text"):
+    def __init__(self, paths: FilesOrPaths, column: Column = "text"):
         """Opens each file once. `column` is as in `Documents`.
 
         Raises:

@@ -27,10 +27,8 @@ from spmd_trainer.inputs.shards import MAX_OPEN, OpenFiles, ShardIndex, changed
 from spmd_trainer.storage import reading
 
 _ASKED = "set `column` (--column, or COLUMN of an experiment) to the one with the text"
-
-
 # Files of a source: found already, with their sizes, or their paths.
-Paths = files.TextFiles | Sequence[str]
+FilesOrPaths = files.TextFiles | Sequence[str]
 # A saved position lists up to this many files; of more it has only a checksum.
 _NAMED = 64
 
@@ -39,7 +37,7 @@ class FileSource(abc.ABC):
     """Base of the sources of documents. Documents come in chunks (files, row groups, record batches), and are numbered from 0
     within each chunk and across all chunks.
 
-    Reads are repeatable. One thread at a time may use a source.
+    Reads are repeatable. One thread at a time may use a source, unless its class says otherwise.
 
     Attributes:
       found: the files when the source was opened, in the order of the documents.
@@ -56,7 +54,7 @@ class FileSource(abc.ABC):
     shards: ShardIndex | None = None
     max_record_bytes: int = MAX_RECORD_BYTES
 
-    def __init__(self, paths: Paths):
+    def __init__(self, paths: FilesOrPaths):
         """Takes files that were found, or asks for the sizes of the files at paths, which must exist.
 
         Raises:
@@ -182,7 +180,7 @@ class IndexedFiles(FileSource):
     shards: ShardIndex
     most_open: int = MAX_OPEN
 
-    def __init__(self, paths: Paths):
+    def __init__(self, paths: FilesOrPaths):
         """Finds the records of all files.
 
         Raises:

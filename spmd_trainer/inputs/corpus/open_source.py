@@ -12,7 +12,7 @@ from spmd_trainer.inputs.corpus import file_kinds
 from spmd_trainer.inputs.corpus.arrow_documents import STATE_FILE, ArrowDocuments, files_of_folder
 from spmd_trainer.inputs.corpus.documents import Column, Documents
 from spmd_trainer.inputs.corpus.file_kinds import KINDS, TOKENS
-from spmd_trainer.inputs.corpus.file_source import FileSource, Paths
+from spmd_trainer.inputs.corpus.file_source import FilesOrPaths, FileSource
 from spmd_trainer.inputs.corpus.parquet_files import ParquetDocuments
 from spmd_trainer.inputs.corpus.record_documents import ArrayRecordDocuments, TfRecordDocuments
 from spmd_trainer.inputs.corpus.tar_files import TarDocuments
@@ -66,7 +66,7 @@ def open_documents(documents: Documents) -> FileSource:
     return source
 
 
-def open_files(documents: Documents, kind: str, paths: Paths) -> FileSource:
+def open_files(documents: Documents, kind: str, paths: FilesOrPaths) -> FileSource:
     """Opens files of a known kind with the settings of `documents`.
 
     Raises:
@@ -90,7 +90,7 @@ def open_files(documents: Documents, kind: str, paths: Paths) -> FileSource:
     return source
 
 
-def _open_json_lines(found: Paths, column: Column, max_record_bytes: int) -> FileSource:
+def _open_json_lines(found: FilesOrPaths, column: Column, max_record_bytes: int) -> FileSource:
     paths = found.paths if isinstance(found, input_files.TextFiles) else found
     if any(map(is_remote, paths)):
         return StreamedJsonLines(found, column)

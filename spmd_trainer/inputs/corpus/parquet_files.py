@@ -10,7 +10,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs.corpus.documents import Column, Record
 from spmd_trainer.inputs.corpus.file_kinds import open_bytes
-from spmd_trainer.inputs.corpus.file_source import FileSource, Paths, columns_of, damage, documents_of, no_column
+from spmd_trainer.inputs.corpus.file_source import FilesOrPaths, FileSource, columns_of, damage, documents_of, no_column
 from spmd_trainer.inputs.shards import ShardIndex
 
 
@@ -20,7 +20,7 @@ class ParquetFiles(FileSource):
     kind = "parquet"
     shards: ShardIndex
 
-    def __init__(self, paths: Paths, columns: Sequence[str]):
+    def __init__(self, paths: FilesOrPaths, columns: Sequence[str]):
         """Reads the files' footers. Every file must have all `columns`; 'a.b' is entry b of the struct a.
 
         Raises:
@@ -85,7 +85,7 @@ _ROWS = 256
 class ParquetDocuments(ParquetFiles):
     """Rows of Parquet files, read in order: a row group is decoded from its beginning. A chunk is a row group."""
 
-    def __init__(self, paths: Paths, column: Column = "text"):
+    def __init__(self, paths: FilesOrPaths, column: Column = "text"):
         """Opens the files; `column` is as in `Documents`. Raises the errors of `ParquetFiles`."""
         super().__init__(paths, [column] if isinstance(column, str) else [])
         self._column = column

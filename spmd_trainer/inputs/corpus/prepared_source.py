@@ -84,7 +84,7 @@ class PreparedSource(FileSource):
         """
         super().__init__(source.found)
         self.kind, self.groups, self.shards = source.kind, source.groups, source.shards
-        self.random_access = source.random_access
+        self.random_access, self.max_record_bytes = source.random_access, source.max_record_bytes
         self.text, self._preparation, self._helpers = source, preparation, helpers
         self._store: TokenStore | None = None
         # Keeps a local store from being removed.

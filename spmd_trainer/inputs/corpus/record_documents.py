@@ -18,7 +18,7 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.errors.installation import imported
 from spmd_trainer.inputs import record_files
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record
-from spmd_trainer.inputs.corpus.file_source import FileSource, Paths
+from spmd_trainer.inputs.corpus.file_source import FilesOrPaths, FileSource
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage.local_copies import local_copy
 
@@ -39,7 +39,7 @@ class ArrayRecordDocuments(FileSource):
     random_access = True
     shards: ShardIndex
 
-    def __init__(self, paths: Paths):
+    def __init__(self, paths: FilesOrPaths):
         """Opens each file once.
 
         Raises:
@@ -104,7 +104,7 @@ def _first_line(error: Exception) -> str:
 class TfRecordDocuments(record_files.RecordSource):
     """Texts of the tf.train.Examples in TFRecord files. A chunk is a file."""
 
-    def __init__(self, paths: Paths, column: str = "text"):
+    def __init__(self, paths: FilesOrPaths, column: str = "text"):
         """Finds the records.
 
         Args:

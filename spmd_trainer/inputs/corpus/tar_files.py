@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs.corpus.documents import BadRecord, Document, Record, too_long
 from spmd_trainer.inputs.corpus.file_kinds import DAMAGE, decompressed, open_bytes
-from spmd_trainer.inputs.corpus.file_source import FileSource, Paths
+from spmd_trainer.inputs.corpus.file_source import FilesOrPaths, FileSource
 from spmd_trainer.storage import reading
 
 # Tar files end with two empty blocks of 512 bytes.
@@ -152,7 +152,7 @@ class TarDocuments(FileSource):
 
     kind = "tar"
 
-    def __init__(self, paths: Paths, column: str = "text"):
+    def __init__(self, paths: FilesOrPaths, column: str = "text"):
         """`column` is the text member's extension; 'text', the default of `Documents`, also takes 'txt'. A sample's name ends at
         the file name's first dot."""
         super().__init__(paths)

@@ -20,7 +20,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import file_formats, files, record_files
 from spmd_trainer.inputs.corpus.documents import MAX_RECORD_BYTES, BadRecord, Column, Document, Record, too_long
 from spmd_trainer.inputs.corpus.file_kinds import decompressed, open_bytes
-from spmd_trainer.inputs.corpus.file_source import FileSource, IndexedFiles, Paths, document_of
+from spmd_trainer.inputs.corpus.file_source import FilesOrPaths, FileSource, IndexedFiles, document_of
 from spmd_trainer.inputs.shards import changed
 from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.local_copies import cached_index
@@ -117,7 +117,7 @@ class JsonLines(IndexedFiles):
 
     kind = "jsonl"
 
-    def __init__(self, paths: Paths, column: Column = "text", max_record_bytes: int = MAX_RECORD_BYTES):
+    def __init__(self, paths: FilesOrPaths, column: Column = "text", max_record_bytes: int = MAX_RECORD_BYTES):
         """Indexes the lines. `column` and `max_record_bytes` are as in `Documents`.
 
         Raises:
@@ -149,7 +149,7 @@ class StreamedJsonLines(FileSource):
 
     kind = "jsonl"
 
-    def __init__(self, paths: Paths, column: Column = "text"):
+    def __init__(self, paths: FilesOrPaths, column: Column = "text"):
         """`column` is as in `Documents`. Files are opened when they are read."""
         super().__init__(paths)
         self._column = column
@@ -233,7 +233,9 @@ class TextDocuments(IndexedFiles):
 
     kind = "text"
 
-    def __init__(self, paths: Paths, separator: str | None = None, *, json_too: bool = False, any_bytes: bool = False):
+    def __init__(
+        self, paths: FilesOrPaths, separator: str | None = None, *, json_too: bool = False, any_bytes: bool = False
+    ):
         """Finds the documents.
 
         Args:

@@ -18,7 +18,7 @@ import numpy as np
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.inputs.corpus.documents import BadRecord
 from spmd_trainer.inputs.corpus.file_kinds import open_bytes
-from spmd_trainer.inputs.corpus.file_source import Paths, damage
+from spmd_trainer.inputs.corpus.file_source import FilesOrPaths, damage
 from spmd_trainer.inputs.corpus.parquet_files import ParquetFiles, first_line, leaves_of
 from spmd_trainer.inputs.corpus.tar_files import TAR_DAMAGE, Header, is_plain, refuse_without_end, samples
 from spmd_trainer.inputs.images.images import Image, ImageRecord, ImageSource
@@ -34,7 +34,7 @@ _HELD = 2
 class ParquetImages(ParquetFiles, ImageSource):
     """Rows of Parquet files. A chunk is a row group; it is read as a whole, so rows are shuffled within row groups."""
 
-    def __init__(self, paths: Paths, column: str | None = None, label: str | None = None):
+    def __init__(self, paths: FilesOrPaths, column: str | None = None, label: str | None = None):
         """Reads the files' footers. `column` and `label` are as in `Images`. Raises the errors of `ParquetFiles`."""
         self._column, self.label = column or _COLUMN, label
         super().__init__(paths, [self._column] if label is None else [self._column, label])
@@ -104,7 +104,7 @@ class TarImages(ImageSource):
     kind = "tar"
     random_access = True
 
-    def __init__(self, paths: Paths, column: str | None = None, label: str | None = None):
+    def __init__(self, paths: FilesOrPaths, column: str | None = None, label: str | None = None):
         """Indexes the samples of all files; the cache folder keeps the index. `column` and `label` are as in `Images`.
 
         Raises:
