@@ -159,9 +159,10 @@ def _of_failed_import(use: Use, error: Exception) -> Finding:
     extra = EXTRAS.get(str(absent.name).partition(".")[0]) if isinstance(absent, ImportError) else None
     if extra is not None:
         return _needs_extra(use.line, use.path, *extra)
-    own = isinstance(absent, ModuleNotFoundError) and absent.name == PAX  # the module is read from an installed paxml
-    if own or (isinstance(absent, ModuleNotFoundError) and absent.name and not _is_installed(absent.name)):
-        text = str(absent) if own else f"needs the package {absent.name}, which is not installed"
+    missing = absent.name if isinstance(absent, ModuleNotFoundError) else None
+    # The modules that are read from paxml say how to install it.
+    if missing and (missing == PAX or not _is_installed(missing)):
+        text = str(absent) if missing == PAX else f"needs the package {missing}, which is not installed"
         return Finding(use.line, use.path, text, blocks=False, lacks=True)
     what = f"{type(error).__name__}: {first_paragraph(error)}"
     if isinstance(error, _OF_NAMES):
