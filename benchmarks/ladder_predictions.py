@@ -76,7 +76,14 @@ MODELS = {
     ),
     "Praxis": Model(
         "lm.cloud.LmCloudSpmdAdamTiny",
-        (*_SIZES, "NUM_LAYERS=8", "MODEL_DIMS=1024", "PERCORE_BATCH_SIZE=2", "USE_FUSED_ATTENTION=True"),
+        (
+            *_SIZES,
+            "NUM_LAYERS=8",
+            "MODEL_DIMS=1024",
+            "DIMS_PER_HEAD=64",
+            "PERCORE_BATCH_SIZE=2",
+            "USE_FUSED_ATTENTION=True",
+        ),
         ((1, 8, 1),),
     ),
 }
