@@ -243,11 +243,15 @@ def check_overrides(experiment: BaseExperiment) -> None:
         )
 
 
+def swept_attributes(cls: type) -> Sequence[str]:
+    """Returns the class attributes in the rows of Pax's `automl.parameter_sweep`, which makes properties of them."""
+    names: Sequence[str] = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
+    return names
+
+
 def refuse_search_space(cls: type[BaseExperiment]) -> None:
     """Raises UserError if class attributes are a PyGlove search space; the message names them."""
-    # Pax's `automl.parameter_sweep` makes properties of the attributes in its rows.
-    rows = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
-    found = [name for name in rows if type(getattr(cls, name)) is property]
+    found = [name for name in swept_attributes(cls) if type(getattr(cls, name)) is property]
     for name in dir(cls):
         if name.isupper() and type(getattr(cls, name, None)).__module__.partition(".")[0] == "pyglove":
             found.append(name)

@@ -34,18 +34,17 @@ class FlaxLeaves:
     """The leaves of a msgpack file.
 
     Attributes:
-      leaves: by position; None where the state held a node without an array.
+      leaves: arrays by position, ascending; without those where the state held a node without an array.
       paths: the paths of the leaves, from the printed structure; None if it can't be parsed. Fields of named tuples are
         written as their positions.
     """
 
-    leaves: tuple[npt.NDArray[Any] | None, ...]
+    leaves: dict[int, npt.NDArray[Any]]
     paths: tuple[str, ...] | None
 
     def array(self, position: int, path: str) -> PaxArray:
-        """Returns the leaf at a position as a PaxArray. The leaf must not be None."""
+        """Returns the leaf at a position as a PaxArray."""
         leaf = self.leaves[position]
-        assert leaf is not None  # The caller leaves out the others.
 
         def start(index: Index) -> Callable[[], npt.NDArray[Any]]:
             # An index without dimensions would give a scalar.
@@ -66,7 +65,7 @@ def open_file(file: epath.Path, label: str) -> FlaxLeaves:
         leaves, printed = state[LEAVES], str(state[STRUCTURE])
         # Orbax writes a list, Flax a map with the positions as keys.
         found = leaves if isinstance(leaves, list) else [leaves[str(i)] for i in range(len(leaves))]
-        arrays = tuple(_array(position, leaf) for position, leaf in enumerate(found))
+        arrays = {i: array for i, leaf in enumerate(found) if (array := _array(i, leaf)) is not None}
     except (
         ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, SyntaxError, RecursionError,
         msgpack.exceptions.UnpackException,
@@ -76,7 +75,7 @@ def open_file(file: epath.Path, label: str) -> FlaxLeaves:
             f"{STRUCTURE!r} ({type(error).__name__}: {error}). Copy it again."
         ) from error
     paths = structure_paths(printed)
-    return FlaxLeaves(arrays, None if paths is None or len(paths) != len(arrays) else tuple(paths))
+    return FlaxLeaves(arrays, None if paths is None or len(paths) != len(found) else tuple(paths))
 
 
 def _array(position: int, leaf: object) -> npt.NDArray[Any] | None:
@@ -137,9 +136,8 @@ def _leaf_paths(node: ast.expr, path: str) -> Iterator[str]:
 
 def by_structure(flax: FlaxLeaves) -> dict[str, PaxArray]:
     """Returns the arrays under the paths of the printed structure, or under their positions if it can't be parsed."""
-    paths = flax.paths or [f"{LEAVES}/{position}" for position in range(len(flax.leaves))]
-    present = [(i, path) for i, (path, leaf) in enumerate(zip(paths, flax.leaves, strict=True)) if leaf is not None]
-    return {path: flax.array(i, path) for i, path in present}
+    paths = {i: flax.paths[i] if flax.paths else f"{LEAVES}/{i}" for i in flax.leaves}
+    return {path: flax.array(i, path) for i, path in paths.items()}
 
 
 def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str, PaxArray]:
@@ -153,7 +151,7 @@ def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str,
     Raises:
       PaxMismatchError: the file has another number of leaves than the model, and its structure can't be parsed.
     """
-    present = [position for position, leaf in enumerate(flax.leaves) if leaf is not None]
+    present = list(flax.leaves)
     # A checkpoint for inference has the step and the model variables only.
     inference = [path for path in model if not path.startswith(("opt_states/", "extra_state/"))]
     paths = next((list(p) for p in (model, inference) if len(p) == len(present)), None)
@@ -161,12 +159,11 @@ def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str,
         printed = [flax.paths[position] for position in present]
         if paths is None or not all(map(_may_be_same, printed, paths)):
             return by_structure(flax)
-    elif paths is None:
+    if paths is None:
         raise PaxMismatchError(
             f"{label} does not fit the model: it holds {len(present)} arrays by position, and the model's state has {len(model)} "
             f"({len(inference)} without optimizer states)"
         )
-    assert paths is not None  # Otherwise one of the branches above was taken.
     return {path: flax.array(i, path) for i, path in zip(present, paths, strict=True)}
 
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from spmd_trainer.sharding.even_values import put_back
 from spmd_trainer.sharding.host_devices import finish_on_host_devices
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.sharding.path_rules import Strategy, plan_sharding
@@ -186,7 +186,7 @@ def _place_global(path: str, leaf: jax.Array, shape: tuple[int, ...], sharding: 
         # A compiled program has one device order: add the padding in the leaf's order, then move it.
         devices = leaf.sharding.mesh.devices.reshape(sharding.mesh.devices.shape)
         here = NamedSharding(Mesh(devices, sharding.mesh.axis_names), sharding.spec)
-        leaf = finish_on_host_devices(jax.jit(lambda x: _pad_to(x, shape), out_shardings=here)(leaf))
+        leaf = finish_on_host_devices(jax.jit(lambda x: put_back(x, shape), out_shardings=here)(leaf))
     moved: jax.Array = finish_on_host_devices(jax.device_put(leaf, sharding))
     return moved
 
@@ -195,13 +195,9 @@ def _padded_keys(keys: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if keys.shape == shape:
         return keys
     data = jax.random.key_data(keys)
-    padded = _pad_to(data, shape + data.shape[keys.ndim :])
+    padded = put_back(data, shape + data.shape[keys.ndim :])
     wrapped: jax.Array = jax.random.wrap_key_data(padded, impl=jax.random.key_impl(keys))
     return wrapped
-
-
-def _pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.pad(x, np.zeros((), x.dtype), [(0, n - size, 0) for size, n in zip(x.shape, shape, strict=True)])
 
 
 def _padded_piece(host: np.ndarray, shape: tuple[int, ...], index: Any) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from praxis import pax_fiddle
 
-from spmd_trainer.base_experiment import BaseExperiment
+from spmd_trainer.base_experiment import BaseExperiment, swept_attributes
 from spmd_trainer.errors import UserError
 from spmd_trainer.errors.installation import imported
 from spmd_trainer.pax.task_fields import metrics_prefix
@@ -61,7 +61,7 @@ class PaxSearch:
         if search.search_algorithm is None:
             raise UserError(f"{cls.__name__}.search() has no search_algorithm; e.g. pax_fiddle.Config(automl.Sweeping)")
         self._cls = cls
-        self._row: Sequence[str] = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
+        self._row = swept_attributes(cls)
         self._search = search
         self._context = pg.hyper.DynamicEvaluationContext(require_hyper_name=True)
         try:
@@ -284,8 +284,7 @@ def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
         return property(lambda self: type(hyper)(**arguments))
 
     body = {name: reader(name, inspect.getattr_static(cls, name)) for name in names}
-    rows = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
-    body |= {name: _Decided(functools.partial(_of_row, at)) for at, name in enumerate(rows)}
+    body |= {name: _Decided(functools.partial(_of_row, at)) for at, name in enumerate(swept_attributes(cls))}
     return with_attributes(cls, body)
 
 

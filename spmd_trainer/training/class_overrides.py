@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spmd_trainer.base_experiment import BaseExperiment
+from spmd_trainer.base_experiment import BaseExperiment, swept_attributes
 from spmd_trainer.errors import UserError, did_you_mean
 
 # Paths that start with one of these are fields of the config; all others are class attributes.
@@ -119,8 +119,7 @@ def _parse(assignment: str, cls: type, own: dict[str, Any]) -> tuple[str, Any]:
 
 def _attributes(cls: type) -> Iterator[str]:
     """Yields the names of a class's public data attributes, including those that have only an annotation."""
-    # Pax's `parameter_sweep` makes properties of these.
-    swept = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
+    swept = swept_attributes(cls)
     for name in dict.fromkeys([*dir(cls), *(name for base in cls.__mro__ for name in inspect.get_annotations(base))]):
         value = inspect.getattr_static(cls, name, None)
         # A class is a value; everything else with __get__ is a method, a property or the like.
