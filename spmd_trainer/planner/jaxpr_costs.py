@@ -55,21 +55,26 @@ def dot_costs(jaxpr: core.Jaxpr) -> DotCosts:
             inner = [dot_costs(sub) for sub in _inside(equation)]
             if equation.primitive.name == "cond":
                 inner = sorted(inner, key=lambda costs: costs.flops)[-1:]
-            total += sum(inner, DotCosts()).times(_times(equation)) + _of_loop(equation)
+            stacked = DotCosts(stacked_bytes=_bytes(_stacked(equation)))
+            total += sum(inner, DotCosts()).times(_times(equation)) + stacked
     return total
 
 
-def saved_bytes(jaxpr: core.Jaxpr) -> float:
+def saved_bytes(jaxpr: core.Jaxpr, lanes: int = 1) -> float:
     """Returns the bytes of the values that loops stack and that are live at the same time, on all devices.
 
     Loops that are not nested add up. Of the loops inside other loops, only the largest body counts, for a single iteration.
-    `jaxpr`: as for `dot_costs`.
+
+    Args:
+      jaxpr: as for `dot_costs`.
+      lanes: a chip stores an array's last dimension as a multiple of this many elements (128 on TPUs, 1 on GPUs), unless it
+        is 1: then the compiler stores another dimension last.
     """
     own, inside = 0.0, 0.0
     for equation in jaxpr.eqns:
-        inner = sum(saved_bytes(sub) for sub in _inside(equation)) * _parts(equation)
+        inner = sum(saved_bytes(sub, lanes) for sub in _inside(equation)) * _parts(equation)
         if equation.primitive.name == "scan":
-            own += _of_loop(equation).stacked_bytes
+            own += _bytes(_stacked(equation), lanes)
             inside = max(inside, inner)
         else:
             own += inner
@@ -103,16 +108,21 @@ def _of_kernel(equation: core.JaxprEqn) -> DotCosts:
     return DotCosts(kernel_flops=math.prod(steps) * dot_costs(equation.params["jaxpr"]).flops)
 
 
-def _of_loop(equation: core.JaxprEqn) -> DotCosts:
+def _stacked(equation: core.JaxprEqn) -> list[Any]:
+    """Returns the avals of the arrays that a loop stacks; [] for equations that aren't loops."""
     if equation.primitive.name != "scan":
-        return DotCosts()
+        return []
     _, num_carry = scan_sizes(equation.params)
-    stacked: list[Any] = [variable.aval for variable in equation.outvars[num_carry:]]
-    return DotCosts(stacked_bytes=_bytes(stacked))
+    return [variable.aval for variable in equation.outvars[num_carry:]]
 
 
-def _bytes(arrays: list[Any]) -> float:
-    return float(sum(array.size * array.dtype.itemsize for array in arrays))
+def _bytes(arrays: list[Any], lanes: int = 1) -> float:
+    total = 0
+    for array in arrays:
+        *outer, last = array.shape or (1,)
+        stored = 1 if last == 1 else -(-last // lanes) * lanes
+        total += math.prod(outer) * stored * array.dtype.itemsize
+    return float(total)
 
 
 def _times(equation: core.JaxprEqn) -> int:

@@ -47,6 +47,8 @@ _STEPS: tuple[tuple[StepFn, bool], ...] = ((step_fns.train_step, False), (step_f
 _POLICY = re.compile(r"policy=[^\n]*|0x[0-9a-f]+")
 # Bytes of an element of a weight, an activation or a gradient in the computation.
 _ELEMENT = 2
+# A TPU stores arrays in tiles of (8, 128): heads of 64 dimensions take the memory of 128.
+_TPU_LANES = 128
 # Weights are gathered in the forward pass and in the backward pass.
 _GATHERS = 2
 # Before any compilation, the standard deviation is a factor of 2. This counts as much as one candidate.
@@ -307,10 +309,11 @@ def traced(job: Job) -> tuple[str, Work]:
     """Returns the traced train step as text, and its costs. The text leaves out parts that differ between equal programs."""
     step, forward = (_jaxpr(job, fn, is_eval=is_eval) for fn, is_eval in _STEPS)
     computed = live(step).jaxpr
+    lanes = _TPU_LANES if job.partitioner.mesh.devices.flat[0].platform == "tpu" else 1
     work = Work(
         jaxpr_costs.dot_costs(computed),
         jaxpr_costs.dot_costs(live(forward).jaxpr),
-        jaxpr_costs.saved_bytes(computed),
+        jaxpr_costs.saved_bytes(computed, lanes),
     )
     return _POLICY.sub("", str(step)), work
 

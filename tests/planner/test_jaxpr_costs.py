@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
@@ -104,3 +105,15 @@ def test_saved_bytes_are_those_that_live_together():
     assert saved(inner) == 3 * X.nbytes
     assert saved(outer) == (5 + 3) * X.nbytes
     assert saved(lambda x: outer(x).sum() + inner(x).sum()) == (5 + 3 + 3) * X.nbytes
+
+
+@pytest.mark.parametrize(("last", "stored"), [(16, 128), (128, 128), (130, 256), (1, 1)])
+def test_saved_bytes_of_tpus_have_whole_lanes(last, stored):
+    """Heads of 64 dimensions take the memory of 128. A last dimension of 1 is not stored last."""
+
+    def layers(x):
+        return jax.lax.scan(lambda c, _: (c * 2, c), x, length=3)[1]
+
+    jaxpr = jax.jit(layers).trace(jnp.zeros((8, last))).jaxpr.jaxpr
+    assert jaxpr_costs.saved_bytes(jaxpr, lanes=128) == 3 * 8 * stored * 4
+    assert jaxpr_costs.saved_bytes(jaxpr) == 3 * 8 * last * 4
