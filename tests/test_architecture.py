@@ -142,14 +142,14 @@ def test_one_place_writes_to_the_terminal():
 
 def figures() -> str:
     """The size of the package: what `docs/code_layout.md` publishes."""
-    from test_rooms import CORE
+    from test_rooms import is_core
 
     def size(paths):
         return f"{len(paths)} files, {sum(len(path.read_text().splitlines()) for path in paths):,} lines"
 
     paths = sorted(ROOT.rglob("*.py"))
     rooms = {path.relative_to(ROOT).parts[0] for path in paths if path.parent != ROOT}
-    core = [path for path in paths if path.relative_to(ROOT).with_suffix("").parts[0] in CORE]
+    core = [path for path in paths if is_core(path)]
     return f"package: {size(paths)}\ncore: {size(core)}\nrooms: {len(rooms)}\nfloors: {len(LAYERS)}"
 
 

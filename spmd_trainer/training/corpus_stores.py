@@ -13,8 +13,6 @@ from absl import logging
 
 from spmd_trainer import multihost
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.corpus.corpus_input import CorpusInput
-from spmd_trainer.inputs.corpus.prepared_source import Helpers, new_job_name
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.paths import directory
@@ -41,9 +39,11 @@ def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
       UserError: the directory can't be used.
     """
     global _newest
-    if not isinstance(built, CorpusInput) or not config.data_cache_dir:
+    if not config.data_cache_dir or not hasattr(built, "tokenise_ahead"):
         yield
         return
+    from spmd_trainer.inputs.corpus.prepared_source import Helpers, new_job_name  # imports all that reads a corpus
+
     folder = directory("--data_cache_dir", config.data_cache_dir)
     if config.data_cache_limit is not None and is_remote(folder):
         raise UserError(

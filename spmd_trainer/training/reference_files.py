@@ -14,7 +14,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -23,9 +23,11 @@ from etils import epath
 from spmd_trainer import multihost
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.preferences import PreferenceInput
 from spmd_trainer.storage import json_values
 from spmd_trainer.storage.files import write_atomically
+
+if TYPE_CHECKING:  # reads conversations and corpora
+    from spmd_trainer.inputs.preferences import PreferenceInput
 
 DIRECTORY = "reference_logps"
 _PART = re.compile(r"part_(\d+)\.json")
@@ -39,7 +41,7 @@ def attach(data: Any, job_log_dir: epath.Path) -> None:
     Raises:
       UserError: the processes read different values.
     """
-    if not isinstance(data, PreferenceInput) or data.reference is None:
+    if not getattr(data, "lacks_reference", False):
         return
     found = ReferenceFiles(job_log_dir, data).values()
     checksum = None if found is None else zlib.crc32(found.tobytes())
@@ -50,7 +52,7 @@ def attach(data: Any, job_log_dir: epath.Path) -> None:
 
 def attach_zeros(data: Any) -> Any:
     """Sets an input's missing reference log-probabilities to 0, for modes that only show or verify batches; returns the input."""
-    if isinstance(data, PreferenceInput) and data.lacks_reference:
+    if getattr(data, "lacks_reference", False):
         data.use_reference(np.zeros((data.num_pairs, 2), np.float32))
     return data
 

@@ -19,7 +19,6 @@ from spmd_trainer import multihost
 from spmd_trainer.checkpointing.agreement import decided_by_process_0
 from spmd_trainer.checkpointing.checksums import checksum
 from spmd_trainer.errors import UserError
-from spmd_trainer.inputs.preferences import PreferenceInput
 from spmd_trainer.models import config_lines
 from spmd_trainer.sharding.messages import count_text, short_hash
 from spmd_trainer.step import step_fns
@@ -41,7 +40,7 @@ def inputs_of(job: Job) -> list[Any]:
     return [
         input_p
         for input_p in (*config.train_datasets[:1], *config.eval_datasets)
-        if isinstance(input_p.cls, type) and issubclass(input_p.cls, PreferenceInput) and input_p.reference is not None
+        if hasattr(input_p.cls, "use_reference") and input_p.reference is not None
     ]
 
 
