@@ -4,9 +4,9 @@
     result = st.train("lm.stdlib.StdlibBytesTiny", "runs/mine", overrides=["task.train.num_train_steps=200"])
 
 Importing this package is cheap: it imports neither JAX, praxis nor TensorFlow. It installs an import hook that makes praxis run
-on a current JAX (see `pax.bridge`). The functions in `__all__` are imported from `api` when they are first used. Modules that
-only Pax has, such as `spmd_trainer.trainer_lib`, are in the folder `pax/import_names`. Those without code are entries of the
-table in `pax/import_table.py`.
+on a current JAX (see `pax.bridge`). The functions in `__all__` are imported from `api` when they are first used. Pax's module
+names, such as `spmd_trainer.trainer_lib`, can be imported too. Those with code of their own are in the folder
+`pax/import_names`; those without are entries of the table in `pax/import_table.py`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ __getattr__, __dir__, _ = lazy_loader.attach(
     },
 )
 __path__.append(os.path.join(__path__[0], "pax", "import_names"))
-# First: a folder of a module that was one, where a checkout leaves its compiled files, would be taken for a package.
+# Inserted first: a checkout may still have the folder of a removed package, with compiled files, and Python would import that.
 sys.meta_path.insert(0, import_table.PaxModules())
 bridge.install()

@@ -1,4 +1,4 @@
-"""The trainer from a notebook or a script: `import spmd_trainer as st; st.train("lm.stdlib.StdlibBytesTiny", "runs/mine")`.
+"""Runs the trainer from Python code: `import spmd_trainer as st; st.train("lm.stdlib.StdlibBytesTiny", "runs/mine")`.
 
 Each function but `load_variables` does the work of one `--mode`, shows the same progress lines, and returns the results. An
 experiment is given by its name, as a class (registered or not), or as an instance.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 Directory: TypeAlias = str | os.PathLike[str]
-# Fields of settings that are no keywords: the functions have arguments of their own for them, or none.
+# Settings that can't be given as keywords: the functions have their own arguments for them, or don't offer them.
 _NO_KEYWORDS = {"experiment", "job_log_dir", "mode", "writes_reports", "directory", "trial", "step_inputs"}
 
 tensorflow_bridge.keep_quiet()
@@ -48,7 +48,7 @@ class EvalResult:
     """The result of `evaluate`.
 
     Attributes:
-      step: the training step of the checkpoint.
+      step: the training step of the evaluated checkpoint.
       metrics: {'DATASET/metric': mean over the whole dataset}.
     """
 
@@ -61,7 +61,7 @@ class DecodeResult:
     """The result of `decode`.
 
     Attributes:
-      step: the training step of the checkpoint.
+      step: the training step of the checkpoint that decoded.
       examples: {DATASET: one record for each example, as in `decode_out/DATASET/step_N.jsonl`}.
     """
 
@@ -72,7 +72,7 @@ class DecodeResult:
 def _message_last(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Decorator that removes all frames but the user's from the traceback of a UserError or CheckpointError.
 
-    The full log has the whole traceback. With JAX_TRACEBACK_FILTERING=off, the raised error keeps it too.
+    The run's log file has the whole traceback. With JAX_TRACEBACK_FILTERING=off, the raised error keeps it too.
     """
 
     @functools.wraps(function)
@@ -96,8 +96,8 @@ def train(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] =
       job_log_dir: the run's directory, for checkpoints, summaries and the log.
       overrides: changes to the config, as for `--fdl.set`, e.g. ['task.train.num_train_steps=200'].
       **settings: fields of `TrainConfig`, named as the flags of `--mode=train`, e.g. mesh='data:4,mdl:2' or
-        {'data': 4, 'mdl': 2}, track=['wandb', 'mlflow'], num_minibatches=2. callbacks=[...] are called after those of
-        `task.train.callbacks`.
+        {'data': 4, 'mdl': 2}, track=['wandb', 'mlflow'], num_minibatches=2. The callbacks in callbacks=[...] are called
+        after those of `task.train.callbacks`.
 
     Raises:
       UserError: an error in the arguments, the experiment or its files; the message says how to fix it.
@@ -120,7 +120,7 @@ def evaluate(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str
         or 'last:5').
 
     Raises:
-      UserError: as `train`; there is no checkpoint, or nothing to evaluate.
+      UserError: as for `train`; also if there is no checkpoint, or the experiment has no evaluation dataset.
     """
     from spmd_trainer.training import averages, checkpoints
     from spmd_trainer.training.evaluate import Evaluations
@@ -140,13 +140,13 @@ def decode(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] 
       exp, job_log_dir, overrides, **settings: see `evaluate`.
 
     Raises:
-      UserError: as `train`; there is no checkpoint, or nothing to decode.
+      UserError: as for `train`; also if there is no checkpoint, or the experiment has no decode dataset.
     """
     from spmd_trainer.training import decode as program
 
     with _job("decode_once", exp, job_log_dir, overrides, settings) as job:
         step = program.decode_once(job)
-        # Process 0 writes what all of them read.
+        # Process 0 writes the files that all processes read.
         multihost.barrier("spmd_trainer:decoded")
         examples = {}
         for dataset in job.config.experiment.config.decode_datasets:
@@ -163,13 +163,13 @@ def export(
 
     Args:
       exp, job_log_dir, overrides: see `train`.
-      export_dir: the folder; new or empty.
+      export_dir: the folder to write. It must be new or empty.
       **settings: the settings of `evaluate`, and fields of `ExportConfig`: dtype='float32', 'bfloat16' or 'float16';
         adapter=True writes only the adapters of `task.lora`, in PEFT's format and float32; checkpoint=True writes a checkpoint
         for warm starts instead of a folder.
 
     Raises:
-      UserError: as `train`; there is no checkpoint, the folder is not empty, or transformers has no architecture for the model.
+      UserError: as for `train`; also if there is no checkpoint, the folder is not empty, or transformers lacks the architecture.
     """
     program = rooms.need("hf.export_mode")
     with _job("export", exp, job_log_dir, overrides, settings, directory=export_dir) as job:
@@ -184,11 +184,11 @@ def generate(
 
     Args:
       exp, job_log_dir, overrides: see `train`.
-      prompts: the texts; with a chat template, user messages.
+      prompts: the texts to continue; user messages if the tokenizer has a chat template.
       **settings: the settings of `evaluate`, and fields of `ChatSettings`: max_tokens, temperature, top_p, system.
 
     Raises:
-      UserError: as `train`; there is no checkpoint, the model can't generate text, or a prompt is too long.
+      UserError: as for `train`; also if there is no checkpoint, the model can't generate text, or a prompt is too long.
     """
     program = rooms.need("lm_eval.chat")
     with _job("chat", exp, job_log_dir, overrides, settings) as job:
@@ -205,13 +205,13 @@ def sweep(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] =
 
     Args:
       exp: a registered name, or a class in a module that the trials' processes can import.
-      job_log_dir: directory for the trials' runs and `sweep.html`. An interrupted sweep in it is continued.
-      overrides: see `train`; for all trials.
-      **settings: the settings of `train` except callbacks, and fields of `SweepConfig`: sweep, the values to try, e.g.
+      job_log_dir: directory for the trials' runs and `sweep.html`. An interrupted sweep in this directory is continued.
+      overrides: overrides of the config in all trials, see `train`.
+      **settings: the settings of `train` except callbacks, and fields of `SweepConfig`: sweep (the values to try), e.g.
         {'LEARNING_RATE': [1e-3, 1e-2]}; sweep_method, sweep_trials, sweep_metric, sweep_goal, sweep_prune, sweep_seed.
 
     Raises:
-      UserError: as `train`; there is nothing to vary, or all trials failed.
+      UserError: as for `train`; also if there is nothing to vary, or all trials failed.
     """
     program = rooms.need("sweeps.run")
     with _job("sweep", exp, job_log_dir, overrides, settings) as prepared:
@@ -221,14 +221,14 @@ def sweep(exp: Experiment, job_log_dir: Directory, *, overrides: Iterable[str] =
 
 @_message_last
 def inspect(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> sharding.ShardingReport:
-    """Returns the sharding of every variable, with the reason for it, and of the inputs. Trains nothing and writes nothing.
+    """Returns a report of how every variable and every input is sharded, and why. Trains nothing and writes nothing.
 
     Args:
       exp, overrides: see `train`.
       **settings: fields of `InspectConfig`: mesh, num_minibatches, ...
 
     Raises:
-      UserError: as `train`.
+      UserError: as for `train`.
     """
     from spmd_trainer.training import report_parts
 
@@ -242,11 +242,11 @@ def plan(exp: Experiment, *, overrides: Iterable[str] = (), **settings: Any) -> 
 
     Args:
       exp, overrides: see `train`.
-      **settings: fields of `InspectConfig`, e.g. mesh, num_slices (the number of slices of `topology`) and topology, for chips
-        that this machine lacks: 'v5e:16x16' (extra `tpu`), or 'h100:32x8' for 32 hosts with 8 GPUs each (extra `plan-gpu`).
+      **settings: fields of `InspectConfig`, e.g. mesh. To plan for chips that this machine lacks, give topology, e.g. 'v5e:16x16'
+        (needs the pip extra `tpu`) or 'h100:32x8' for 32 hosts with 8 GPUs each (pip extra `plan-gpu`), and num_slices.
 
     Raises:
-      UserError: as `train`; the topology is unknown, or the step does not fit the chip's memory.
+      UserError: as for `train`; also if the topology is unknown, or the step does not fit the chip's memory.
     """
     program = rooms.need("planner.plan")
     with _job("inspect", exp, ".", overrides, settings) as job:
@@ -285,9 +285,9 @@ def load_variables(job_log_dir: Directory, step: int | None = None) -> dict[str,
 def _job(
     mode: str, exp: Experiment, job_log_dir: Directory, overrides: Iterable[str], settings: dict[str, Any], **more: Any
 ) -> Iterator[Job]:
-    """Context manager that builds the job of a call, and shows its log lines as the command line does."""
+    """Context manager that builds the `Job` for a call of `train`, `evaluate` etc., and shows log lines while its body runs."""
     count, index = multihost.joined()
-    # Of several processes, the first one tells the progress.
+    # With several processes, only process 0 shows progress lines.
     with log_lines.shown(warnings_only=index > 0) as run_log:
         with _named_as_in_python(mode):
             known = [field.name for field in dataclasses.fields(config_class(mode)) if field.name not in _NO_KEYWORDS]
@@ -307,7 +307,7 @@ def _job(
 
 @contextlib.contextmanager
 def _named_as_in_python(mode: str) -> Iterator[None]:
-    """Context manager that replaces flags in error messages by the caller's keywords, e.g. `--fdl.set` by `overrides`."""
+    """Context manager that replaces flag names in error messages with keyword names, e.g. `--fdl.set` with `overrides`."""
     own = {about.flag: name for name, about in settings_of(config_class(mode)).items() if name not in _NO_KEYWORDS}
     names = {**own, "job_log_dir": "job_log_dir", "export_dir": "export_dir", "exp": "exp", "fdl.set": "overrides"}
     try:

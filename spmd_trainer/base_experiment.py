@@ -82,14 +82,14 @@ class BaseExperiment(metaclass=abc.ABCMeta):
 
     @abc.abstractmethod
     def datasets(self) -> list[InputConfig]:
-        """Returns the input configs for training (`is_training=True`) and evaluation; names must differ."""
+        """Returns the input configs for training (`is_training=True`) and evaluation. Evaluation inputs need different names."""
 
     @abc.abstractmethod
     def task(self) -> pax_fiddle.Config[tasks_lib.SingleTask]:
         """Returns the config of the task: model, mesh, learner, intervals."""
 
     def training_dataset(self) -> InputConfig:
-        """Returns the only training input. An older method of Pax; `train_datasets` returns the same in a list.
+        """Returns the experiment's only training input. An older method of Pax; `train_datasets` returns a list instead.
 
         Raises:
           ValueError: the number of training datasets is not one.
@@ -112,18 +112,18 @@ class BaseExperiment(metaclass=abc.ABCMeta):
         return self.decoder_datasets()
 
     def decoder_datasets(self) -> list[InputConfig]:
-        """Returns the inputs for `decode_datasets`, under Pax's older name. The default is []."""
+        """Pax's older name of `decode_datasets`, which returns this method's result by default. Returns [] by default."""
         return []
 
     def get_input_specs_provider_params(self) -> pax_fiddle.Config[base_input.BaseInputSpecsProvider]:
         """Returns the config of the object that provides the shapes and dtypes of one process's batch.
 
-        The default calls the training input's `input_specs()`, or reads its first batch if it has no such method. An experiment
-        for evaluation alone, without a training dataset, sets `task.train.always_use_train_for_model_init=False`: the default
-        then asks its first evaluation or decode input.
+        By default, the object calls the training input's `input_specs()`, or reads its first batch if the input has no such
+        method. An experiment without training datasets sets `task.train.always_use_train_for_model_init=False`; then its first
+        evaluation or decode input is used instead.
 
         Raises:
-          ValueError: the number of training datasets is not one.
+          ValueError: the experiment has several training datasets; or none, and no other input may be used instead.
         """
         from spmd_trainer.inputs import batches
 
@@ -151,8 +151,8 @@ class BaseExperiment(metaclass=abc.ABCMeta):
         any number of devices returns e.g. `sharding.fit_mesh_shape(mesh_shape, num_devices, grow="data")`.
 
         Args:
-          mesh_shape: the declared size of each axis over all slices, outermost first; one may be -1.
-          num_devices: the number of devices.
+          mesh_shape: {axis: declared size over all slices}, outermost axis first. One size may be -1.
+          num_devices: the number of available devices.
         """
         del mesh_shape, num_devices
         return None
@@ -188,7 +188,7 @@ class BaseExperiment(metaclass=abc.ABCMeta):
         return {**mesh_shape, axis: num_devices // others}
 
     def train_programs(self) -> list[BaseTrainProgram]:
-        """Returns the placeholder for the training loop. Custom programs are refused, see `check_overrides`."""
+        """Returns a list with the placeholder for the training loop. `check_overrides` refuses custom programs."""
         return [SingleTaskTrainProgram()]
 
     def eval_programs(self) -> list[BaseEvalProgram]:
@@ -213,10 +213,10 @@ class BaseExperiment(metaclass=abc.ABCMeta):
 
 
 def check_overrides(experiment: BaseExperiment) -> None:
-    """Checks an experiment's overrides of Pax's methods: refuses unsupported ones, and warns of one without effect.
+    """Refuses unsupported overrides of Pax's methods in an experiment. An override of `sub_experiments` only logs a warning.
 
     Args:
-      experiment: the experiment, with the class attributes of `--fdl.set` applied.
+      experiment: the experiment, with the class attributes that `--fdl.set` overrides already set.
 
     Raises:
       UserError: the experiment returns custom programs or an executor, or its programs are for other datasets than its eval and
@@ -244,13 +244,13 @@ def check_overrides(experiment: BaseExperiment) -> None:
 
 
 def swept_attributes(cls: type) -> Sequence[str]:
-    """Returns the class attributes in the rows of Pax's `automl.parameter_sweep`, which makes properties of them."""
+    """Returns the names of the class attributes that Pax's decorator `automl.parameter_sweep` has turned into properties."""
     names: Sequence[str] = getattr(cls, "COMBINED_DECISION_POINT_NAMES", ())
     return names
 
 
 def refuse_search_space(cls: type[BaseExperiment]) -> None:
-    """Raises UserError if class attributes are a PyGlove search space; the message names them."""
+    """Raises UserError if class attributes are PyGlove search spaces instead of single values; the message names them."""
     found = [name for name in swept_attributes(cls) if type(getattr(cls, name)) is property]
     for name in dir(cls):
         if name.isupper() and type(getattr(cls, name, None)).__module__.partition(".")[0] == "pyglove":

@@ -6,8 +6,8 @@ experiment adds callbacks as configs in `task.train.callbacks`, a caller as obje
 
 The trainer's own callbacks serve as examples. Those of every run are in `training/`: `summaries.py`, `saving.py`,
 `early_stopping.py` and `invalid_steps.py`. The others are optional: `watch/run.py` lists callbacks that monitor a run,
-`watch/tracking/` reports it to experiment trackers (`--track`), and `lm_eval/` evaluates the model every N steps if the
-experiment adds it. `training/callback_list.py` calls a run's callbacks.
+`watch/tracking/` has one that reports the run to experiment trackers (`--track`), and `lm_eval/` has one that an experiment can
+add to evaluate the model every N steps. `training/callback_list.py` calls a run's callbacks.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Run:
       batch: ShapeDtypeStructs of the global training batch, without padding.
       num_steps: training is complete at this step.
       eval_names: names of the evaluation datasets.
-      eval_averages: averages of the variables that evaluation uses, e.g. 'ema'; 'none': the variables. See `training.averages`.
+      eval_averages: the averages that evaluation uses instead of the variables, e.g. 'ema', or 'none'. See `training.averages`.
       saves: True if the run saves checkpoints.
       summaries: writes scalars; see `SummaryWriters.write`. Only process 0 writes; the other processes discard the scalars.
-      origin: metadata of the run's checkpoints about the source of its initial variables.
-      input: the training input; its `state` is its position after the batch of `step`.
+      origin: where the run's initial variables came from; part of the metadata of its checkpoints.
+      input: the training input; `input.state` is its position after the batch of the run's step `step`.
       config_lines: the resolved config, one 'path: value' a line.
       began: `time.monotonic()` when the run began.
-      activity: (what the run does now, e.g. 'training step 12'; `time.monotonic()` when that began).
+      activity: (current activity, e.g. 'training step 12'; `time.monotonic()` when the activity began).
       times: adds up the seconds that this process spends in each part of the run.
       first_step: the step of the state that was initialised or restored when this process started.
       step: the number of training steps that `state` has taken.
@@ -69,9 +69,9 @@ class Run:
       stop_reason: why training ends before `num_steps`; '' if it has not been stopped.
       waits_for_devices: returns True while the loop waits for a dispatched step. Thread-safe.
       step_watch: the `StepWatch` that the loop calls within each step.
-      fail: handles a hang as a failure, with the given error: records it and calls every callback's `on_failure`. Called from
-        another thread, because the loop may be blocked for ever.
-      hangs: True once the process is ending because the run hangs. Errors after this are consequences.
+      fail: function that treats a hang as a failure: records the given error and calls every callback's `on_failure`. Called
+        from another thread, because the training loop may be blocked.
+      hangs: True once the process is ending because the run hangs. Later errors only result from the hang and aren't recorded.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Run:
 
     @property
     def state(self) -> TrainState:
-        """The newest train state, at padded shapes; available from `on_start` on.
+        """The newest train state, whose arrays have padded shapes. Available from `on_start` on.
 
         `state.step` may be ahead of the step that `after_step` is called for. The next training step donates the state's buffers:
         read the state within a callback, don't keep it.
@@ -144,7 +144,7 @@ class Run:
 
         Args:
           activity: what the run does now; for messages.
-          part: the part of `times` that the activity's seconds count towards, one of `PARTS`.
+          part: the part of the run, one of `PARTS`, that the activity's seconds are added to in `times`.
         """
         self.activity = (activity, self.times.begin(part))
 
@@ -166,8 +166,8 @@ class Run:
     def log(self, scalars: Mapping[str, float]) -> None:
         """Adds scalars to the training summary of the step that `after_step` is called for.
 
-        Summaries are written at step 1 and at multiples of `task.train.summary_interval_steps`. Scalars of other steps are left
-        out, except those logged after the last summary: they are written when the run ends.
+        Summaries are written at step 1 and at multiples of `task.train.summary_interval_steps`. Scalars logged at other steps are
+        dropped, except those logged after the last summary, which are written when the run ends.
         """
         self._logged.update(scalars)
 
@@ -179,8 +179,8 @@ class Run:
     def stop(self, reason: str) -> None:
         """Ends training after the step in progress, with a checkpoint and a last evaluation.
 
-        With several processes, all of them must call this at the same step. A decision by the scalars of `after_step` ensures
-        that, because scalars are the same on all processes.
+        With several processes, all of them must call this at the same step. They do so if the decision depends only on the
+        scalars that `after_step` receives, because these are the same on all processes.
 
         Args:
           reason: a clause for the log, e.g. 'early_stopping_fn ended training'.
@@ -194,7 +194,7 @@ class Turn(enum.IntEnum):
     FIRST = 0
     SAYS = 1
     WRITES = 2
-    SENDS = 3  # what was written, elsewhere
+    SENDS = 3  # sends the written data elsewhere, e.g. to a tracker
     LAST = 4
 
 
@@ -202,8 +202,8 @@ class Callback:
     """Base class of callbacks, which a training run calls at fixed points. Every method does nothing; override any of them.
 
     Callbacks are called in this order: the trainer's own, then the experiment's (`task.train.callbacks`), then the caller's
-    (`spmd_trainer.train(callbacks=...)`), then the trainer's summaries, checkpoints, times and page, then trackers. Each process
-    of a job calls its own callbacks. An exception in a callback ends the run; the error names the callback.
+    (`spmd_trainer.train(callbacks=...)`), then the trainer's that write summaries, checkpoints, times and the run's page, then
+    trackers. Every process calls its own callbacks. An exception in a callback ends the run; the error names the callback.
 
     On GPUs and TPUs, copies from a device to the host between two steps are refused unless they are explicit: in
     `after_dispatch` and `after_step`, read arrays with `jax.device_get` (JAX does not check this on CPU). `device_get`
@@ -267,7 +267,7 @@ class Callback:
         """Called in each pause, after the step's save, evaluation and decode. Do long work here.
 
         Training pauses when a save, evaluation or decode is due, or when a callback asks for a pause. The devices have finished
-        `step`, and the time of the pause does not count in the steps per second.
+        `step`, and the duration of the pause is not counted when steps per second are computed.
         """
 
     def after_pause(self, run: Run, step: int) -> None:
@@ -292,12 +292,12 @@ class StepWatch:
         """Called when the previous step has ended and the loop asks for the next batch.
 
         Args:
-          began: the time of the call, in seconds.
-          for_others: seconds that this process's input has waited for the inputs of other processes since the run began.
+          began: the time of this call, in seconds.
+          for_others: total seconds since the run began in which this process's input waited for other processes' inputs.
         """
 
     def took_input(self, now: float, for_others: float) -> None:
-        """Called when the batch has arrived, at the time `now`. `for_others`: as in `begin`."""
+        """Called when the batch has arrived, at the time `now`. `for_others` is the same total as in `begin`."""
 
     def around(self, fn: StepFn, run: Run) -> StepFn:
         """Wraps the step function: returns the function that the loop calls instead of `fn`, to take step `run.step + 1`."""
@@ -307,7 +307,7 @@ class StepWatch:
         """Called before the loop dispatches a step."""
 
     def dispatched(self, step: int, packed: Packed) -> None:
-        """Called after the loop has dispatched `step`. `packed`: the step's scalars, which the next step doesn't donate."""
+        """Called after the loop has dispatched `step`. `packed` has the step's scalars; the next step doesn't donate it."""
 
     def waits(self) -> None:
         """Called before the loop waits for the scalars of an older step."""
@@ -317,16 +317,16 @@ class StepWatch:
         return report
 
     def end(self) -> None:
-        """Called when a step has ended, e.g. before a pause. The time from here to the next `begin` belongs to no step."""
+        """Called when a step has ended, e.g. before a pause. The time from this call to the next `begin` belongs to no step."""
 
 
 class RunTimes:
-    """Adds up the seconds that a process spends in each part of a run. Exactly one part is active at any time.
+    """Adds up the seconds that a process spends in each part of a run (`PARTS`). Exactly one part is active at any time.
 
     `begin` costs one clock reading and one addition, cheap enough to call at every step.
 
     Attributes:
-      current: (active part, its start on the clock). A single attribute, so that other threads see a consistent pair.
+      current: (active part, when it began). A single attribute, so that other threads see a consistent pair.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -336,7 +336,7 @@ class RunTimes:
         self.current = ("start", clock())
 
     def begin(self, part: str) -> float:
-        """Ends the active part and begins another of `PARTS`. Returns its start on the clock.
+        """Ends the active part and begins another of `PARTS`. Returns the current time, at which the new part begins.
 
         Raises:
           KeyError: the part is unknown.

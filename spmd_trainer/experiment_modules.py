@@ -1,8 +1,8 @@
 """Imports the modules that may define an experiment of a given name, and explains unknown names.
 
-The search order is: the module in the name itself (the user's own before a shipped one, and Pax's `tasks` last), the shipped
-experiments, the packages that installed distributions announce in the entry-point group `spmd_trainer.experiments`, and the
-modules of `--exp_module`.
+The search order is: the module that the name itself contains (first the user's own, then a shipped one, then one of Pax's
+`tasks`), all shipped experiments, the packages that installed distributions announce in the entry-point group
+`spmd_trainer.experiments`, and the modules of `--exp_module`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from spmd_trainer.errors import UserError, did_you_mean, user_code
 from spmd_trainer.sharding.messages import nearest_names, suggestion_text
 
-# The package that ships with the trainer; names may be relative to it.
+# The package of the experiments that ship with the trainer; experiment names may be relative to it.
 EXPERIMENTS_PACKAGE = "spmd_trainer.experiments"
 # A distribution announces its experiments with e.g. `my_experiments = "my_pkg.experiments"` in this group of its pyproject.toml.
 ENTRY_POINT_GROUP = "spmd_trainer.experiments"
@@ -34,7 +34,7 @@ _asked_for: list[str] = []
 
 
 def add(modules: Iterable[str]) -> None:
-    """Adds modules or packages to the search of `get` and `--list`.
+    """Adds modules or packages in which `experiment_registry.get` and `--list` look for experiments.
 
     Raises:
       UserError: a name is not a valid module name.
@@ -92,10 +92,10 @@ def _import_below(package: types.ModuleType) -> Iterator[str]:
 
 
 def import_for(name: str) -> Iterator[types.ModuleType]:
-    """Imports the modules that an experiment's name may refer to, one after the other: the user's, the shipped one, Pax's.
+    """Imports the modules that an experiment's name may refer to, one by one: the user's, the shipped one, Pax's.
 
     Yields:
-      The modules that exist.
+      Each of these modules that exists.
 
     Raises:
       UserError: the name is not of the form module.Class, or an import fails.
@@ -144,7 +144,7 @@ def unknown(
 
     Args:
       name: the name that the user gave.
-      imported: the modules from `import_for`.
+      imported: the modules that `import_for` has yielded for the name.
       known: {accepted name: full names of the registered experiments that have this name}.
       failures: the messages from `import_packages`.
     """
@@ -211,7 +211,7 @@ def _import(name: str) -> types.ModuleType | None:
 
 
 def _class_text(module: types.ModuleType, class_name: str) -> str:
-    """Returns the message for a name in an existing module that is not a registered experiment class."""
+    """Returns the error message for a class name that isn't a registered experiment, although its module exists."""
     from spmd_trainer.base_experiment import BaseExperiment
 
     cls = getattr(module, class_name, None)
@@ -238,7 +238,7 @@ def _class_text(module: types.ModuleType, class_name: str) -> str:
 
 
 def _no_module_text(module_name: str) -> str:
-    """Returns the message for a module that does not exist: the missing part of its dotted name, and the modules beside it."""
+    """Returns the error message for a missing module: which part of the dotted name is missing, and which modules exist."""
     parts = module_name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         parent_name = ".".join(parts[:end])

@@ -81,7 +81,7 @@ class Found:
     Attributes:
       cls: the class.
       name: its full name, see `full_name`.
-      label: the name for messages: as the user gave it, or the short name of a class.
+      label: the name in messages: the string that the user gave or, for a class or an instance, the class's short name.
     """
 
     cls: type
@@ -96,7 +96,7 @@ def find(exp: str | type | object) -> Found:
       exp: a registered name (see `get`), a class or an instance.
 
     Raises:
-      ValueError: as `get`.
+      ValueError: as for `get`.
     """
     if isinstance(exp, str):
         cls = get(exp)
@@ -109,7 +109,7 @@ def find(exp: str | type | object) -> Found:
 def full_name(experiment_class: type) -> str:
     """Returns the name under which a class is registered: `module.Class`.
 
-    In a checkout, the shipped experiments can also be imported as `experiments...`; they get the same name.
+    In a checkout, the shipped experiments can also be imported as `experiments...`. Their full name is the same either way.
     """
     module = experiment_class.__module__
     if module.startswith("experiments.") and _is_shipped(sys.modules.get(module)):
@@ -140,7 +140,7 @@ def get(name: str) -> type:
       name: the full name, an unambiguous tail of it, or Pax's short form.
 
     Raises:
-      ValueError: there is no such experiment, or several. The message says what is wrong: the module, the class, a missing
+      ValueError: no experiment or several experiments match. The message says what is wrong: the module, the class, a missing
         `@register`, or an import that fails.
     """
     found = _matches(name) or _matches_after_imports(name)
@@ -150,7 +150,7 @@ def get(name: str) -> type:
 
 
 def _matches(name: str) -> list[str]:
-    """Returns the full names of the registered experiments that match `name`; only `name` if it is a full name."""
+    """Returns the full names of the registered experiments that match `name`; only `name` itself if it is a full name."""
     return [name] if name in _registry else list(_full_names_by_key.get(name, []))
 
 
@@ -172,5 +172,5 @@ def get_all() -> Mapping[str, type]:
 
 
 def get_registry_tags(name: str) -> list[str]:
-    """Returns the tags that `register` got for the experiment with this full name (equality, not a regex)."""
+    """Returns the tags that `register` got for the experiment whose full name equals `name`, which is not a regex."""
     return list(_tags.get(name, []))

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> None:
     """Runs the command that the flags describe.
 
     Raises:
-      SystemExit: with the error's status (2 unless it says otherwise) for an error that the user can fix, 130 after Ctrl-C.
+      SystemExit: with the error's `exit_status` (usually 2) after an error that the user can fix; with 130 after Ctrl-C.
     """
     run_log = log_lines.install()
     try:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
             doctor.check_installation()
             return
         run_flags.choose_mode(flags.FLAGS)
-        mode = "" if flags.FLAGS.list else flags.FLAGS.mode  # the list is the same in every mode
+        mode = "" if flags.FLAGS.list else flags.FLAGS.mode  # --list prints the same in every mode
         if mode:
             run_flags.refuse_other_modes(flags.FLAGS)
             rooms.check(MODES[mode].module, f"--mode={mode}")
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _port(config: PortConfig) -> NoReturn:
-    """Prints the changes that a file written for paxml needs. Exits with status 0 if renamed imports are enough, else 1."""
+    """Prints the changes that code written for paxml needs. Exits with status 0 if renaming imports is enough, else 1."""
     from spmd_trainer.pax import port
 
     raise SystemExit(0 if port.print_reports(config.module) else 1)

@@ -1,7 +1,7 @@
 """Settings: fields of frozen dataclasses, each declared once, with its default and a sentence of help.
 
-The declaration determines the setting's flag, its entry in `--help`, its check, its keyword in Python, and the lines by which
-processes and restarts compare its value.
+The declaration determines the setting's flag, its entry in `--help`, its validity check, its keyword in Python, and the lines
+by which processes and restarts compare its value.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ SettingsT = TypeVar("SettingsT", bound="Settings")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is known about a field.
+    """The declaration of one setting: everything about a field except its current value.
 
     Attributes:
-      help: what it does, in a sentence.
-      group: the group of `--help` that shows it.
-      value: placeholder for its value in `--help`.
-      flag: name of its flag, if that is not the field's own name.
+      help: what the setting does, in a sentence.
+      group: the group of `--help` that shows the setting.
+      value: placeholder for the value in `--help`, e.g. 'DIR'.
+      flag: name of the setting's flag, if that is not the field's own name.
       off: what `--noFLAG` does, for a flag that is on by default.
       at_least, at_most: valid range of a number.
       choices: valid values.
-      read: makes the field's value of (the flag with its dashes, a text from the command line or a value from Python).
-      compared: False if processes may differ in it.
-      noted: True if `config.txt` has it, so that a restart with another value reports the change.
-      carried: True if modes without this setting ignore its flag, so that the command of a run serves for them too.
-      instead: what to use in modes that refuse it.
-      empty: True if an empty text is a value; an empty flag of another setting, such as --restore_checkpoint_dir=$UNSET, is none.
-      required: the message for a value that was not given, e.g. '--mode=replay needs --step=N'; '' if it need not be given.
-      room: the folder of the package without which it has no effect.
+      read: converts a given value; called with (flag name with dashes, string of the command line or value from Python).
+      compared: False if the processes of a job may have different values.
+      noted: True if `config.txt` records the value, so that a restart with another value reports the change.
+      carried: True if modes without this setting ignore its flag, so that a training command also works with another mode.
+      instead: what to use instead in modes that refuse the flag; part of the error message.
+      empty: True if '' is a valid value. Otherwise an empty flag, as in --restore_checkpoint_dir=$UNSET, counts as not given.
+      required: error message if no value is given, e.g. '--mode=replay needs --step=N'; '' for an optional setting.
+      room: the optional subpackage of `spmd_trainer`, e.g. 'watch', that the setting needs; '' for none.
       default, kind: default and type of the field, filled in by `settings_of`.
     """
 
@@ -65,7 +65,7 @@ class Setting:
     kind: type = str
 
     def problem(self, value: Any) -> str:
-        """Returns a clause that describes the valid values, or '' if `value` is valid."""
+        """Returns a clause for the error message that describes the valid values, or '' if `value` is valid."""
         if self.kind is bool:
             return "" if isinstance(value, bool) else "give True or False"
         if self.kind in (int, float):
@@ -86,7 +86,7 @@ class Setting:
         return ""
 
     def checked(self, value: Any) -> Any:
-        """Reads and checks a given value, and returns the field's value.
+        """Converts and checks a value that the user gave, and returns the field's value.
 
         Raises:
           UserError: the value is not valid, or a required value is missing.
@@ -101,12 +101,12 @@ class Setting:
             value = os.fspath(value)
         if problem := self.problem(value):
             raise UserError(f"--{self.flag}={','.join(value) if self.kind is tuple else value}: {problem}")
-        # 900 and 900.0 are one number: the lines that compare settings must not differ.
+        # 900 and 900.0 are the same number, so the lines that compare settings must not differ.
         return self.kind(value) if self.kind in (int, float) else value
 
 
 def setting(default: Any, help: str, group: str, **about: Any) -> Any:
-    """Returns a dataclass field that is a setting. `about`: further fields of `Setting`."""
+    """Returns a dataclass field that is a setting. `about` has further fields of `Setting`."""
     return dataclasses.field(default=default, metadata={"setting": Setting(help, group, **about)})
 
 
@@ -125,7 +125,7 @@ def settings_of(cls: type) -> dict[str, Setting]:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Base of the dataclasses of settings: reads and checks every field.
+    """Base class of the dataclasses of settings. Creating an instance converts and checks the value of every field.
 
     Raises:
       UserError: a value is not valid.
@@ -137,10 +137,10 @@ class Settings:
             object.__setattr__(self, name, about.checked(getattr(self, name)))
 
     def of(self, kind: type[SettingsT]) -> SettingsT:
-        """Returns `self`, typed as the settings class of one mode.
+        """Returns `self`, typed as `kind`, the settings class of one mode.
 
         Raises:
-          TypeError: `self` has the settings of another mode.
+          TypeError: `self` is not an instance of `kind`: it has the settings of another mode.
         """
         if not isinstance(self, kind):
             raise TypeError(f"{type(self).__name__} has not the settings of {kind.__name__}")
@@ -153,7 +153,7 @@ class Settings:
                 yield f"--{about.flag}: {getattr(self, name)}"
 
     def given(self) -> dict[str, Any]:
-        """Returns {field: JSON value} of the settings that differ from their defaults, except `job_log_dir`. See `arguments`."""
+        """Returns {field: JSON value} of the settings other than `job_log_dir` that don't have their default values."""
         return {
             name: _as_json(value)
             for name, about in settings_of(type(self)).items()
@@ -189,7 +189,7 @@ def refuse_unknown(known: Sequence[str], given: Mapping[str, object], where: str
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    """Returns the strings of a list as a tuple. Raises UserError for anything else, e.g. a single string."""
+    """Returns a list of strings as a tuple. Raises UserError, which names `name`, for anything else, e.g. a single string."""
     if isinstance(value, str):
         raise UserError(f"{name}={value!r} is one text; give a list, e.g. {name}=[{value!r}]")
     found = tuple(value) if isinstance(value, Iterable) else (None,)

@@ -55,8 +55,8 @@ def set_sharding_annotations_v1(
       task_p: the task's config, with its model set. Changed in place.
       training_optimized: also split saved activations over mdl. This saves memory between the forward and the backward
         pass, and costs communication.
-      ici_mesh_shape: 3 sizes, within a slice.
-      dcn_mesh_shape: 3 sizes, across slices; None for one slice.
+      ici_mesh_shape: the 3 sizes of the mesh within a slice.
+      dcn_mesh_shape: the 3 sizes of the mesh across slices; None for one slice.
 
     Raises:
       UserError: a mesh shape does not have 3 sizes.
@@ -87,7 +87,7 @@ def set_mesh(
 
 
 def shard_lm_v1(model_p: Any, training_optimized: bool) -> None:
-    """Splits a model's variables over the mesh that `model_p` declares, as the class of its `lm_tpl` does it. In place."""
+    """Sets how a model's variables are split over its mesh, by the `set_sharding_params_v1` of its `lm_tpl`'s class."""
     model_p.lm_tpl = fdl.get_callable(model_p.lm_tpl).set_sharding_params_v1(
         model_p.lm_tpl,
         replica_axis=REPLICA_AXIS,
@@ -127,15 +127,15 @@ def set_default_adam(
     decay_start: int = 4001,
     decay_end: int = 300000,
 ) -> None:
-    """Sets the learner to Adam (0.9, 0.99) on `total_loss`, clipped to gradient norm 5, with Pax's default schedule.
+    """Sets the learner to Adam (betas 0.9, 0.99) on `total_loss`, clipped to gradient norm 5, with Pax's default schedule.
 
     Args:
       task_p: the task's config; changed in place.
-      learning_rate: highest learning rate.
+      learning_rate: peak learning rate.
       weight_decay: decoupled weight decay.
       warmup_steps: steps of linear warm-up.
       decay_start: step at which the exponential decay begins.
-      decay_end: step from which the learning rate is a tenth of the highest.
+      decay_end: step from which the learning rate is a tenth of the peak.
     """
     adam = Config(optimizers.Adam, beta1=0.9, beta2=0.99, weight_decay=weight_decay, clip_gradient_norm_to_value=5.0)
     _set_learner(task_p, adam, learning_rate, (warmup_steps, decay_start, decay_end))
@@ -155,7 +155,7 @@ def set_default_adafactor(
 
     Args:
       task_p, learning_rate, weight_decay, warmup_steps, decay_start, decay_end: see `set_default_adam`.
-      clip_gradient_norm_to_value: global gradient norm above which gradients are scaled down.
+      clip_gradient_norm_to_value: gradients with a larger global norm are scaled down to this norm.
     """
     adafactor = Config(
         optimizers.ShardedAdafactor,
@@ -177,15 +177,15 @@ def set_adam_with_cosine_decay(
     num_train_steps: int,
     min_ratio: float = 0.1,
 ) -> None:
-    """Sets a learner to Adam (0.9, 0.98), clipped to gradient norm 1, with linear warm-up and then cosine decay.
+    """Sets a learner to Adam (betas 0.9, 0.98), clipped to gradient norm 1, with linear warm-up and then cosine decay.
 
     Args:
       learner_p: the learner's config; changed in place.
       loss_name: the model output to minimise.
-      learning_rate: highest learning rate, reached after the warm-up.
+      learning_rate: peak learning rate, reached after the warm-up.
       warmup_steps: steps of linear warm-up.
       num_train_steps: step at which the decay ends.
-      min_ratio: final learning rate / highest learning rate.
+      min_ratio: final learning rate / peak learning rate.
     """
     learner_p.loss_name = loss_name
     learner_p.optimizer = Config(

@@ -29,7 +29,7 @@ from spmd_trainer.train_states import TrainState
 if TYPE_CHECKING:
     from spmd_trainer.decoder.lora import LoraModel
 
-# By name, because checkpointing is built on this module.
+# Imported when first used, because `checkpointing` imports this module.
 __getattr__, _, _ = lazy_loader.attach(
     "spmd_trainer", submod_attrs={"checkpointing": ["CheckpointLoadingRules", "LOAD_ALL"]}
 )
@@ -58,7 +58,7 @@ def _decode_mutable() -> list[str]:
     return DECODE_MUTABLE[:]
 
 
-# (metrics by name, running mode, step, whether it is the last checkpoint) -> whether to stop now
+# (metrics by name, running mode, step, whether it is the last step) -> whether to stop now
 EarlyStoppingFn = Callable[[Mapping[str, float], str, int, bool], bool]
 
 
@@ -80,19 +80,19 @@ class SingleTask(BaseTask):
     Attributes:
       model: the praxis model. Its `ici_mesh_shape`, `dcn_mesh_shape` and `mesh_axis_names` declare the mesh; without them
         the task runs data-parallel on one axis over all devices.
-      train: see `Train`.
-      evaluate: see `Evaluate`.
-      decode: see `Decode`.
-      infer: see `Infer`.
+      train: config of the training settings, see `Train`.
+      evaluate: config of the evaluation settings, see `Evaluate`.
+      decode: config of the decode settings, see `Decode`.
+      infer: config of the settings of `--mode=infer`, see `Infer`.
       metrics: config of a callable that maps the step's metrics {name: (value, weight)} to a dict of the same form; None: the
         model's metrics unchanged.
-      vn: a field of Pax; its `vn_scale` must be 0.
+      vn: Pax's field for variational noise, which isn't supported; its `vn_scale` must be 0.
       early_stopping_fn: called after each evaluation during training. If it returns True, training saves a checkpoint and
         ends. `training.early_stopping.EarlyStopping` watches one metric. A function with Pax's five arguments works too, see
         `task_fields.PaxEarlyStopping`.
       lora: config of a `decoder.lora.Lora`, to train adapters on a frozen model; None: the model itself is trained.
-      mup: config of a `step.mup.Mup`, so that hyperparameters tuned at a small width (the base) hold at this width; None: no muP.
-      summary_verbosity: drop layers' `add_summary` calls above this verbosity.
+      mup: config of a `step.mup.Mup`, with which hyperparameters tuned on a narrow base model hold for this one; None: no muP.
+      summary_verbosity: layers' `add_summary` calls with a higher verbosity are dropped.
     """
 
     InferWriter = task_fields.InferWriter
@@ -105,26 +105,26 @@ class SingleTask(BaseTask):
         Attributes:
           learner: the learner's config.
           num_train_steps: the step at which training ends.
-          save_interval_steps: steps between checkpoints; the last step is always saved.
+          save_interval_steps: steps between checkpoints. The last step is always saved.
           save_keep_interval_duration: besides the newest checkpoints, keep one per this duration: '12h', '90m', '1d12h',
             45 (seconds); '' or None: keep only the newest.
           save_max_to_keep: number of newest checkpoints to keep.
-          max_inflight_steps: most steps to dispatch before the device has finished them; at least 1.
+          max_inflight_steps: maximum number of dispatched steps that the devices have not finished yet; at least 1.
           summary_interval_steps: steps between TensorBoard summaries; at least 1.
-          log_train_output_interval_steps: steps between progress lines, which also come after 30 s without one; None:
-            `summary_interval_steps`.
-          summary_accumulate_interval_steps: None: write the values of the step itself. N: average every N-th step since the
-            last summary and write the average; 1 averages all steps.
-          variable_norm_summary: write the norm of every variable with the summaries.
-          update_ratio_summary: write each variable's gradient norm, norm and relative change with the summaries, layer by
+          log_train_output_interval_steps: steps between progress lines; None: `summary_interval_steps`. A line is also logged
+            after 30 s without one.
+          summary_accumulate_interval_steps: None: a summary has the values of its own step. N: a summary has the average over
+            every N-th step since the last summary; 1 averages all steps.
+          variable_norm_summary: also write the norm of every variable to the summaries.
+          update_ratio_summary: also write each variable's gradient norm, norm and relative change to the summaries, layer by
             layer; see `step/step_fns.py`.
           saved_activations: names of activations that the model's rematerialised parts keep on the device for the backward
             pass, see `step/activation_memory.py`. If this or `offloaded_activations` has a name, all other activations are
             recomputed; otherwise the model's own policies decide.
           offloaded_activations: names of activations that the rematerialised parts move to host memory until the backward pass.
           gradient_accumulation_dtype: dtype in which the gradients of several minibatches are added up: 'float32', or
-            'bfloat16', which needs half the memory and loses small gradients beside large sums. `ShardMapPartitioner` adds
-            these sums up over devices in float32.
+            'bfloat16', which needs half the memory but loses gradients that are small relative to the sum.
+            `ShardMapPartitioner` adds these sums up over devices in float32.
           eval_interval_steps: steps between evaluations, which also take place when training is complete; 0: never.
           eval_skip_train: do not evaluate a training batch.
           eval_use_ema_states: evaluate the moving averages, which the learner must keep.
@@ -143,12 +143,12 @@ class SingleTask(BaseTask):
           profiler_min_duration_sec: minimum duration of the profile in seconds.
           batch_ramp: {step: rows of the global batch}: {0: 64, 1000: 128} trains with 64 rows, and with 128 after 1,000 steps.
             The ramp replaces the training dataset's `batch_size`. See `training/ramps.py`.
-          sequence_ramp: {step: tokens of a row}: from each step on, rows of the training dataset are cut into rows of this many
-            tokens. The tokens of a batch stay the same.
+          sequence_ramp: {step: tokens per row}: from each step on, the training dataset's rows are cut into rows of the given
+            number of tokens. The number of tokens per batch stays the same.
           random_seed: seed of initialisation and of all randomness in training.
           enable_input_checkpointing: save the input's position with each checkpoint.
           enforce_input_specs: raise an error if the first batch differs from the declared names, shapes and dtypes.
-          always_use_train_for_model_init: also initialise variables as in training for evaluation and decode.
+          always_use_train_for_model_init: in evaluation and decode too, initialise variables as in training.
           callbacks: configs of `spmd_trainer.callbacks.Callback`, called during training.
           apply_mutable_list: collections that the training forward pass may write.
         """
@@ -256,14 +256,14 @@ class SingleTask(BaseTask):
     mup: Any = None
     summary_verbosity: int = 3
     _learner: Any = dataclasses.field(init=False, repr=False)
-    # The base's model, and the same with adapters.
+    # A pair of (base model, the same model with adapters), or None.
     _lora_model: Any = dataclasses.field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.model, fdl.Buildable):
             self.model = pax_fiddle.build(self.model)
-        # Anything with these methods is a `models.Model`.
+        # Any object with the method `init_variables` counts as a `models.Model`.
         if not (isinstance(self.model, base_layer.BaseLayer) or hasattr(self.model, "init_variables")):
             raise ValueError(
                 f"task.model must be a praxis model, one of spmd_trainer.models, or the config of one, not "
@@ -317,11 +317,11 @@ class SingleTask(BaseTask):
         return task
 
     def with_model(self, model: Any) -> SingleTask:
-        """Returns a copy of the task with another model that has the same variables, e.g. other generation settings."""
+        """Returns a copy of the task with another model with the same variables, e.g. one with other generation settings."""
         task = copy.copy(self)
         task.model = model
         if self.lora is not None:
-            # It knows its targets; a decoding model would find the output matrix among them, whose products it reads on.
+            # Keeps the adapters' target weights: a new search in a decoding model would also find the output matrix.
             task._lora_model = (model, dataclasses.replace(self.lora_model, base=as_model(model)))
         return task
 
@@ -346,7 +346,7 @@ class SingleTask(BaseTask):
 
         if self.lora is None:
             raise UserError("task.lora is not set, so the task has no adapters")
-        # Kept, because it knows the dimensions of its targets once it has been traced.
+        # Kept, because a `LoraModel` knows the dimensions of its target weights once it has been traced.
         if self._lora_model is None or self._lora_model[0] is not self.model:
             self._lora_model = (self.model, LoraModel(as_model(self.model), self.lora, self.fprop_dtype))
         wrapped: LoraModel = self._lora_model[1]
@@ -364,7 +364,7 @@ class SingleTask(BaseTask):
 
 
 def build_task(task_p: Any) -> SingleTask:
-    """Returns the task that a config describes; a built task is returned as it is."""
+    """Builds the task that a config describes and returns it; a task that is already built is returned unchanged."""
     if isinstance(task_p, SingleTask):
         return task_p
     return pax_fiddle.build(task_p)

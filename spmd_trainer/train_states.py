@@ -17,12 +17,12 @@ NestedShapeDtypeStruct: TypeAlias = PyTree  # jax.ShapeDtypeStructs
 NestedPartitionSpec: TypeAlias = PyTree  # PartitionSpecs
 NestedWeightHParams: TypeAlias = PyTree  # praxis WeightHParams
 
-# Where adapters (`task.lora`) are in the variables.
+# The paths of the variables of adapters (`task.lora`) begin with this.
 _ADAPTERS = "params/lora/"
 
 
 def is_adapter(path: str) -> bool:
-    """Returns True if a variable's path, with or without the prefix 'mdl_vars/', is an adapter's."""
+    """Returns True if a variable's path belongs to an adapter. The path may have the prefix 'mdl_vars/'."""
     return path.removeprefix("mdl_vars/").startswith(_ADAPTERS)
 
 
@@ -36,7 +36,7 @@ class TrainState:
       step: scalar uint32, the number of steps taken.
       mdl_vars: the model's variables by collection, e.g. {'params': {...}, 'non_trainable': {...}}.
       opt_states: one optimizer state per learner and chained transformation.
-      extra_state: a tuple with whatever an experiment adds; empty by default.
+      extra_state: a tuple with further values that an experiment adds; empty by default.
     """
 
     step: Any

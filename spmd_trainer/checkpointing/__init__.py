@@ -1,6 +1,6 @@
-"""Saves checkpoints atomically, checks them before a restore, and restores them onto any mesh.
+"""Saves checkpoints atomically, checks them before a restore, and restores them onto any mesh. A step is a saved checkpoint.
 
-checkpointer.py         Checkpointer: save in the background, restore onto any mesh
+checkpointer.py         Checkpointer: saves in the background, restores onto any mesh
 sources.py              CheckpointSource, and restore(source, layout): checks that a source fits a state, then reads it
 own_steps.py            the steps of this trainer as sources: checks their files, reads them
 manifest.py             the list of a step's files with checksums: tells whole steps from damaged ones
@@ -9,17 +9,17 @@ steps.py                lists, checks, follows and deletes the steps of a direct
 retired_steps.py        renames damaged steps, deletes old ones; parses how long steps are kept: '12h', '90m'
 shards.py               places variables of other trainers' checkpoints on a mesh while the next ones are read
 agreement.py            makes checks and saves succeed or fail alike on all processes
-records.py              the JSON record: logical shapes, mesh, config, versions, input position
-input_states.py         the positions of the input, one for each process
-frozen_base.py          runs with adapters: the part that they save, and the record of their frozen base
+records.py              the JSON record of a step: logical shapes, mesh, config, versions, input position
+input_states.py         the positions of the training input, one for each process
+frozen_base.py          runs with adapters: the variables that they save, and the record of their frozen base
 checksums.py            checksums of variables, computed on the devices
 mismatch.py             explains why a checkpoint does not fit a model
 saving.py               checks write access and free space at the start, and a state before it is saved; explains a failure
 loading_rules.py        init_from_checkpoint_rules: warm starts by regex, and their report
-rule_matching.py        these rules: matched against variable names
+rule_matching.py        matches these rules against variable names
 flax.py                 checkpoints of plain Flax as sources
 orbax_io.py             writes and reads steps with Orbax; imported when first needed
-unpadded_arrays.py      makes Orbax write arrays at their logical shapes; no other file but these two imports Orbax
+unpadded_arrays.py      makes Orbax write arrays at their logical shapes; only this file and orbax_io.py import Orbax
 errors.py               CheckpointError and its subclasses
 """
 

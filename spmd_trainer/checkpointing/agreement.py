@@ -12,14 +12,14 @@ from spmd_trainer.checkpointing.errors import CheckpointError, CheckpointNotFoun
 
 _Value = TypeVar("_Value")
 
-# In the order in which they count. Nothing is called damaged while another process cannot read.
+# In order of precedence: a step is not reported as damaged if another process cannot read it.
 _SHARED: tuple[type[CheckpointError], ...] = (CheckpointNotFoundError, CheckpointReadError)
 
 
 def agreed_problem(check: Callable[[], str | None]) -> str | None:
-    """Calls `check` and returns the same problem on every process: that of the lowest process that has one, or None.
+    """Calls `check` on every process, and returns the same problem on all of them: that of the lowest process that has one.
 
-    Called by every process.
+    Called by every process. Returns None if no process has a problem.
 
     Args:
       check: returns the problem with a step as this process sees it, or None.
@@ -27,8 +27,8 @@ def agreed_problem(check: Callable[[], str | None]) -> str | None:
     Raises:
       CheckpointNotFoundError: on every process, if one process did not find the step.
       CheckpointReadError: on every process, if one process could not read it.
-      Exception: any other exception of `check`, on the process where it was raised. Processes where `check` raised nothing raise
-        a CheckpointError with its text.
+      Exception: any other exception of `check`, on the process where it was raised. Processes where `check` raised nothing
+        raise a CheckpointError with its text.
     """
     found, error = None, None
     try:
@@ -55,7 +55,7 @@ def agreed_problem(check: Callable[[], str | None]) -> str | None:
 
 
 def agreed(make: Callable[[], _Value]) -> _Value:
-    """Calls `make` on every process; returns its result if it raises on none. Raises as `agreed_problem`."""
+    """Calls `make` on every process, and returns its result. If it raises on any process, raises like `agreed_problem`."""
     made: list[_Value] = []
     agreed_problem(lambda: made.append(make()))
     return made[0]
@@ -83,24 +83,24 @@ def decided_by_process_0(decide: Callable[[], _Value]) -> _Value:
 
 
 class SaveBarrier:
-    """A barrier for Orbax' threads that ends on all processes if a write fails on one.
+    """A barrier between processes for Orbax's writing threads. If a write fails on one process, the save fails on all.
 
-    With Orbax' own barrier, the other processes would wait 20 minutes for the failed one. Every process calls the barrier equally
-    often, always from one thread at a time. A process whose write failed sends the reason instead of its next call; that call
-    then raises on the other processes.
+    With Orbax's own barrier, the other processes would wait 20 minutes for the failed one. Every process must call the
+    barrier equally often, from one thread at a time. A process whose write failed sends the reason instead of its next call;
+    the corresponding calls on the other processes then raise an error.
     """
 
     def __init__(self, name: str) -> None:
         """Creates the barrier.
 
         Args:
-          name: names the barrier in messages. Two barriers that are used at the same time need different names.
+          name: the barrier's name in messages. Barriers that are used at the same time need different names.
         """
         self._name = name
         self._agreed_to_fail = False
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Waits for the other processes.
+        """Waits for the other processes, for at most `timeout_ms` milliseconds. `key` is ignored.
 
         Raises:
           CheckpointError: the write has failed on another process.
@@ -109,11 +109,11 @@ class SaveBarrier:
         self._meet(None, timeout_ms / 1000)
 
     def reporting_failure(self, write: Callable[[], None], give_up: Callable[[], None]) -> None:
-        """Waits for a write in other threads, and tells the other processes if it fails.
+        """Waits for a write in other threads, and tells the other processes if the write fails.
 
         Args:
-          write: waits for the threads, and raises their exception.
-          give_up: called before the other processes are told; ends the threads that wait for this process.
+          write: waits for the writing threads, and raises their exception.
+          give_up: called if the write fails, before the other processes are told; ends the threads that wait for this process.
         """
         try:
             write()
@@ -126,7 +126,7 @@ class SaveBarrier:
             self._agreed_to_fail = False
 
     def _meet(self, failure: str | None, timeout: float) -> None:
-        # Whatever is raised here, there is nobody left to tell.
+        # An error that is raised below need not be reported to the other processes again.
         self._agreed_to_fail = True
         failures = multihost.gather(self._name, failure, timeout=timeout)
         failed = next((process for process, text in enumerate(failures) if text is not None), None)

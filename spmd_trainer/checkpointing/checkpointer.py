@@ -49,10 +49,10 @@ class Checkpointer:
     Every process of the job creates a Checkpointer and calls the same methods in the same order. Evaluation and decoding
     jobs, which only read a run's checkpoints, open them with `read_only=True`.
 
-    A step holds the arrays at logical shapes, each shard written by the process that owns it; a JSON record (logical
-    shapes, mesh, input position, the caller's metadata); and a manifest that lists all files with sizes and checksums. A
-    step is whole if its files match its manifest; the module `manifest` lists the checks. A damaged step is never restored
-    and never deleted: a run that continues from an older step renames the damaged one to `refused-STEP` and logs it.
+    A step holds the arrays at logical shapes, each shard written by the process that owns it; a JSON record (logical shapes,
+    mesh, input position, the caller's metadata); and a manifest that lists all files with sizes and checksums. A step is
+    whole if its files match its manifest; the module `manifest` lists the checks. A damaged step is never restored and never
+    deleted: a run that continues from an older step renames the damaged one to `refused-STEP` and logs this.
 
     Every method that reads storage raises CheckpointReadError if storage does not answer, or refuses access.
     """
@@ -71,12 +71,12 @@ class Checkpointer:
 
         Args:
           directory: `job_log_dir/checkpoints`.
-          save_interval_steps: `should_save` returns True at multiples of this.
+          save_interval_steps: `should_save` returns True at multiples of this number of training steps.
           save_max_to_keep: how many of the newest steps to keep; None keeps all.
-          save_keep_interval_duration: besides the newest steps, keep a step if it was saved this long after the previous
-            one kept: '12h', '90m', '1d12h', 45 (seconds), a timedelta. '' or None keeps the newest steps only.
+          save_keep_interval_duration: also keep an older step if it was saved at least this long after the previous one kept:
+            '12h', '90m', '1d12h', 45 (seconds), a timedelta. '' or None keeps the newest steps only.
           read_only: save nothing and rename nothing.
-          label: the log's words for a step of this directory: 'step' gives 'saving step 200'.
+          label: the word for a step of this directory in log messages: 'step' gives 'saving step 200'.
 
         Raises:
           ValueError: an interval, number or duration is invalid.
@@ -92,9 +92,9 @@ class Checkpointer:
         self._read_only = read_only
         self._label = label
         self._manager: orbax_io.Manager | None = None
-        # Steps that process 0 has seen, and those saved since: each process's own view may differ. None: not asked yet.
+        # Steps that process 0 has seen, and those saved since. (Other processes may see others.) None: not asked yet.
         self._known: set[int] | None = None
-        # Steps of which an object store holds leftovers that can't be deleted.
+        # Steps whose remains on an object store can't be deleted.
         self._blocked: set[int] = set()
         self._last_save: int | None = None
         self._times: saving.SaveTimes | None = None
@@ -122,24 +122,24 @@ class Checkpointer:
     # --- Steps ---
 
     def all_steps(self) -> list[int]:
-        """Returns the whole steps, oldest first, judged by the names and sizes of their files as this process sees them."""
+        """Returns the undamaged checkpoint steps, oldest first, judged by the names and sizes of the files in storage."""
         return steps.whole(self._directory)
 
     def latest_step(self) -> int | None:
-        """Returns the newest whole step or None, judged as in `all_steps`. Logs the damage of newer steps."""
+        """Returns the newest undamaged checkpoint step or None, judged as in `all_steps`. Logs the damage of newer steps."""
         return steps.newest_whole(self._directory, log_damage=True)
 
     def holds_steps(self) -> bool:
-        """Returns True if process 0 sees a step, whole or damaged: such a run must not start over. Called by every process.
+        """Returns True if process 0 sees a checkpoint, damaged or not: such a run must not start from scratch.
 
-        The remains of a killed save on an object store do not count as a step.
+        Called by every process. The remains of a killed save on an object store do not count as a checkpoint.
         """
         there, committed = decided_by_process_0(functools.partial(steps.present_and_committed, self._directory))
         self._known = set(there)
         return committed
 
     def read_metadata(self, step: int) -> records.Record:
-        """Returns the record of a step without reading an array.
+        """Returns the JSON record of a checkpoint without reading an array.
 
         Raises:
           CheckpointNotFoundError: the step does not exist.
@@ -151,21 +151,21 @@ class Checkpointer:
     # --- Saving ---
 
     def should_save(self, step: int) -> bool:
-        """Returns True if a step is due: a multiple of `save_interval_steps` that is not saved yet.
+        """Returns True if a checkpoint is due: the step is a multiple of `save_interval_steps` and is not saved yet.
 
-        Cheap enough to call at every step. Called by every process; all get the same answer.
+        Cheap enough to call at every training step. Called by every process; all get the same answer.
         """
         if self._read_only or step % self._save_interval_steps:
             return False
         return not self._is_saved(step)
 
     def _is_saved(self, step: int) -> bool:
-        """Returns True if the step was saved by this Checkpointer, or if process 0 finds it whole."""
+        """Returns True if this Checkpointer has saved the step, or if process 0 finds it undamaged."""
         if step == self._last_save:
             return True
         if self._known is None:
             self._known = set(steps.agreed_newest_first(self._directory))
-        # Retention may have deleted it.
+        # The step may have been deleted since, as an old one.
         return step in self._known and decided_by_process_0(lambda: steps.is_whole(self._directory, step))
 
     def save(
@@ -180,17 +180,17 @@ class Checkpointer:
         check_finite: bool = False,
         shared_input_state: bool = True,
     ) -> bool:
-        """Starts to save a step; writing continues in the background. Called by every process.
+        """Starts to save a checkpoint; writing continues in the background. Called by every process.
 
         When it returns, the state may be donated to the next training step. If the previous save is still being written,
-        waits for it first.
+        waits for it.
 
         Args:
           step: the number of updates that the state has had.
           state: a TrainState (or another tree) of jax.Arrays at padded shapes.
           variables: the same tree with VariableSpecs as leaves.
-          input_state: this process' position of the input: numbers, strings, bytes, lists, dicts.
-          metadata: further entries of the record, e.g. the resolved config.
+          input_state: this process' position in the training input, as numbers, strings, bytes, lists and dicts.
+          metadata: further entries of the checkpoint's JSON record, e.g. the resolved config.
           force: save even if the step is not due.
           check_finite: True waits until the state is computed, and refuses it if it holds NaN or infinity.
           shared_input_state: True if `input_state` is valid for any number of processes; False saves one for each process.
@@ -199,8 +199,8 @@ class Checkpointer:
           True if a save was started; False if the step is not due or exists already.
 
         Raises:
-          CheckpointError: an earlier save failed (the message has its cause, which is chained), this save could not
-            start, or the state does not match `variables`.
+          CheckpointError: an earlier save failed (the message has its cause, which is chained), this save could not start, or
+            the state does not match `variables`.
           NonFiniteStateError: the state was refused; nothing was written.
         """
         if not force and not self.should_save(step):
@@ -213,7 +213,7 @@ class Checkpointer:
             logging.debug("Checkpoint step %d exists already.", step)
             return False
         logging.info("saving %s", what)
-        # However late a process comes. The collectives of the first save wait for 30 s only.
+        # Waits for late processes: the collectives of the first save would wait for 30 s only.
         multihost.barrier("the state is ready to be saved")
         specs = records.by_path(variables)
         arrays = saving.arrays_by_path(state, variables, specs)
@@ -241,7 +241,7 @@ class Checkpointer:
         return True
 
     def wait_until_finished(self) -> None:
-        """Waits until the save in progress is whole on disk.
+        """Waits until the save in progress is completely on disk.
 
         Raises:
           CheckpointError: this save or an earlier one failed. After a failure no other save is started.
@@ -255,7 +255,7 @@ class Checkpointer:
                 self._fail(e)
 
     def take_finished(self) -> list[int]:
-        """Returns the steps that were completely saved, by every process, since the last call. Never waits."""
+        """Returns the steps that every process has completely saved since the last call of this method. Never waits."""
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def close(self) -> None:
@@ -277,7 +277,7 @@ class Checkpointer:
         from spmd_trainer.checkpointing import orbax_io
 
         if self._manager is None:
-            # Orbax takes every directory with a number for a good step: it would keep damaged steps and delete good ones.
+            # Orbax takes every directory named by a number for a good step: it would keep damaged steps, and delete good ones.
             retired_steps.move_all_aside(self._directory)
             self._blocked = set(decided_by_process_0(lambda: steps.clean_up(self._directory)))
             self._manager = orbax_io.make_manager(
@@ -319,18 +319,17 @@ class Checkpointer:
         partial: bool = False,
         with_input: bool = True,
     ) -> Restored:
-        """Restores a step onto a mesh. It may have been saved with another mesh, device count, process count or padding.
+        """Restores a checkpoint onto a mesh. It may have been saved with another mesh, device count, process count or padding.
 
-        The logical region is restored bit for bit; padding is zero. Each process reads the shards of its own devices.
-        Called by every process.
+        The logical region is restored bit for bit; padding is zero. Each process reads its own shards. Called by every process.
 
         Args:
           variables: a TrainState (or another tree) of VariableSpecs: the state to restore.
           mesh: the mesh of the restored arrays.
-          step: the step to restore. None takes the newest whole step; newer damaged steps are logged with their damage, and
-            renamed unless this Checkpointer is read-only.
+          step: the step to restore. None takes the newest undamaged step; newer damaged steps are logged with their damage,
+            and renamed unless this Checkpointer is read-only.
           partial: do not read saved variables that `variables` lacks; see `sources.restore`.
-          with_input: False does not read the position of the input, which another number of processes may be unable to use.
+          with_input: False does not read the input position, which a job with another number of processes may be unable to use.
 
         Raises:
           CheckpointNotFoundError: the step does not exist, or there is no step.
@@ -373,7 +372,7 @@ class Checkpointer:
         raise retired_steps.none_whole(self._directory, refused, read_only=self._read_only)
 
     def _refuse(self, step: int, problem: str, refused: dict[int, str]) -> None:
-        # What a killed save left on an object store is no step; the next save deletes it.
+        # The remains of a killed save on an object store are not a step; the next save deletes them.
         if decided_by_process_0(functools.partial(steps.is_committed, self._directory, step)):
             refused[step] = problem
             logging.warning("Checkpoint step %d in %s is refused: %s.", step, self._directory, problem)

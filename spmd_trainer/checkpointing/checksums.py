@@ -1,17 +1,17 @@
-"""Checksums of variables, computed on the devices from the bits of the logical arrays: equal on every mesh.
+"""Checksums of variables, computed on the devices from the bits of the logical arrays. They are equal on every mesh.
 
-A variable is a sequence of unsigned 32-bit words: each element is one word (narrower elements are zero-extended) or, if it has 64
-bits, two words, the low one first. A word has the indices of its element, and as a last index its number within the element. With
-all arithmetic modulo 2**32, half s (0 or 1) of the checksum is
+A variable is a sequence of unsigned 32-bit words: each element is one word (narrower elements are zero-extended) or, if it
+has 64 bits, two words, the low one first. The index of a word consists of the indices of its element and, last, the word's
+number within the element. With all arithmetic modulo 2**32, half s (0 or 1) of the checksum is
 
     sum over all words that are not 0 of  mix(word XOR sum over d of index[d] * factor(s, d))
     factor(s, d) = mix(16 * s + d + 1) OR 1
 
 So padding with zeros changes nothing.
 
-`mix` is the finaliser of MurmurHash3. A sum does not depend on the order of its terms, so it does not matter which device holds
-which part. The index makes equal words at different positions count differently. The checksum is written as 16 hexadecimal
-digits, half 0 first. It finds accidental differences; it is no protection against a forged checkpoint.
+`mix` is the finalizer of MurmurHash3. A sum does not depend on the order of its terms, so it does not matter which device
+holds which words. Because of the index, equal words at different positions contribute differently. The checksum is written as
+16 hexadecimal digits, half 0 first. It detects accidental differences; it does not protect against a forged checkpoint.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def checksum(tree: PyTree) -> str:
 
 
 def bits_checksum(x: jax.Array) -> jax.Array:
-    """Returns the checksum of an array's bits at its own shape, padding included, as uint32 [2]. For use under jit."""
+    """Returns the checksum of an array's bits, padding included, as uint32 [2]. For use under jit."""
     words = _words(x)
     return jnp.stack([_half(words, half, None) for half in range(_HALVES)])
 
 
 @functools.lru_cache(maxsize=256)
 def _summing(logical_shape: tuple[int, ...], sharding: Sharding) -> Callable[[jax.Array], jax.Array]:
-    """Returns a jitted function from an array at its padded shape to uint32 [2], which every process can read."""
+    """Returns a jitted function from an array at its padded shape to its checksum, uint32 [2], replicated."""
     replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
 
     def both_halves(x: jax.Array) -> jax.Array:
@@ -106,7 +106,6 @@ def _half(words: jax.Array, half: int, inside: jax.Array | None) -> jax.Array:
 
 
 def _mix(x: _Words) -> _Words:
-    """Returns MurmurHash3's finaliser of each uint32 word."""
     x = x ^ (x >> np.uint32(16))
     x = x * np.uint32(0x85EBCA6B)
     x = x ^ (x >> np.uint32(13))

@@ -1,4 +1,4 @@
-"""Errors of saving, finding and reading checkpoints."""
+"""Errors that are raised if a checkpoint can't be saved, found or read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class CheckpointError(Exception):
     """A checkpoint could not be saved, found or read. The message says which one, why, and what to do.
 
     Attributes:
-      exit_status: the exit status of a command that this error ends.
+      exit_status: the exit status of a command that ends with this error.
     """
 
     exit_status = 2
 
 
 class CheckpointNotFoundError(CheckpointError, ValueError):
-    """The requested step does not exist, or the directory has no whole step."""
+    """The requested step does not exist, or the directory has no undamaged step."""
 
 
 class NoWholeCheckpointError(CheckpointNotFoundError):
@@ -27,9 +27,9 @@ class NoWholeCheckpointError(CheckpointNotFoundError):
 
 
 class CheckpointReadError(CheckpointError):
-    """Storage did not answer, or refused access, after retries. The checkpoint may be whole; it is left as it is.
+    """Storage did not answer, or refused access, even after retries. The checkpoint may be undamaged; it is left as it is.
 
-    Every function that lists a directory of checkpoints or reads a file in it may raise this error; few docstrings repeat it.
+    Every function that lists a directory of checkpoints or reads a file in it may raise this error; few docstrings say so.
     """
 
 
@@ -40,7 +40,7 @@ class DamagedCheckpointError(CheckpointError, ValueError):
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The checkpoint is whole, but its variables differ from those of the model."""
+    """The checkpoint is undamaged, but its variables differ from those of the model."""
 
 
 class NonFiniteStateError(CheckpointError, ValueError):

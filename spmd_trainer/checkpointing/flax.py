@@ -1,14 +1,14 @@
 """Reads checkpoints that plain Flax programs wrote with Orbax, as sources of warm starts. Never writes to them.
 
-The trees of arrays are found for each of Orbax's interfaces:
+This module finds the trees of arrays that Orbax's interfaces write:
 
 - `StandardCheckpointer` and `PyTreeCheckpointer` write a tree.
-- `CheckpointManager` writes steps (`3`, `checkpoint_3`), in each an item (`default`) or several (`state`, `batch_stats`); each
-  item is a tree.
+- `CheckpointManager` writes steps (`3`, `checkpoint_3`), in each an item (`default`) or several (`state`, `batch_stats`);
+  each item is a tree.
 
-Rules name the arrays as the checkpoint does, e.g. 'params/up/kernel' or 'ema_params/up/kernel'. The model's own names work too
-if they are unambiguous: they mean the arrays below the prefix in the checkpoint where most of the model's names are found, or
-the shortest such prefix. So `LOAD_ALL` works with a whole `TrainState`, an `nnx.State` and a tree of parameters.
+The rules of a warm start name arrays as the checkpoint does, e.g. 'params/up/kernel' or 'ema_params/up/kernel'. The model's own
+names work too if they are unambiguous: they mean the arrays below the prefix in the checkpoint where most of the model's names
+are found; on a tie, the shortest. So `LOAD_ALL` works with a whole `TrainState`, an `nnx.State` and a tree of parameters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TREE_FILE = "_METADATA"
 # '3' and 'checkpoint_3'; not 'deleting-3', 'refused-3' and '3.orbax-checkpoint-tmp-1700000000'.
 _STEP = re.compile(r"(?:.*_)?(\d+)")
 _UNFINISHED = ".orbax-checkpoint-tmp"
-# The step, and {name of the item: directory of its tree}. Without trees: the steps that are there, instead of the one asked for.
+# ([the step], {name of the item: directory of its tree}); or (the existing steps, {}) if the requested step is missing.
 _Found: TypeAlias = tuple[list[int], dict[str, str]]
 
 
@@ -118,7 +118,7 @@ def open_source(directory: epath.Path, step: int | None, variables: TrainState) 
 
 
 def _look(directory: epath.Path, step: int | None) -> _Found | None:
-    """Finds the trees of a step in a directory. Returns None if it has no Orbax checkpoint, or one of this trainer."""
+    """Finds the trees of a step in a directory. Returns None if it holds no Orbax checkpoint, or this trainer's own."""
     if not directory.is_dir() or _is_own(directory):
         return None
     if trees := _trees(directory):
@@ -181,10 +181,10 @@ def _describe(trees: Mapping[str, epath.Path]) -> dict[str, tuple[SavedVariable,
 
 
 def _model_names(raw: Iterable[str], model: Sequence[str], where: epath.Path) -> dict[str, str]:
-    """Returns {the model's path: path in the checkpoint} for the collections that the checkpoint has unambiguously.
+    """Returns {path in the model: path in the checkpoint} for the collections that the checkpoint has unambiguously.
 
-    For each collection, e.g. 'params', takes the prefix in the checkpoint below which most of its variables are found; of several
-    such prefixes, the shortest. A collection with several shortest prefixes is left out, with a warning.
+    For each collection, e.g. 'params', takes the prefix in the checkpoint below which most of the collection's variables are
+    found; on a tie, the shortest prefix. A collection with several shortest prefixes is left out, with a warning.
     """
     there, result = set(raw), {}
     by_collection: dict[str, list[str]] = collections.defaultdict(list)

@@ -1,6 +1,6 @@
-"""Checkpoints of runs with adapters (`task.lora`): they hold the trained part, and a checksum per variable of the frozen base.
+"""Checkpoints of runs with adapters (`task.lora`): they hold the trained variables, and checksums of the frozen base.
 
-The base is everything in `mdl_vars` except the adapters. It never changes, so each start loads it again from its source.
+The base is everything in `mdl_vars` except the adapters. It never changes, so each start of a run loads it from its source again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VARS = "mdl_vars/"
 
 
 def is_base(path: str) -> bool:
-    """Returns True if a path is a variable of the frozen base: below 'mdl_vars/', and not an adapter."""
+    """Returns True if a path is that of a variable of the frozen base: below 'mdl_vars/', and not an adapter."""
     return path.startswith(_VARS) and not is_adapter(path)
 
 
@@ -34,10 +34,10 @@ def has_adapters(variables: TrainState) -> bool:
 
 
 def lacking_kind(paths: Iterable[str], saved: Iterable[str]) -> Callable[[str], bool] | None:
-    """Returns the predicate of the kind of variables that a checkpoint lacks, `is_adapter` or `is_base`; None if it has both.
+    """Returns `is_adapter` or `is_base` if a checkpoint has no variable for which this function is True; otherwise None.
 
     Args:
-      paths: the paths of the variables to load. Without adapters among them, the result is None.
+      paths: the paths of the variables to load. If none of them is an adapter, the result is None.
       saved: the paths of the checkpoint's variables.
     """
     saved = list(saved)
@@ -49,12 +49,12 @@ def lacking_kind(paths: Iterable[str], saved: Iterable[str]) -> Callable[[str], 
 
 
 def lack_text(path: str) -> str:
-    """Returns the words of messages for a checkpoint that lacks `path`: 'no adapters' for an adapter, else 'adapters alone'."""
+    """Returns what a checkpoint that lacks `path` holds: 'no adapters' if it is an adapter, else 'adapters alone'."""
     return "no adapters" if is_adapter(path) else "adapters alone"
 
 
 def trained_part(tree: TrainState, variables: TrainState) -> TrainState:
-    """Returns the part of a state that a checkpoint holds: without the base if the state has adapters, otherwise all of it.
+    """Returns the part of a state that a checkpoint holds: all of it, but without the frozen base if the state has adapters.
 
     Args:
       tree: arrays, VariableSpecs or anything else in the structure of the state.
@@ -75,7 +75,7 @@ def base_specs(variables: TrainState) -> dict[str, VariableSpec]:
 
 
 def joined(trained: TrainState, base: Mapping[str, jax.Array], variables: TrainState) -> TrainState:
-    """Merges a trained part and the arrays of its base, which are given by path, into the whole state."""
+    """Merges the trained part of a state with the arrays of its frozen base, {path: array}, into the whole state."""
     specs = records.by_path(variables)
     rest = iter(jax.tree.leaves(trained))
     leaves = [base[path] if is_base(path) else next(rest) for path in specs]
@@ -84,7 +84,7 @@ def joined(trained: TrainState, base: Mapping[str, jax.Array], variables: TrainS
 
 
 def lacks_base_text(metadata: Mapping[str, Any]) -> str:
-    """Returns the words of messages for a checkpoint that this trainer saved without the adapters' base; '' for any other.
+    """Returns a phrase for messages about a checkpoint that this trainer saved without the adapters' base; '' for others.
 
     Args:
       metadata: the metadata in the checkpoint's record.
@@ -96,7 +96,7 @@ def lacks_base_text(metadata: Mapping[str, Any]) -> str:
 
 
 def settings(lora: Lora) -> dict[str, Any]:
-    """Returns the settings that the adapters' effect on the model depends on: rank, alpha, rslora, dora."""
+    """Returns the LoRA settings on which the effect of the adapters depends: rank, alpha, rslora, dora."""
     return {
         "rank": int(lora.rank),
         "alpha": float(lora.alpha),
@@ -106,7 +106,7 @@ def settings(lora: Lora) -> dict[str, Any]:
 
 
 def require_settings(saved: Mapping[str, Any], lora: Lora, source: str) -> None:
-    """Makes sure that adapters are used with the settings with which they were trained.
+    """Checks that saved adapters are used with the settings with which they were trained.
 
     Raises:
       CheckpointMismatchError: settings differ or are not recorded. The message names those that differ, and the fix.
@@ -128,11 +128,11 @@ def require_settings(saved: Mapping[str, Any], lora: Lora, source: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class BaseRecord:
-    """The record of a run's frozen base in the metadata of its checkpoints.
+    """The record of the frozen base of a run's adapters, in the metadata of the run's checkpoints.
 
     Attributes:
-      paths: the checkpoints that the base was loaded from: keys of `init_from_checkpoint_rules`, or the Hugging Face folder of
-        `--restore_checkpoint_dir`. Variables that none of them has are initialised from `task.train.random_seed`.
+      paths: the checkpoints that the base was loaded from: keys of `init_from_checkpoint_rules`, or the Hugging Face folder
+        of `--restore_checkpoint_dir`. Variables that none of these has are initialized from `task.train.random_seed`.
       sources: the names of the steps or folders that were read, e.g. 'step 100 in runs/pretrained/checkpoints'.
       checksums: {path of a variable: its checksum}, see `checksums`.
       dtypes: {path of a variable: the name of its dtype}.
@@ -147,7 +147,7 @@ class BaseRecord:
     restored_from: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the record's entry in the metadata of a checkpoint."""
+        """Returns this record as an entry for the metadata of a checkpoint."""
         return {
             "path": list(self.paths),
             "source": list(self.sources),
@@ -163,11 +163,11 @@ class BaseRecord:
         return cls(paths, sources, entry["checksum"], entry["dtype"], entry["restored_from"])
 
     def require_same(self, found: BaseRecord, checkpoint: str) -> None:
-        """Makes sure that a loaded base is the recorded one, bit for bit.
+        """Checks that a loaded base is equal to the recorded one, bit for bit.
 
         Args:
-          found: the base that was loaded.
-          checkpoint: the checkpoint that holds this record, for the message.
+          found: the record of the base that was loaded.
+          checkpoint: the name of the checkpoint that holds this record.
 
         Raises:
           CheckpointMismatchError: variables differ. The message names them, and the sources of both bases.
@@ -193,6 +193,6 @@ class BaseRecord:
         raise CheckpointMismatchError("\n".join([head, *origins, *mismatch.first_lines(lines), f"Fix: {fix}."]))
 
     def origin(self) -> str:
-        """Returns the names of the base's sources, for messages."""
+        """Returns the names of the sources of the base, joined by commas, for messages."""
         names = self.sources or ("initialised from task.train.random_seed",)
         return ", ".join(names)

@@ -1,8 +1,8 @@
-"""Saves and reads the positions of the training input: one for all processes, or one for each process.
+"""Saves and reads the positions in the training input: one for all processes, or one for each process.
 
-A position that is valid for any number of processes (of inputs whose batch n depends on n alone) is in the step's record, and any
-job resumes from it. Otherwise (streams, inputs of other libraries) each process, even a single one, writes a file into the item
-`input_states`, and only a job with the same number of processes can resume.
+If batch n of an input depends only on n, its position is valid for any number of processes: it is saved in the step's record,
+and any job resumes from it. For other inputs (streams, inputs of other libraries), each process, even a single one, writes a
+file into the item `input_states`, and only a job with the same number of processes can resume.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KEY = "input_state"
 
 
 def file_name(process: int, count: int) -> str:
-    """Returns the file name of a process' position in the item `input_states`; `count` is the number of processes."""
+    """Returns the name of the file with a process' input position, in a job of `count` processes."""
     return f"process_{process}_of_{count}.json"
 
 
 def agree(input_state: Mapping[str, object] | None, *, shared: bool) -> tuple[dict[str, Any] | None, bool]:
-    """Returns this process' position as JSON values, and whether all processes can share it. Called by every process.
+    """Returns this process' input position as JSON values, and whether all processes share it. Called by every process.
 
     Args:
       input_state: this process' position.
@@ -52,7 +52,7 @@ def read(step_dir: epath.Path, record: records.Record) -> dict[str, Any] | None:
     """Returns the position from which this process resumes the training input.
 
     Raises:
-      CheckpointMismatchError: the processes had different positions, and this job has another number of processes.
+      CheckpointMismatchError: each process saved its own position, and this job has another number of processes.
       DamagedCheckpointError: this process' file is missing or malformed.
       CheckpointNotFoundError, CheckpointReadError: see `step_files.read_file`.
     """

@@ -54,8 +54,8 @@ class LoadReport:
 
     Attributes:
       rows: one per variable, in the model's order.
-      opt_states_loaded: True if any optimizer state is loaded. If not, the caller must compute optimizer states that copy
-        variables (EMA) from the loaded variables.
+      opt_states_loaded: True if any optimizer state is loaded. If not, the caller must compute optimizer states that are
+        copies of variables (EMA) from the loaded variables.
       warnings: one per rule that has no effect because earlier rules match all of its variables.
     """
 
@@ -66,7 +66,7 @@ class LoadReport:
     def __str__(self) -> str:
         counts = collections.Counter(row.status for row in self.rows)
         adapters = [row for row in self.rows if is_adapter(row.path) and not row.path.startswith(_OPT)]
-        # If some adapters are loaded, each of the others matters.
+        # If some adapters are loaded, those that are not are shown one by one.
         are_new = all(row.status == LEFT for row in adapters)
         shown: list[tuple[str, str, str]] = []
         unshown: collections.Counter[str] = collections.Counter()
@@ -87,19 +87,19 @@ class LoadReport:
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedRules:
-    """The variables that a warm start loads, derived from the records of the checkpoints; no array has been read.
+    """The variables that a warm start loads, determined from the records of the checkpoints; no array has been read.
 
     Attributes:
       report: the effect on every variable.
-      parts: for each checkpoint, the source and {path in the model: path in the checkpoint}.
+      parts: (source, {path in the model: path in the checkpoint}) for each checkpoint.
     """
 
     report: LoadReport
     parts: tuple[tuple[CheckpointSource, dict[str, str]], ...]
 
     def read(self, variables: TrainState, mesh: Mesh) -> dict[str, jax.Array]:
-        """Reads the variables onto a mesh, in the model's dtypes; returns them by path. Called by every process."""
-        from spmd_trainer.checkpointing import opt_state_conversion  # imports praxis, which a record doesn't need
+        """Reads the variables onto a mesh, in the model's dtypes; returns {path: array}. Called by every process."""
+        from spmd_trainer.checkpointing import opt_state_conversion  # imports praxis, which records don't need
 
         specs: dict[str, VariableSpec] = records.by_path(variables)
         arrays: dict[str, jax.Array] = {}
@@ -110,7 +110,7 @@ class ResolvedRules:
         return arrays
 
     def only(self, is_wanted: Callable[[str], bool]) -> ResolvedRules:
-        """Returns these rules for the wanted paths alone, without checkpoints from which nothing is then loaded."""
+        """Returns a copy that loads only the wanted paths, and leaves out checkpoints that have none of them."""
         chosen = [(source, {p: q for p, q in paths.items() if is_wanted(p)}) for source, paths in self.parts]
         return dataclasses.replace(self, parts=tuple((source, paths) for source, paths in chosen if paths))
 
@@ -120,22 +120,21 @@ def resolve_rules(
 ) -> ResolvedRules:
     """Determines the variables that a warm start loads, from the records of the checkpoints. Called by every process.
 
-    Checkpoints are taken in the mapping's order. A variable is loaded from the first checkpoint that has a rule for it;
-    the step and the optimizer states come from the first whose rules ask for them.
+    Checkpoints are taken in the mapping's order. A variable is loaded from the first checkpoint that has a rule for it; the
+    step and the optimizer states come from the first whose rules ask for them.
 
     Args:
       variables: a TrainState (or another tree) of VariableSpecs.
-      rules: {directory: rules, or a config of them}. A directory is a run's `job_log_dir`, its `checkpoints`, or one step
-        in it.
-      check_contents: True compares the checksums of the files, which is needed before loading. False compares sizes only.
-      open_foreign: opens checkpoints of other trainers; None accepts this trainer's only.
+      rules: {directory: rules, or a config of them}. A directory is a run's `job_log_dir`, its `checkpoints`, or one step in it.
+      check_contents: True compares the checksums of files, which is needed before loading. False compares only their sizes.
+      open_foreign: opens checkpoints of other trainers; None accepts only this trainer's.
 
     Raises:
       UserError: `rules` does not map directories to CheckpointLoadingRules.
-      CheckpointNotFoundError: a directory has no whole checkpoint.
+      CheckpointNotFoundError: a directory has no undamaged checkpoint.
       DamagedCheckpointError: the step that the rules name is damaged.
-      CheckpointMismatchError: a rule matches no variable of the model, or names a variable that the checkpoint lacks or
-        has with another logical shape; the rules load nothing; or the optimizer states differ.
+      CheckpointMismatchError: a rule matches no variable of the model, or names a variable that the checkpoint lacks or has
+        with another logical shape; the rules load nothing; or the optimizer states differ.
     """
     specs = records.by_path(variables)
     rows = {path: LoadRow(path, LEFT, "no rule matches" if path.startswith(_VARS) else "") for path in specs}
@@ -159,7 +158,7 @@ def _resolve(
     parts: list[tuple[CheckpointSource, dict[str, str]]],
     warnings: list[str],
 ) -> None:
-    """Resolves the rules of one checkpoint, and adds the result to the rows, parts and warnings of a warm start."""
+    """Applies the rules of one checkpoint, and adds the results to the rows, parts and warnings of a warm start."""
     _check_kind(specs, source)
     warnings += _check_rules(rule, specs, source)
     open_paths = {path: spec for path, spec in specs.items() if rows[path].status != LOADED}
@@ -181,7 +180,7 @@ def _resolve(
 def _check_rules(
     rule: CheckpointLoadingRules, specs: Mapping[str, VariableSpec], source: CheckpointSource
 ) -> list[str]:
-    """Refuses rules that match no variable of the model. Returns warnings of rules without effect."""
+    """Raises an error for rules that match no variable of the model. Returns warnings about rules without effect."""
     names = [path.removeprefix(_VARS) for path in specs if path.startswith(_VARS)]
     if rule.partial_load_opt_states:
         names += [part.removeprefix(_OPT) for part in _opt_parts(specs)]
@@ -195,14 +194,14 @@ def _check_rules(
 
 
 def _check_kind(specs: Mapping[str, VariableSpec], source: CheckpointSource) -> None:
-    """Refuses a checkpoint of adapters alone for a model without adapters."""
+    """Raises an error for a checkpoint that holds only adapters if the model has no adapters."""
     only_adapters = any(map(is_adapter, source.saved)) and not any(map(frozen_base.is_base, source.saved))
     if only_adapters and not any(map(is_adapter, specs)):
         raise CheckpointMismatchError(mismatch.adapters_alone(source.name))
 
 
 def for_base(variables: TrainState, rules: RulesByDirectory) -> dict[epath.PathLike, CheckpointLoadingRules]:
-    """Returns the rules that load the frozen base of a run with adapters, without the step and the optimizer states.
+    """Returns the rules of a run with adapters that load its frozen base, changed to load no step and no optimizer state.
 
     Args:
       variables: a TrainState of VariableSpecs.
@@ -251,10 +250,10 @@ def _resolve_variables(
     source: CheckpointSource,
     rows: dict[str, LoadRow],
 ) -> dict[str, str]:
-    """Returns {model path: saved path} of variables. Notes in `rows` which ones are not loaded, and why.
+    """Returns {model path: saved path} of variables. Records in `rows` which variables are not loaded, and why.
 
-    In a run with adapters, `LOAD_ALL` matches the base and the adapters. If the checkpoint lacks one of the two kinds, its
-    variables stay at their initial values. A rule that matches only the missing kind is refused.
+    In a run with adapters, `LOAD_ALL` matches the frozen base and the adapters. If the checkpoint lacks one of these two
+    kinds, the model's variables of this kind keep their initial values. A rule that matches only the missing kind is refused.
     """
     saved_paths, faults, skipped = {}, [], set()
     lacking = frozen_base.lacking_kind(open_paths, source.saved)
@@ -299,10 +298,10 @@ def _resolve_opt_states(
 ) -> dict[str, str]:
     """Returns {model path: saved path} of optimizer states: all of them, those that rules match, or none.
 
-    A part that was saved in another of `opt_state_dtypes.DTYPES` is converted. The path of any of its arrays means the whole
-    part.
+    An optimizer state consists of parts: arrays, or in 8 bits pairs of arrays. A part that was saved in another of the dtypes
+    `opt_state_dtypes.DTYPES` is converted. Its saved path may be that of either array of a pair.
     """
-    from spmd_trainer.checkpointing import opt_state_conversion  # imports praxis, which a record doesn't need
+    from spmd_trainer.checkpointing import opt_state_conversion  # imports praxis, which records don't need
 
     parts = _opt_parts(open_paths)
     saved_paths: dict[str, str] = {}
@@ -343,7 +342,7 @@ def _resolve_opt_states(
 
 
 def _opt_parts(specs: Mapping[str, VariableSpec]) -> dict[str, dict[str, VariableSpec]]:
-    """Returns {part: {path: VariableSpec}} of a model's optimizer states. A part in 8 bits has two arrays, any other one."""
+    """Returns {part: {path: VariableSpec}} of the optimizer states. A part is one array, or in 8 bits a pair of arrays."""
     from spmd_trainer.checkpointing import opt_state_conversion
 
     parts: dict[str, dict[str, VariableSpec]] = {}
@@ -354,7 +353,7 @@ def _opt_parts(specs: Mapping[str, VariableSpec]) -> dict[str, dict[str, Variabl
 
 
 def _saved_path(name: str, source: CheckpointSource, rule: CheckpointLoadingRules) -> str:
-    """Returns the path in the checkpoint that a filled template names: below `mdl_vars`, or an optimizer state for 'ema/...'."""
+    """Returns the checkpoint's path for a filled template: below `mdl_vars`, or for 'ema/...' that of an optimizer state."""
     if name.startswith(_EMA) and rule.load_ema_states:
         averages = [path for path in source.saved if path.startswith(_OPT) and path.endswith(f"/{name}")]
         if len(averages) == 1:
@@ -376,7 +375,7 @@ def _fault(spec: VariableSpec, saved_path: str, name: str, source: CheckpointSou
 
 
 def _nearest_saved(name: str, saved_path: str, source: CheckpointSource) -> str:
-    """Returns a hint: the name of a saved variable that is nearest to the missing `name`, as a template would write it."""
+    """Returns a hint: the saved variable's name that is most like the missing `name`, in the form that templates use."""
     if name.startswith(_EMA):
         return rule_matching.nearest(
             name, (f"{_EMA}{p.split(f'/{_EMA}', 1)[1]}" for p in source.saved if f"/{_EMA}" in p)

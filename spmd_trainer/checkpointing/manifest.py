@@ -1,9 +1,9 @@
 """The manifest of a step: its files with sizes and checksums. It tells a whole checkpoint from a damaged one.
 
 Process 0 writes the manifest into the step's directory in the background, after every process has written its arrays and
-before Orbax commits the step (by renaming the directory, or by a commit file on object stores). A good step therefore
-always has its manifest: a visible step without one was not committed by this trainer, or was damaged later. The files
-are flushed to disk before the commit, so that a committed step survives a loss of power.
+before Orbax commits the step (by renaming the directory, or by a commit file on object stores). A good step therefore always
+has its manifest: a visible step without one was not committed by this trainer, or was damaged later. The files are flushed to
+disk before the commit, so that a committed step survives a power failure.
 
 What is checked when:
 
@@ -12,18 +12,19 @@ What is checked when:
 | `quick_problem` | every listing of steps | names and sizes | deleted, truncated and grown files, half-deleted steps |
 | `contents_problem` | every restore | contents | also zeroed, swapped and overwritten files, single bits |
 
-A checksum is a CRC32C (10 GB/s on one core with the processor's instruction for it). In a step of up to `WHOLE_STEP` bytes
-every byte is checked. In a larger step, files over `WHOLE_FILE` are sampled: `SAMPLES` blocks of `SAMPLE_BYTES` each, spread
-evenly, with the first and the last byte of the file among them. So the cost stays constant for the largest checkpoints,
-which process 0 reads back over a network. There zeroed and swapped files are still found; damage between two samples is
-found only if the array cannot be decoded. At a restore the processes share the files of a step.
+A checksum is a CRC32C (10 GB/s on one core with the processor's instruction for it). In a step of up to `WHOLE_STEP` bytes, every
+byte is checked. In a larger step, files over `WHOLE_FILE` bytes are sampled: `SAMPLES` blocks of `SAMPLE_BYTES` each, spread
+evenly, with the first and the last byte of the file among them. So the cost stays constant for the largest checkpoints, which
+process 0 reads back over a network. In sampled files, zeroed and swapped contents are still found; damage between two samples is
+found only if the array cannot be decoded. At a restore, each process checks a share of the step's files.
 
-On an object store, names and sizes come from one listing of the step. An object beside the manifest, `sizes-DIGEST`, is named by
-a digest of all names and sizes, so that a listing alone tells a whole step. If the digest does not fit, the manifest is read.
+On an object store, names and sizes come from one listing of the step. Beside the manifest there is an object `sizes-DIGEST`,
+whose name has a digest of all names and sizes, so that the listing alone shows whether a step is whole. If the digest does
+not fit, the manifest is read.
 
 Only missing files and wrong contents count as damage. A read that fails is retried, and finally raises CheckpointReadError.
 
-Format 1 had another checksum, which missed two opposite flips: the CRC-32 of the sums of the 64-bit words of each 4 KiB
+Format 1 had another checksum, which missed two opposite bit flips: the CRC-32 of the sums of the 64-bit words of each 4 KiB
 page. Its manifests can still be read.
 """
 
@@ -54,26 +55,26 @@ SAMPLES = 64
 SAMPLE_BYTES = 2**20
 _PAGE_BYTES = 4096
 _CHUNK_BYTES = 2**20
-# Each chunk of an object is a request.
+# Each chunk of an object takes one request.
 _REMOTE_CHUNK_BYTES = 8 * 2**20
 _MAX_THREADS = 8
-# More samples than any trainer takes: such a number stands in a damaged manifest.
+# No trainer takes more samples: a manifest with a larger number is damaged.
 _MAX_SAMPLES = 2**16
-# The longest name of a file on any file system of ours. A longer one stands in a damaged manifest.
+# The maximum length of a file name on all supported file systems: a manifest with a longer name is damaged.
 _MAX_NAME_BYTES = 255
-# Orbax writes these two at the commit itself, after the manifest, and no restore reads them.
+# Orbax writes this file and `_CHECKPOINT_METADATA` at the commit, after the manifest, and no restore reads them.
 COMMIT_FILE = "commit_success.txt"
 _NOT_LISTED = frozenset({MANIFEST, "_CHECKPOINT_METADATA", COMMIT_FILE})
 _NOT_DIGESTED = _NOT_LISTED - {MANIFEST}
 _SIZES_PREFIX = "sizes-"
 
 
-# What is wrong with what a killed save left on an object store. It is no damage: the next save there deletes it.
+# The problem with the remains of a killed save on an object store. It is no damage: the next save deletes the remains.
 UNFINISHED = "its save was not finished"
 
 
 class Manifest(TypedDict):
-    """The content of a manifest.
+    """The content of a manifest, which lists the files of a checkpoint.
 
     Attributes:
       format: `FORMAT` of the trainer that wrote it.
@@ -93,7 +94,7 @@ class Manifest(TypedDict):
 
 
 def write(step_dir: epath.Path, step: int) -> None:
-    """Writes the manifest of the files below `step_dir`, and flushes all of them to disk.
+    """Writes the manifest (sizes and checksums) of the files below `step_dir`, and flushes all of them to disk.
 
     Raises:
       OSError: a file cannot be read back or flushed.
@@ -128,25 +129,25 @@ def write(step_dir: epath.Path, step: int) -> None:
 
 
 def has_digest_of(sizes: Mapping[str, int]) -> bool:
-    """Returns True if a listing alone shows that a step on an object store is whole; False if its manifest must be read.
+    """Returns True if a listing alone shows that a checkpoint on an object store is whole; False if its manifest must be read.
 
     Args:
-      sizes: {path below the step's directory: size in bytes} of all its objects.
+      sizes: {path below the step's directory: size in bytes} of all objects of the checkpoint.
     """
     digests = {name for name in sizes if name.startswith(_SIZES_PREFIX)}
     return _digest({name: size for name, size in sizes.items() if name not in _NOT_DIGESTED | digests}) in digests
 
 
 def is_finished(sizes: Mapping[str, int]) -> bool:
-    """Returns True if the save of a step on an object store has written all its objects, so that it was or can be committed."""
+    """Returns True if the save of a checkpoint on an object store has written all objects, so that it can be committed."""
     return COMMIT_FILE in sizes or has_digest_of(sizes)
 
 
 def quick_problem(step_dir: epath.Path, step: int) -> str | None:
-    """Returns the problem with the names or sizes of a step's files, or None if there is none.
+    """Returns the problem with the names or sizes of a checkpoint's files, or None if there is none.
 
     Raises:
-      CheckpointNotFoundError: there is no such step, or no longer.
+      CheckpointNotFoundError: there is no such step, or it has been deleted.
     """
     sizes = _remote_sizes(step_dir) if is_remote(step_dir) else None
     if sizes and has_digest_of(sizes):
@@ -158,10 +159,10 @@ def quick_problem(step_dir: epath.Path, step: int) -> str | None:
 
 
 def read(step_dir: epath.Path, step: int) -> Manifest | str:
-    """Checks the names and sizes of a step's files. Returns its manifest, or a text about the problem.
+    """Checks the names and sizes of a checkpoint's files. Returns its manifest, or the problem as a text.
 
     Raises:
-      As `quick_problem`.
+      CheckpointNotFoundError: there is no such step, or it has been deleted.
     """
     sizes = _remote_sizes(step_dir) if is_remote(step_dir) else None
     if sizes and not is_finished(sizes):
@@ -171,16 +172,16 @@ def read(step_dir: epath.Path, step: int) -> Manifest | str:
 
 
 def contents_problem(step_dir: epath.Path, manifest: Manifest, share: int = 0, shares: int = 1) -> str | None:
-    """Returns the first problem with the contents of a step's files, or None if there is none.
+    """Returns the first problem with the contents of a checkpoint's files, or None if there is none.
 
     Args:
-      step_dir: the step's directory.
+      step_dir: the checkpoint's directory.
       manifest: its manifest, as `read` returns it.
       share: the index of the share of the files to read, e.g. the process index.
       shares: the number of shares that the files are divided into.
 
     Raises:
-      As `quick_problem`.
+      CheckpointNotFoundError: there is no such step, or it has been deleted.
     """
     settings = (manifest["whole_up_to"], manifest["samples"], manifest["sample_bytes"])
     extend = _crc32c if manifest["format"] == FORMAT else _page_sums_crc
@@ -201,17 +202,17 @@ def contents_problem(step_dir: epath.Path, manifest: Manifest, share: int = 0, s
 
 
 def num_bytes(step_dir: epath.Path, step: int) -> int:
-    """Returns the total size of a step's files in bytes, by its manifest; 0 if the manifest is damaged.
+    """Returns the total size of a checkpoint's files in bytes, by its manifest; 0 if the manifest is damaged.
 
     Raises:
-      As `quick_problem`.
+      CheckpointNotFoundError: there is no such step, or it has been deleted.
     """
     manifest = _read(step_dir, step)
     return 0 if isinstance(manifest, str) else sum(size for size, _ in manifest["files"].values())
 
 
 def _remote_sizes(step_dir: epath.Path) -> dict[str, int]:
-    """Returns {path below the step's directory: size} of a step on an object store; empty if there is no such step."""
+    """Returns {path below the step's directory: size} of a checkpoint on an object store; empty if there is no such step."""
     return step_files.read(f"listing {step_dir}", lambda: sizes_below(step_dir))
 
 
@@ -221,10 +222,10 @@ def _sizes_problem(step_dir: epath.Path, manifest: Manifest, listed: Mapping[str
     Args:
       step_dir: the step's directory.
       manifest: its manifest.
-      listed: {path: size in bytes} from a listing of the whole step; None asks for the size of each file.
+      listed: {path: size in bytes} from a listing of the whole step; if None, the size of each file is requested separately.
     """
     for name, (size, _) in manifest["files"].items():
-        # A file that is wrong by the listing is asked for: some stores list what was written before with a delay.
+        # If the listed size is wrong, the size of the file is requested: some stores list new objects with a delay.
         if listed is not None and listed.get(name) == size:
             continue
         try:
@@ -237,14 +238,14 @@ def _sizes_problem(step_dir: epath.Path, manifest: Manifest, listed: Mapping[str
 
 
 def _read(step_dir: epath.Path, step: int) -> Manifest | str:
-    """Returns the manifest, or a text about its problem."""
+    """Returns the manifest, or the problem with it as a text."""
     try:
         text = step_files.read_file(step_dir, MANIFEST, json_values.content_of)
     except step_files.MissingFileError as error:
         return f"{error}: the save was interrupted, files were deleted, or another program wrote the step"
     try:
         manifest = cast(Manifest, json_values.parse_object(text))
-        # Also what is not read here: no later use of a manifest that passes can fail.
+        # Checks all fields, so that no later use of this manifest can fail.
         _check_types(manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         return f"{MANIFEST} is malformed ({type(e).__name__}: {e})"
@@ -278,7 +279,7 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def _digest(sizes: Mapping[str, int]) -> str:
-    """Returns the name of the object `sizes-DIGEST` for these names and sizes."""
+    """Returns the name `sizes-DIGEST`, which has a digest of these names and sizes."""
     text = json.dumps(sorted(sizes.items()))
     return f"{_SIZES_PREFIX}{short_hash(text, 32)}"
 
@@ -311,7 +312,7 @@ def _local_chunks(path: epath.Path, blocks: list[tuple[int, int]]) -> Iterator[b
 
 
 def _remote_chunks(path: epath.Path, blocks: list[tuple[int, int]]) -> Iterator[bytes]:
-    """Yields the bytes of blocks (start, length) of an object, in pieces of one request each. Doesn't ask for its size."""
+    """Yields the bytes of blocks (start, length) of an object, in pieces of one request each. Never requests its size."""
     for start, length in blocks:
         end = start + length
         while start < end:

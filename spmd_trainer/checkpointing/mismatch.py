@@ -21,13 +21,13 @@ _NOT_OF_THE_MODEL = ("opt_states/", "extra_state/")
 def explain(
     saved: Mapping[str, SavedVariable], wanted: Mapping[str, SavedVariable], checkpoint: str, *, fix: str = FIX
 ) -> str | None:
-    """Returns None if paths, logical shapes and dtypes are the same, else the error message.
+    """Returns None if paths, logical shapes and dtypes are the same, and otherwise an error message.
 
     Args:
       saved: the checkpoint's variables by path.
       wanted: the model's variables by path. Padding and sharding are ignored.
-      checkpoint: names the checkpoint in the message.
-      fix: the last sentence of the message, without its full stop.
+      checkpoint: the checkpoint's name in the message.
+      fix: the last sentence of the message, without its period.
     """
     missing = [path for path in wanted if path not in saved]
     extra = [path for path in saved if path not in wanted]
@@ -56,18 +56,18 @@ def explain(
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Returns at most `MAX_LISTED` lines, and a line that counts the others."""
+    """Returns at most `MAX_LISTED` of the lines, and a line with the number of the others."""
     more = len(lines) - MAX_LISTED
     return [*lines[:MAX_LISTED], f"  ... and {more} more"] if more > 0 else list(lines)
 
 
 def explain_adapters(saved: Iterable[str], wanted: Iterable[str], checkpoint: str) -> str | None:
-    """Returns the error message if the checkpoint or the run, but not both, has adapters on a frozen base; otherwise None.
+    """Returns an error message if the checkpoint or the run, but not both, has adapters on a frozen base; otherwise None.
 
     Args:
       saved: the paths of the checkpoint's variables.
-      wanted: the paths of the variables to restore; in a run with adapters, without the base.
-      checkpoint: names the checkpoint in the message.
+      wanted: the paths of the variables to restore; in a run with adapters, without those of the frozen base.
+      checkpoint: the checkpoint's name in the message.
     """
     saved, wanted = list(saved), list(wanted)
     has_base = any(path.startswith(_VARS) and not is_adapter(path) for path in saved)
@@ -83,7 +83,7 @@ def explain_adapters(saved: Iterable[str], wanted: Iterable[str], checkpoint: st
 
 
 def adapters_alone(checkpoint: str) -> str:
-    """Returns the message for a checkpoint of adapters that is loaded into a model without adapters."""
+    """Returns the error message for a checkpoint that holds only adapters, if the model to load it into has none."""
     return (
         f"{checkpoint} holds adapters alone, as a run with task.lora saves them, and this experiment's model has none "
         "(task.lora is None). Fix: use the experiment that trained them, or set its task.lora (the checkpoint's record holds "
@@ -93,7 +93,7 @@ def adapters_alone(checkpoint: str) -> str:
 
 
 def adapters_without_base(checkpoint: str, saved: Iterable[str]) -> str:
-    """Returns the error message for a run with adapters that is told to continue from another trainer's adapters."""
+    """Returns the error message for a run with adapters that should continue from adapters of another trainer."""
     adapters = list(filter(is_adapter, saved))
     return (
         f"{checkpoint} holds {len(adapters)} variables of adapters, such as {adapters[0]}, but not the settings that they "
@@ -103,7 +103,7 @@ def adapters_without_base(checkpoint: str, saved: Iterable[str]) -> str:
 
 
 def _nearest_extra(path: str, variable: SavedVariable, extra: list[str], saved: Mapping[str, SavedVariable]) -> str:
-    """Returns the end of a line about a missing variable: the nearest name among saved variables of its shape in `extra`."""
+    """Returns a hint about a missing variable: the name in `extra` that is most like `path`, among those of equal shape."""
     alike = [p for p in extra if saved[p].shape == variable.shape]
     return f"; {rule_matching.nearest(path, alike)} in the checkpoint" if alike else ""
 
@@ -115,7 +115,7 @@ def _describe(variable: SavedVariable) -> str:
 def _other_number_of_layers(
     missing: list[str], extra: list[str], saved: Iterable[str], wanted: Iterable[str]
 ) -> str | None:
-    """Returns the cause if the checkpoint and the model differ in the number of layers, `layers/0` or `layers_0` and so on."""
+    """Returns the likely cause if checkpoint and model differ in the number of layers (`layers/0` or `layers_0` and so on)."""
     changed = set(_numbered(missing)) | set(_numbered(extra))
     saved_numbers, wanted_numbers = _numbered(saved), _numbered(wanted)
     for stem in sorted(changed, key=len):
@@ -126,7 +126,7 @@ def _other_number_of_layers(
 
 
 def _numbered(paths: Iterable[str]) -> dict[str, set[str]]:
-    """Returns {'lm/layers/#': {'0', '1'}} for paths below 'lm/layers/0' and 'lm/layers/1'; 'lm/layers_0' is counted likewise."""
+    """Returns {'lm/layers/#': {'0', '1'}} for paths below 'lm/layers/0' and 'lm/layers/1'. 'lm/layers_0' is handled too."""
     numbers: dict[str, set[str]] = {}
     for path in paths:
         if path.startswith(_NOT_OF_THE_MODEL):
@@ -139,7 +139,7 @@ def _numbered(paths: Iterable[str]) -> dict[str, set[str]]:
 def _other_size(
     reshaped: list[str], saved: Mapping[str, SavedVariable], wanted: Mapping[str, SavedVariable]
 ) -> str | None:
-    """Returns the likely cause of reshaped variables: another rank, one size that changed in all of them, or several sizes."""
+    """Returns the likely cause of changed shapes: another rank, one size that changed in all variables, or several sizes."""
     if not reshaped:
         return None
     ranks_differ = [p for p in reshaped if len(saved[p].shape) != len(wanted[p].shape)]
@@ -157,7 +157,7 @@ def _other_size(
     if len(sizes) > 1:
         return f"{len(sizes)} sizes changed, among them " + ", ".join(f"{a} to {b}" for a, b in sorted(sizes)[:3])
     before, now = sizes.pop()
-    # Optimizer states have the adapters' paths within theirs.
+    # The paths of optimizer states contain those of the adapters.
     if all("/params/lora/" in path for path in reshaped):
         return f"the rank of the adapters (task.lora.rank) was {before} when saved and is {now} in the model"
     if {dim for dim, _, _ in changes} == {0} and all(re.search("repeat|stack|scan|layer|block", p) for p in reshaped):

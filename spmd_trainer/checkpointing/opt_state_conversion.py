@@ -1,4 +1,4 @@
-"""Reads optimizer states that were saved in another dtype than the run now keeps them in: float32, bfloat16 or 8 bits."""
+"""Reads optimizer states that were saved in another dtype than the run keeps them in: float32, bfloat16 or 8 bits."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _STATES = "opt_states/"
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """The variables to read from a checkpoint, and their conversion to the variables of the run.
+    """The variables to read from a checkpoint, and how to convert them to the variables of the run.
 
-    A part of an optimizer state is one array, or in 8 bits a pair of arrays (`Bytes`), whose paths end in '/codes_8bit' and
-    '/scale_8bit'.
+    An optimizer state consists of parts. A part is one array, or in 8 bits a pair of arrays (`Bytes`), whose paths end in
+    '/codes_8bit' and '/scale_8bit'.
 
     Attributes:
       wanted: the run's variables by path.
@@ -43,7 +43,7 @@ class Conversion:
     parts: Mapping[str, tuple[str, str]]
 
     def made(self, arrays: dict[str, jax.Array], mesh: Mesh, step: int) -> dict[str, jax.Array]:
-        """Returns the wanted arrays, padded, and logs how many parts are converted.
+        """Converts the arrays that were read; returns the wanted arrays, padded. Logs how many parts are converted.
 
         Args:
           arrays: the arrays of `read`, padded. Those of converted parts are deleted.
@@ -84,12 +84,12 @@ class Conversion:
 def conversion(
     saved: Mapping[str, SavedVariable], wanted: Mapping[str, VariableSpec], source: Mapping[str, str] | None = None
 ) -> Conversion:
-    """Finds the parts of an optimizer state that a checkpoint holds in another dtype.
+    """Finds the parts of an optimizer state that a checkpoint holds in another dtype, and plans their conversion.
 
     Args:
       saved: the checkpoint's variables by path.
       wanted: the run's variables by path.
-      source: {wanted path: saved path}; None for the same paths. The path of any array of a saved part means the whole part.
+      source: {wanted path: saved path}; None if they are equal. In 8 bits, the path of either array of a pair means the pair.
     """
     source = {path: path for path in wanted} if source is None else source
     read: dict[str, VariableSpec] = {}
@@ -102,7 +102,7 @@ def conversion(
             read[path], read_from[path] = spec, source[path]
             continue
         parts[part] = before, now
-        # Converted on the devices: nothing is computed in host memory.
+        # The conversion runs on the devices, so its inputs must not be in host memory.
         values = dataclasses.replace(wanted[part if now != EIGHT_BITS else part + CODES], memory_kind=None)
         if before != EIGHT_BITS:
             found = [dataclasses.replace(values, path=part, dtype=np.dtype(jnp.dtype(before)))]
@@ -115,12 +115,12 @@ def conversion(
 
 
 def part_of(path: str) -> str:
-    """Returns the path of the state part that an array belongs to: without the suffixes '/codes_8bit' and '/scale_8bit'."""
+    """Returns the path of the part to which an array belongs: without the suffixes '/codes_8bit' and '/scale_8bit'."""
     return path.removesuffix(CODES).removesuffix(SCALE)
 
 
 def _dtype(variables: Mapping[str, SavedVariable] | Mapping[str, VariableSpec], part: str) -> str | None:
-    """Returns the dtype of a part of a state, one of `DTYPES`; None if it has another dtype, or is not in `variables`."""
+    """Returns the dtype of a part, one of `DTYPES`; None if it has another dtype, or is not in `variables`."""
     if part + CODES in variables and part + SCALE in variables:
         return EIGHT_BITS
     found = str(variables[part].dtype) if part in variables else None

@@ -1,6 +1,6 @@
 """Writes steps and reads arrays with Orbax. Besides this module, only `unpadded_arrays` imports Orbax.
 
-Importing this module imports Orbax (0.4 s), so the other files import it only when a checkpoint is written or read.
+Importing this module imports Orbax (0.4 s), so the other modules import it only when a checkpoint is written or read.
 
 A checkpoint's arrays are a tree of dictionaries in the item `state`, at their logical shapes: `layers/0/kernel` is
 tree['layers']['0']['kernel']. Any Orbax program can read it. The other nodes of the state (NestedMaps, optax's MaskedNodes,
@@ -52,18 +52,18 @@ absl_logging.get_absl_logger().addFilter(_QuietOrbax())
 
 
 class Manager(ocp.CheckpointManager):  # type: ignore[misc, unused-ignore]  # Orbax has no type information.
-    """Orbax's CheckpointManager without the preemption protocol, and with a hook for the end of a save.
+    """Orbax's CheckpointManager without its preemption protocol, and with a hook that is called at the end of a save.
 
     Orbax would report the step of a save to the preemption service from its background thread, when training is some steps
     ahead. If SIGTERM arrived then, the processes would agree to stop at a step that is already past, and the signal would be
     lost. So only the training loop talks to the preemption service, and it saves with `force`.
 
-    The manager deletes old steps with `StepDeleter`, and ends a save on all processes if it fails on one.
+    The manager deletes old checkpoints with `StepDeleter`, and ends a save on all processes if it fails on one.
 
     Attributes:
-      after_commit: called in the background, by every process, when a step is on disk and older steps are deleted. It is
+      after_commit: called in the background, by every process, when a checkpoint is on disk and older ones are deleted. It is
         not called if the save failed.
-      deleter: deletes old steps.
+      deleter: deletes old checkpoints.
       arrays: the handler that writes the arrays.
     """
 
@@ -87,7 +87,7 @@ class Manager(ocp.CheckpointManager):  # type: ignore[misc, unused-ignore]  # Or
         self._barrier.reporting_failure(super()._wait_for_checkpointers, self._end_waiting_threads)
 
     def _end_waiting_threads(self) -> None:
-        """Ends the threads, here and on other processes, that would wait 300 s for the step's directories."""
+        """Ends the threads, on this and other processes, that would wait 300 s for the directories of a failed save."""
         # Orbax cancels a save only before it has failed.
         for writing in self._checkpointer._async_manager._commit_futures or ():
             writing.cancel()
@@ -107,14 +107,14 @@ class Manager(ocp.CheckpointManager):  # type: ignore[misc, unused-ignore]  # Or
         del step
 
     def reached_preemption(self, step: int) -> bool:
-        """Returns False; the docstring of the class says why."""
+        """Returns False: the manager does not take part in preemption (see the class)."""
         del step
         return False
 
 
 @dataclasses.dataclass(frozen=True)
 class _ListedStep(ocp.path.step.Metadata):  # type: ignore[misc, unused-ignore]
-    """A step on an object store, with its commit time from the directory listing. Orbax would read a file of every step."""
+    """A checkpoint on an object store, with its commit time from the directory listing. (Orbax would read a file of each.)"""
 
     committed: datetime.datetime
 
@@ -124,7 +124,7 @@ class _ListedStep(ocp.path.step.Metadata):  # type: ignore[misc, unused-ignore]
 
 
 class _ListedSteps(ocp.path.step.NameFormat):  # type: ignore[misc, unused-ignore]
-    """Finds all steps on an object store by a single listing."""
+    """Finds all checkpoints on an object store by a single listing."""
 
     def build_name(self, step: int) -> str:
         return str(step)
@@ -152,11 +152,11 @@ def make_manager(
     """Returns a manager that writes to `directory`. On a file system, deletes unfinished saves that earlier runs left there.
 
     Args:
-      directory: the directory of the steps.
-      max_to_keep: how many of the newest steps to keep; None keeps all.
-      keep_interval: besides these, keep one step per interval of this length.
-      before_commit: called on process 0 in the background, after all files of a step are written and before the step
-        becomes visible. If it raises, the step never becomes visible.
+      directory: the directory of the checkpoints.
+      max_to_keep: how many of the newest checkpoints to keep; None keeps all.
+      keep_interval: besides these, keep one checkpoint per interval of this length.
+      before_commit: called on process 0 in the background, after all files of a checkpoint are written and before it becomes
+        visible. If it raises, the checkpoint never becomes visible.
       after_commit: see `Manager`.
     """
     registry = ocp.DefaultCheckpointHandlerRegistry()
@@ -177,8 +177,8 @@ def make_manager(
     options = ocp.CheckpointManagerOptions(
         max_to_keep=max_to_keep,
         keep_time_interval=keep_interval,
-        create=not on_object_store,  # where there is nothing to create
-        # On object stores `steps.clean_up` does, by one listing.
+        create=not on_object_store,  # object stores have no directories to create
+        # On object stores, `steps.clean_up` deletes unfinished saves, by one listing.
         cleanup_tmp_directories=not on_object_store,
         step_name_format=_ListedSteps() if on_object_store else None,
         # Otherwise the training loop waits while Orbax looks for a directory of the new step's name.
@@ -207,20 +207,20 @@ def save(
     record: records.Record,
     own_input_state: Mapping[str, object] | None = None,
 ) -> None:
-    """Starts to save a step. When it returns, the arrays are copied to the host and may be donated.
+    """Starts to save a checkpoint. When it returns, the arrays have been copied to the host and may be donated.
 
     Arrays without elements are left out, because Orbax does not store them; `read_arrays` creates them again.
 
     Args:
       manager: the manager of the directory.
-      step: the step.
+      step: the step of the checkpoint.
       arrays: the arrays by path, at padded shapes.
-      record: the record; it has the logical shapes.
-      own_input_state: this process' position of the input; None if the record has the position of all processes.
+      record: the JSON record of the checkpoint, which has the logical shapes.
+      own_input_state: this process' position in the training input; None if the record has the position of all processes.
     """
     saved = records.saved_variables(record)
     stored = {saved[path].keys: array for path, array in arrays.items() if math.prod(saved[path].shape)}
-    # Orbax joins the keys by dots to the names that its handler sees.
+    # The handler sees names that Orbax makes by joining the keys with dots.
     manager.arrays.logical_shapes = {
         ".".join(map(str, saved[path].keys)): saved[path].shape
         for path, x in arrays.items()
@@ -237,14 +237,14 @@ def save(
 
 
 def discard(directory: epath.Path, step: int) -> None:
-    """Deletes the temporary directory of a failed save. On object stores, the next start deletes the remains."""
+    """Deletes the temporary directory of a failed save. On object stores, the next start of the run deletes the remains."""
     temporary = directory / f"{step}{TEMPORARY_SUFFIX}"
     with contextlib.suppress(OSError):
         temporary.rmtree()
 
 
 def writing_dir(directory: epath.Path, step: int) -> epath.Path:
-    """Returns the directory of a step that is being written: a temporary one, or on object stores the final one."""
+    """Returns the directory of a checkpoint that is being written: a temporary one, or on object stores the final one."""
     temporary = directory / f"{step}{TEMPORARY_SUFFIX}"
     return temporary if temporary.exists() else directory / str(step)
 
@@ -302,14 +302,14 @@ def read_arrays(
             # Orbax restores a PRNG key on one device without its mesh.
             arrays[path] = jax.device_put(functools.reduce(operator.getitem, keys, read), shardings[path])
     for path, spec in wanted.items():
-        # Only padding that was saved can hold anything but zeros.
+        # Padding is zero unless it was read from the checkpoint.
         if any(pad and saved[source[path]].stored_shape[dim] > size for dim, (size, pad) in _padded_dims(spec)):
             arrays[path] = _with_zero_padding(arrays[path], spec)
     return {path: arrays[path] for path in wanted}
 
 
 def read_on_host(tree_dir: epath.Path, key: str) -> dict[str, Any]:
-    """Returns the part of a tree of arrays below `key`, as NumPy arrays."""
+    """Reads the arrays below the top-level key `key` of a tree of arrays, as NumPy arrays."""
     handler = ocp.PyTreeCheckpointHandler()
     part = {key: handler.metadata(tree_dir).tree[key]}
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
@@ -325,15 +325,15 @@ def read_on_host(tree_dir: epath.Path, key: str) -> dict[str, Any]:
 def _restore_request(
     handler: ocp.PyTreeCheckpointHandler, tree_dir: epath.Path, args: Mapping[records.Keys, ocp.ArrayRestoreArgs]
 ) -> ocp.args.PyTreeRestore:
-    """Returns Orbax's arguments for reading these arrays.
+    """Returns the arguments with which Orbax reads these arrays.
 
-    Their `item` only names the arrays: if it held shapes or arrays, Orbax would convert to their dtypes.
+    The argument `item` only names the arrays: if it held shapes or arrays, Orbax would convert to their dtypes.
     """
     if not any(isinstance(key, int) for keys in args for key in keys):
         return ocp.args.PyTreeRestore(
             item=_tree(dict.fromkeys(args, 0)), restore_args=_tree(args), partial_restore=True
         )
-    # Parts of lists can be read only with the structure of the whole tree.
+    # Some elements of a list can be read only with the structure of the whole tree.
     whole = handler.metadata(tree_dir).tree
     return ocp.args.PyTreeRestore(
         item=jax.tree_util.tree_map_with_path(lambda at, _: 0 if _keys(at) in args else ocp.PLACEHOLDER, whole),

@@ -1,4 +1,4 @@
-"""Steps that this trainer saved, as sources. Opening a step checks its small files; reading it checks the files of its arrays."""
+"""Steps that this trainer saved, as sources. Opening a step checks its small files; reading it checks the array files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from spmd_trainer.train_states import TrainState
 
 STATE_ITEM = "state"
-# TensorStore raises ValueError for everything: its text tells a damaged file from storage that does not answer.
+# TensorStore raises ValueError for all errors; the text tells a damaged file from storage that does not answer.
 _DECODING_ERRORS = re.compile("DATA_LOSS|Error decoding")
 _STORAGE_ERRORS = re.compile(
     "NOT_FOUND|OUT_OF_RANGE|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|PERMISSION_DENIED|UNAUTHENTICATED|"
@@ -39,17 +39,17 @@ _STORAGE_ERRORS = re.compile(
 
 
 class DamagedFilesError(DamagedCheckpointError):
-    """A step's files don't match its manifest, or cannot be decoded. The message names the file, e.g. 'a/b is missing'."""
+    """A checkpoint's files don't match its manifest, or can't be decoded. The message names the file: 'a/b is missing'."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnStep(CheckpointSource):
-    """A step that this trainer saved.
+    """A checkpoint that this trainer saved.
 
     Attributes:
-      step_dir: the directory of the step.
-      saved_record: the record of the step.
-      unchecked: the files of its arrays, if their checksums have not been compared yet; otherwise None.
+      step_dir: the directory of the checkpoint.
+      saved_record: the JSON record of the checkpoint.
+      unchecked: the manifest of the array files, if their checksums have not been compared yet; otherwise None.
     """
 
     step_dir: epath.Path
@@ -58,26 +58,26 @@ class OwnStep(CheckpointSource):
 
     @property
     def label(self) -> str:
-        """The beginning of a message about this step."""
+        """The beginning of a message about this checkpoint."""
         return f"Checkpoint {self.name}"
 
     def input_state(self) -> dict[str, Any] | None:
-        """Returns the position from which this process resumes the input; see `input_states.read`."""
+        """Returns the position from which this process resumes the training input; see `input_states.read`."""
         return input_states.read(self.step_dir, self.saved_record)
 
     def record(self, state: TrainState, specs: Mapping[str, VariableSpec]) -> records.Record:
-        """Returns the record that was saved with the state."""
+        """Returns the JSON record that was saved with the state."""
         del state, specs
         return self.saved_record
 
     def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
         """Reads variables onto a mesh; see `CheckpointSource.read`.
 
-        Checksums are computed while arrays are read: with idle cores they cost no time.
+        Checksums are computed while arrays are read, which costs no time if processor cores are idle.
 
         Raises:
           DamagedFilesError: on every process, if one process found a wrong checksum or an array that can't be decoded.
-          CheckpointNotFoundError: there is no such step any more.
+          CheckpointNotFoundError: the step has been deleted.
         """
         # Importing Orbax takes 0.4 s: not before arrays are read.
         from spmd_trainer.checkpointing import orbax_io
@@ -92,7 +92,7 @@ class OwnStep(CheckpointSource):
                     arrays.update(attempt())
             except Exception as raised:
                 error = raised
-        # Checksums come first: an error of reading a damaged file says nothing about its cause.
+        # Wrong checksums are reported first: the error from reading a damaged file does not tell its cause.
         _require(checked.result)
 
         def settle() -> str | None:
@@ -120,10 +120,10 @@ class OwnStep(CheckpointSource):
         return found
 
     def checked(self) -> OwnStep:
-        """Compares the checksums of the step's arrays, and returns the step as checked. Called by every process.
+        """Compares the checksums of the array files, and returns this checkpoint as checked. Called by every process.
 
         Raises:
-          As `read`.
+          DamagedFilesError, CheckpointNotFoundError: as `read`.
         """
         _require(self._contents_problem)
         return dataclasses.replace(self, unchecked=None)
@@ -140,7 +140,7 @@ class OwnStep(CheckpointSource):
         Raises:
           CheckpointNotFoundError: the step has been deleted.
           CheckpointReadError: storage fails.
-          Exception: the error of the read, if it is neither a storage error nor a decoding error.
+          Exception: `error`, if it is neither a storage error nor a decoding error.
         """
         what = f"reading the arrays of {self.step_dir}"
         try:
@@ -162,7 +162,7 @@ class _StorageError(OSError):
 
 @contextlib.contextmanager
 def _storage_errors() -> Iterator[None]:
-    """Context manager that converts TensorStore's storage errors to OSErrors, so that the read is tried again."""
+    """Context manager that converts TensorStore's storage errors to OSErrors, so that the read is retried."""
     try:
         yield
     except OSError:
@@ -175,7 +175,7 @@ def _storage_errors() -> Iterator[None]:
 
 
 def _full_text(error: BaseException) -> str:
-    """Returns the texts of an error and of its causes, the first cause first: Orbax wraps TensorStore's errors in its own."""
+    """Returns the texts of an error and its causes, the first cause first. (Orbax wraps TensorStore's errors in its own.)"""
     texts: list[str] = []
     current: BaseException | None = error
     while current is not None and str(current) not in texts:
@@ -185,14 +185,14 @@ def _full_text(error: BaseException) -> str:
 
 
 def open_step(directory: epath.Path, step: int) -> OwnStep:
-    """Opens a step after checking the names and sizes of all its files, and the contents of the files without arrays.
+    """Opens a checkpoint after checking the names and sizes of all files, and the contents of the files without arrays.
 
-    Called by every process; all of them find the same damage. `OwnStep.read` checks the rest.
+    Called by every process; all of them find the same damage. `OwnStep.read` checks the contents of the array files.
 
     Raises:
       DamagedFilesError: files are missing, or differ from those that were written.
       DamagedCheckpointError: the record is damaged although its checksum is right, or has a format of a later trainer.
-      CheckpointNotFoundError: there is no such step, or no longer.
+      CheckpointNotFoundError: there is no such step, or it has been deleted.
     """
     step_dir = steps.step_dir(directory, step)
     opened: list[OwnStep] = []
@@ -208,7 +208,7 @@ def open_step(directory: epath.Path, step: int) -> OwnStep:
     def read_record() -> str | None:
         try:
             record, unchecked = records.read(step_dir, step), _part(listed[0], arrays=True)
-        except DamagedCheckpointError as error:  # as one process sees it; all refuse the step
+        except DamagedCheckpointError as error:  # if one process finds damage, all refuse the step
             return str(error)
         saved, name = records.saved_variables(record), f"step {step} in {directory}"
         opened.append(OwnStep(name, step, saved, record["metadata"], step_dir, record, unchecked))
@@ -226,12 +226,12 @@ def _require(check: Callable[[], str | None]) -> None:
 
 
 def _share_problem(step_dir: epath.Path, files: manifest.Manifest) -> str | None:
-    """Returns the problem with the contents of this process' share of the files, or None. The processes together read all."""
+    """Returns the problem with this process' share of the files, or None. Together, the processes check all files."""
     return manifest.contents_problem(step_dir, files, jax.process_index(), jax.process_count())
 
 
 def _part(listed: manifest.Manifest, *, arrays: bool) -> manifest.Manifest:
-    """Returns the part of a manifest about the files of arrays, or about all other files."""
+    """Returns the part of a manifest about the array files, or the part about all other files."""
     files = {n: entry for n, entry in listed["files"].items() if n.startswith(f"{STATE_ITEM}/") == arrays}
     part = listed.copy()
     part["files"] = files
@@ -241,17 +241,17 @@ def _part(listed: manifest.Manifest, *, arrays: bool) -> manifest.Manifest:
 def find_step(
     directory: epath.Path, step: int | None, check_contents: bool, asked: str = "init_from_checkpoint_rules"
 ) -> OwnStep:
-    """Opens the named step of a directory, or the newest whole one. Called by every process.
+    """Opens the given checkpoint step of a directory, or the newest undamaged one. Called by every process.
 
     Args:
       directory: a run's `job_log_dir`, its `checkpoints`, or one step in it.
-      step: the step. None takes the newest whole one, or the step that `directory` is.
-      check_contents: True compares the checksums of the files; False compares sizes only.
+      step: the step. None takes the newest undamaged step, or the step that `directory` itself is.
+      check_contents: True compares the checksums of the step's files; False compares sizes only.
       asked: the setting that asks for the step, for messages.
 
     Raises:
-      CheckpointNotFoundError: there is no such step, or no whole one; or `directory` is another step.
-      DamagedCheckpointError: the named step is damaged.
+      CheckpointNotFoundError: there is no such step, or no undamaged one; or `directory` itself is another step.
+      DamagedCheckpointError: the given step is damaged.
     """
     name, own_step = decided_by_process_0(lambda: _locate(directory))
     if None not in (step, own_step) and step != own_step:
@@ -278,7 +278,7 @@ def find_step(
 
 
 def _locate(directory: epath.Path) -> tuple[str, int | None]:
-    """Returns the directory of checkpoints, and the step if `directory` is a single step."""
+    """Returns the directory that holds the steps, and the number of the step if `directory` itself is a step (else None)."""
 
     def look() -> tuple[str, int | None]:
         if directory.name.isdigit() and (directory / records.RECORD_ITEM).exists():

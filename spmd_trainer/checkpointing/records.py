@@ -1,6 +1,6 @@
 """The JSON record beside a checkpoint's arrays: variables with logical shapes, mesh, versions, input position, metadata.
 
-The record shows whether a checkpoint fits a model before an array is read, and makes a checkpoint readable without the
+The record shows whether a checkpoint fits a model before any array is read, and makes the checkpoint readable without the
 code that wrote it.
 """
 
@@ -43,7 +43,7 @@ Keys: TypeAlias = tuple[str | int, ...]
 
 
 class VariableEntry(TypedDict):
-    """A variable in a record: its logical shape, dtype and PartitionSpec. Formats 1 and 2 also have the stored array's shape."""
+    """A variable in a checkpoint's record: logical shape, dtype, PartitionSpec; in formats 1 and 2 also the stored shape."""
 
     shape: list[int]
     dtype: str
@@ -52,7 +52,7 @@ class VariableEntry(TypedDict):
 
 
 class MeshEntry(TypedDict):
-    """The mesh in a record: {axis name: size}, the numbers of devices and processes, and JAX's name of the platform."""
+    """The mesh in a checkpoint's record: {axis name: size}, how many devices and processes, and JAX's platform name."""
 
     axes: dict[str, int]
     devices: int
@@ -61,23 +61,23 @@ class MeshEntry(TypedDict):
 
 
 class InputStatesEntry(TypedDict):
-    """The entry about input positions: how many processes saved one, and whether all were the same; see `input_states`."""
+    """Input positions in a checkpoint's record: how many processes saved one, and whether all were the same."""
 
     processes: int
     same: bool
 
 
 class Record(TypedDict):
-    """The record of a step.
+    """The JSON record of a checkpoint.
 
     Attributes:
-      format: `FORMAT` of the trainer that wrote it.
+      format: `FORMAT` of the trainer that wrote the record.
       step: the number of updates that the state has had.
       saved_at: the time in UTC, e.g. '2026-01-31T12:00:00+00:00'.
       mesh: the mesh that the state was on.
       versions: {package: version}.
       variables: {path: its logical shape, dtype and spec}; paths are written `layers/0/attn/kernel`.
-      input_state: the position of the input, as process 0 gave it to `Checkpointer.save`.
+      input_state: the position in the training input, as process 0 gave it to `Checkpointer.save`.
       input_states: how many processes saved a position, and whether it is the same on all of them.
       metadata: the caller's own entries, as they were given to `Checkpointer.save`.
     """
@@ -100,9 +100,9 @@ class SavedVariable:
     Attributes:
       shape: the logical shape.
       dtype: the dtype's name, e.g. 'bfloat16', or 'key<fry>' for a PRNG key.
-      stored_shape: the shape of the stored array: with padding in old checkpoints.
-      spec: its PartitionSpec when it was saved, as text.
-      keys: the keys that lead to it in the stored tree; a number is a position in a list.
+      stored_shape: the shape of the stored array, which has padding in old checkpoints.
+      spec: the variable's PartitionSpec when it was saved, as text.
+      keys: the keys that lead to the variable in the stored tree; a number is a position in a list.
     """
 
     shape: tuple[int, ...]
@@ -117,7 +117,7 @@ class SavedVariable:
 
     @classmethod
     def from_json(cls, path: str, entry: VariableEntry, version: int) -> SavedVariable:
-        """Returns the variable of an entry in a record; `version` is the record's format."""
+        """Returns the variable at `path` from its entry in a record. `version` is the record's format."""
         stored_shape = entry["shape"] if version >= 3 else entry["padded_shape"]
         keys = stored_keys(path) if version >= 3 else (path,)
         logical, stored = (json_values.shape(sizes, f"{path}.shape") for sizes in (entry["shape"], stored_shape))
@@ -136,7 +136,7 @@ def stored_keys(path: str) -> tuple[str, ...]:
 
 
 def check_stored_keys(paths: Iterable[str]) -> None:
-    """Refuses paths that would collide in a stored tree, where Orbax joins keys by dots.
+    """Raises an error for paths that would collide in a stored tree, where Orbax joins keys by dots.
 
     Raises:
       CheckpointError: two paths would name one array, or a variable's path is also the parent of another variable's path.
@@ -188,13 +188,13 @@ def make(
     *,
     same_input_state: bool = True,
 ) -> Record:
-    """Returns the record of a state.
+    """Returns the JSON record of a state, for its checkpoint.
 
     Args:
       step: the number of updates that the state has had.
       state: the state; only its mesh is used.
       variables: {path: VariableSpec}.
-      input_state: the position of the input, as `to_json` returns it.
+      input_state: the position in the training input, as `to_json` returns it.
       metadata: the caller's own entries, e.g. the resolved config. Values that JSON cannot hold are written as their repr.
       same_input_state: whether all processes have this position.
 
@@ -216,7 +216,7 @@ def make(
 
 
 def to_json(input_state: Mapping[str, object] | None) -> dict[str, Any] | None:
-    """Encodes the position of an input as JSON values.
+    """Encodes the position in an input as JSON values.
 
     Args:
       input_state: the position: JSON values, bytes and NumPy values.
@@ -225,7 +225,7 @@ def to_json(input_state: Mapping[str, object] | None) -> dict[str, Any] | None:
       CheckpointError: the position holds a value that could not be restored unchanged.
     """
     try:
-        # By the reader that restores it, so that what is saved can be restored.
+        # Parsed by the function that restores it, so that what is saved can be restored.
         position: dict[str, Any] | None = json_values.parse(json.dumps(input_state, default=_to_json), finite=False)
     except (TypeError, ValueError, RecursionError) as e:
         raise CheckpointError(
@@ -244,11 +244,11 @@ def from_json(text: bytes) -> Any:
 
 
 def read(step_dir: epath.Path, step: int) -> Record:
-    """Reads the record of a step.
+    """Reads the JSON record of a checkpoint.
 
     Raises:
       DamagedCheckpointError: the record is missing, malformed, in another format, or of another step.
-      CheckpointNotFoundError: there is no such step, or no longer.
+      CheckpointNotFoundError: there is no such step, or it has been deleted.
     """
     name = f"{RECORD_ITEM}/{RECORD_FILE}"
     path = step_dir / name
@@ -285,7 +285,7 @@ def _check_types(record: Record) -> None:
 
 
 def saved_variables(record: Record) -> dict[str, SavedVariable]:
-    """Returns {path: SavedVariable} of a record."""
+    """Returns {path: SavedVariable} of a checkpoint's record."""
     version = record["format"]
     return {path: SavedVariable.from_json(path, entry, version) for path, entry in record["variables"].items()}
 

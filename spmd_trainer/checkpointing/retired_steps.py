@@ -1,6 +1,6 @@
-"""Renames damaged steps, deletes old ones, and parses how long steps are kept.
+"""Renames damaged checkpoint steps, deletes old ones, and parses how long steps are kept.
 
-Damaged steps are renamed only if the directory has a whole step.
+Damaged steps are renamed only if the directory has an undamaged step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def move_all_aside(directory: epath.Path) -> None:
-    """Renames the damaged steps of a directory, judged by the names and sizes of files that process 0 sees.
+    """Renames the damaged checkpoints of a directory, judged by the names and sizes of files that process 0 sees.
 
     Called by every process.
 
     Raises:
-      NoWholeCheckpointError: there are steps and none is whole. Nothing is renamed.
+      NoWholeCheckpointError: there are checkpoints, and all of them are damaged. Nothing is renamed.
     """
     problems = dict(decided_by_process_0(lambda: list(steps.problems(directory).items())))
     damaged = {step: problem for step, problem in problems.items() if problem}
@@ -45,10 +45,10 @@ def move_all_aside(directory: epath.Path) -> None:
 
 
 def move_aside(directory: epath.Path, step: int) -> None:
-    """Renames a damaged step to `refused-STEP`, so that its number can be used again. Called by every process.
+    """Renames a damaged checkpoint to `refused-STEP`, so that its step can be saved again. Called by every process.
 
     Raises:
-      OSError: on process 0, if it cannot rename the step. The other processes then raise a CheckpointError.
+      OSError: on process 0, if it cannot rename the checkpoint. The other processes then raise a CheckpointError.
     """
 
     def rename() -> None:
@@ -64,12 +64,12 @@ def move_aside(directory: epath.Path, step: int) -> None:
 
 
 def none_whole(directory: epath.Path, refused: Mapping[int, str], *, read_only: bool) -> CheckpointNotFoundError:
-    """Returns the error for a directory without a whole step.
+    """Returns the error for a directory without an undamaged checkpoint.
 
     Args:
       directory: the directory.
       refused: {damaged step: its problem}.
-      read_only: True if this job only reads the directory; then the message does not say how a run could begin again.
+      read_only: True if this job only reads the directory; then the message does not say how a run could start from scratch.
     """
     text = f"No whole checkpoint in {directory}."
     text += "".join(f"\n  step {step} is refused: {why}" for step, why in refused.items()) or " It holds no steps."
@@ -79,10 +79,10 @@ def none_whole(directory: epath.Path, refused: Mapping[int, str], *, read_only: 
 
 
 class StepDeleter:
-    """Deletes the old steps that Orbax' retention policy selects. Implements Orbax' protocol of a deleter.
+    """Deletes the old checkpoints that Orbax's retention policy selects. Implements Orbax's protocol for deleters.
 
-    If a step cannot be deleted, a warning is logged, and the deletion is tried again at the next save. Orbax' own deleter would
-    end the run, and leave half-deleted steps that look damaged.
+    If a checkpoint cannot be deleted, a warning is logged, and the deletion is tried again at the next save. Orbax's own
+    deleter would end the run, and leave half-deleted checkpoints that look damaged.
     """
 
     def __init__(self, directory: epath.Path) -> None:
@@ -93,7 +93,7 @@ class StepDeleter:
         self.delete_steps([step])
 
     def delete_steps(self, doomed: Sequence[int]) -> None:
-        """Deletes steps, and those whose earlier deletion failed. Only process 0 deletes."""
+        """Deletes the given checkpoint steps, and those whose earlier deletion failed. Only process 0 deletes."""
         if jax.process_index():
             return
         try:
@@ -112,22 +112,22 @@ class StepDeleter:
                 self._pending.discard(step)
 
     def keep(self, step: int) -> None:
-        """Cancels the pending deletion of a step, because its number is used again."""
+        """Cancels the pending deletion of a step, because a new checkpoint is saved at this step."""
         self._pending.discard(step)
 
     def close(self) -> None:
-        """Does nothing; part of Orbax' protocol."""
+        """Does nothing; Orbax's protocol requires this method."""
 
 
 def parse_duration(duration: Duration) -> datetime.timedelta | None:
-    """Parses the value of `save_keep_interval_duration`. Returns None if it is None or ''.
+    """Parses the setting `save_keep_interval_duration`. Returns None if it is None or ''.
 
     Args:
-      duration: '12h', '90m', '30s', '2d' or several of these ('1h30m'); a number of seconds (45 or '45'); a timedelta;
-        None or '' for no duration.
+      duration: '12h', '90m', '30s', '2d' or several of these ('1h30m'); a number of seconds (45 or '45'); a timedelta; None
+        or '' for no duration.
 
     Raises:
-      UserError: `duration` has another form, or is not longer than 0 seconds; the message names the field and its value.
+      UserError: `duration` has another form, or is not longer than 0 seconds; the message names the setting and its value.
     """
     if duration is None or (isinstance(duration, str) and not duration.strip()):
         return None

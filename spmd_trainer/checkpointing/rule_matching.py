@@ -33,10 +33,10 @@ class CheckpointLoadingRules:
     load. Regexes are matched as in Pax, with `re.match`: from the beginning of the name, not necessarily to its end. (Other
     rules of the trainer use `re.search`.) Also as in Pax, a template may be written with dots instead of slashes.
 
-    Rules that load nothing are refused, and so is a rule that matches no variable of the model. The report warns of a
-    rule whose variables are all matched by earlier rules.
+    Rules that load nothing are refused, and so is a rule that matches no variable of the model. The warm start's report warns
+    of a rule whose variables are all matched by earlier rules.
 
-    Example, a decoder that takes an LM's weights but not its biases:
+    For example, a decoder takes an LM's weights but not its biases:
 
         CheckpointLoadingRules(load_rules=[('params/decoder/lm/(.*)', 'params/lm/{}')], ignore_rules=['.*/b$'])
 
@@ -44,17 +44,17 @@ class CheckpointLoadingRules:
       task_p: ignored, because a checkpoint describes itself. Pax's experiments set it.
       load_rules: pairs of regex and template. The pair `LOAD_ALL` loads every variable under its own name. A template that
         starts with 'ema/' loads the variable's moving average from the optimizer states.
-      safe_load: Pax's name, without effect: a rule that matches no variable is always refused.
-      ignore_rules: regexes of model variables to leave at their initial values, matched like those of `load_rules`. Each
-        must match at least one variable.
-      step: the step to load; None for the newest whole step.
+      safe_load: a field of Pax, without effect: a rule that matches no variable is always refused.
+      ignore_rules: regexes of model variables to leave at their initial values, matched like those of `load_rules`. Each must
+        match at least one variable.
+      step: the step to load; None for the newest undamaged step.
       load_step: True also loads the step counter.
-      load_opt_states: True also loads all optimizer states; they must have the model's paths, shapes and dtypes. States
-        in another `opt_state_dtype` are converted.
+      load_opt_states: True also loads all optimizer states; they must have the model's paths, shapes and dtypes. States in
+        another `opt_state_dtype` are converted.
       load_ema_states: True if 'ema/' in templates means moving averages.
-      partial_load_opt_states: True also loads optimizer states by `load_rules`, with names below `opt_states`, converted
-        likewise. A state in 8 bits has one name for both of its arrays. States that the checkpoint lacks or has with another
-        shape stay at their initial values.
+      partial_load_opt_states: True also loads optimizer states by `load_rules`, with names below `opt_states`, and converts
+        their dtypes in the same way. A state in 8 bits has one name for both of its arrays. States that the checkpoint lacks,
+        or has with another shape, stay at their initial values.
       input_specs_provider_p: ignored, like `task_p`.
     """
 
@@ -87,7 +87,7 @@ RulesByDirectory: TypeAlias = Mapping[epath.PathLike, "CheckpointLoadingRules | 
 
 
 def built(rules: object) -> dict[epath.PathLike, CheckpointLoadingRules]:
-    """Returns {directory: rules}, with configs of rules built.
+    """Returns {directory: rules}. Rules that are given as Fiddle configs are built.
 
     Raises:
       UserError: `rules` does not map directories to CheckpointLoadingRules, or a rule is invalid.
@@ -112,7 +112,7 @@ def built(rules: object) -> dict[epath.PathLike, CheckpointLoadingRules]:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The rule that applies to a variable.
+    """The load rule that applies to a variable.
 
     Attributes:
       rule: index of the rule in `load_rules`.
@@ -126,11 +126,11 @@ class Match:
 
 
 def first_match(load_rules: Sequence[tuple[str, str]], ignore_rules: Sequence[str], name: str) -> Match | None:
-    """Returns the match of the first rule whose regex matches `name`, or None.
+    """Returns the first load rule whose regex matches `name`, as a `Match`; None if no regex matches.
 
     Args:
       load_rules: pairs of regex and template. A regex must match from the beginning of `name` (`re.match`, as in Pax).
-      ignore_rules: regexes of variables to exclude, matched likewise.
+      ignore_rules: regexes of variables to exclude, matched in the same way.
       name: the variable's path below `mdl_vars` (or `opt_states`), e.g. 'params/lm/softmax/w'.
     """
     for index, (pattern, template) in enumerate(load_rules):
@@ -168,8 +168,8 @@ def without_match(
     """Finds rules that match no variable of the model.
 
     Args:
-      load_rules: pairs of regex and template, matched with `re.match`.
-      ignore_rules: regexes, matched likewise.
+      load_rules: pairs of regex and template. Regexes are matched with `re.match`.
+      ignore_rules: regexes, matched in the same way.
       names: the names of the model's variables.
       saved: the names of the checkpoint's variables.
 
@@ -195,8 +195,8 @@ def shadowed(load_rules: Sequence[tuple[str, str]], names: Sequence[str]) -> lis
     """Finds rules without effect, because earlier rules match all of their variables.
 
     Returns:
-      A message for each rule without effect. If an earlier rule matches more than this one, the message advises to move
-      this one before it.
+      A message for each rule without effect. If an earlier rule matches all of the rule's variables and more, the message
+      advises to move the rule before it.
     """
     matched = [{name for name in names if re.match(pattern, name)} for pattern, _ in load_rules]
     messages = []
@@ -212,12 +212,12 @@ def shadowed(load_rules: Sequence[tuple[str, str]], names: Sequence[str]) -> lis
 
 
 def describe(index: int, pattern: str, template: str) -> str:
-    """Returns the name of a rule in messages: its index, regex and template."""
+    """Returns the text by which messages refer to a load rule: its index, regex and template."""
     return f"load_rules[{index}] ({pattern!r}, {template!r})"
 
 
 def nearest_to_regex(pattern: str, names: Iterable[str]) -> str:
-    """Returns 'the nearest are a, b, c': the names whose beginning or end is most like the regex (or template)."""
+    """Returns 'the nearest are a, b, c': up to three names whose beginning or end is most like the regex (or template)."""
     text = _WILDCARDS.sub("", pattern)
 
     def likeness(name: str) -> float:

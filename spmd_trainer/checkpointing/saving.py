@@ -1,4 +1,4 @@
-"""The parts of a save besides writing: checks of storage and of the state, timing, and the error of a failed save."""
+"""What a save needs besides writing: checks of storage and of the state, timing, and the error of a failed save."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from spmd_trainer.train_states import TrainState
 
 MAX_LISTED = 20
-# A network file system may show new files this much later on other hosts.
+# The maximum delay with which a network file system shows new files on other hosts.
 _VISIBLE_SECONDS = 60.0
 
 
@@ -49,8 +49,7 @@ def arrays_by_path(state: TrainState, variables: TrainState, specs: Mapping[str,
       specs: the VariableSpecs by path, in the tree's order.
 
     Raises:
-      CheckpointError: the trees differ in structure, a leaf is not a jax.Array, or an array's shape or dtype differs from
-        its VariableSpec.
+      CheckpointError: the trees differ in structure, a leaf is not a jax.Array, or its shape or dtype differs from its spec.
     """
     leaves: list[Any]
     structure: Any
@@ -74,7 +73,7 @@ def arrays_by_path(state: TrainState, variables: TrainState, specs: Mapping[str,
 
 
 def refuse_non_finite(step: int, arrays: Mapping[str, jax.Array]) -> None:
-    """Refuses a state with NaN or infinity in a floating-point array. The arrays are checked on the devices.
+    """Raises an error if a floating-point array of a state holds NaN or infinity. The arrays are checked on the devices.
 
     Raises:
       NonFiniteStateError: a variable holds NaN or infinity; the message names such variables.
@@ -97,7 +96,7 @@ def refuse_non_finite(step: int, arrays: Mapping[str, jax.Array]) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _all_finite(replicated: NamedSharding | None) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """Returns a jitted function from arrays to one boolean per array, True if it is finite. Every process can read the result."""
+    """Returns a jitted function from arrays to one replicated boolean per array: True if all its elements are finite."""
 
     def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
         return jnp.stack([jnp.isfinite(x).all() for x in arrays])
@@ -113,16 +112,16 @@ class SaveTimes:
     """
 
     def __init__(self, what: str) -> None:
-        """Starts the clock. `what` names the saved thing in the log, e.g. 'step 200'."""
+        """Starts the clock. `what` is the name of the checkpoint in the log, e.g. 'step 200'."""
         self._what = what
         self._began = time.monotonic()
         self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def mark(self, end: Literal["copied", "on disk"]) -> None:
-        """Records that the arrays are copied to the host, or that every process has written its part of the step.
+        """Records that the arrays are copied to the host, or that every process has written its data of the step.
 
-        Called by the caller of the save, and by the thread that writes.
+        The caller of the save reports 'copied'; the writing thread reports 'on disk'.
         """
         with self._lock:
             self._seconds[end] = time.monotonic() - self._began
@@ -138,9 +137,9 @@ def error_of(
 
     Args:
       directory: the directory of the checkpoints.
-      step: the step that was saved; None if no save was started.
+      step: the step that was being saved; None if no save was started.
       cause: the exception of the save.
-      latest_step: returns the newest whole step; may raise CheckpointReadError.
+      latest_step: returns the newest undamaged step; may raise CheckpointReadError.
     """
     from spmd_trainer.checkpointing import orbax_io
 
@@ -174,15 +173,15 @@ def checkpoint_bytes(variables: TrainState) -> int:
 def check_storage(directory: epath.PathLike, checkpoint_bytes: int, keep: int | None) -> None:
     """Checks that all processes share a directory and can write to it, and that it has room for the checkpoints.
 
-    Creates the directory, and writes a file to it that all processes must see. Called by every process; process 0 measures the
-    free space. Existing checkpoints count as free, because later ones take their place. Free space is checked on file systems
-    only, because object stores report no limit. A single process does nothing on an object store:
-    `storage.access.check_writable` has written to it when the run began.
+    Creates the directory, and writes a file to it that all processes must see. Called by every process; process 0 measures
+    the free space. Existing checkpoints count as free, because later ones take their place. Free space is checked on file
+    systems only, because object stores report no limit. With a single process, an object store is not checked at all:
+    `storage.access.check_writable` wrote to it when the run began.
 
     Args:
       directory: `job_log_dir/checkpoints`.
       checkpoint_bytes: the size of one checkpoint in bytes, as the function `checkpoint_bytes` returns it.
-      keep: how many checkpoints are kept; None keeps all, and only the first two are counted.
+      keep: how many checkpoints are kept; None keeps all, and then only the first two are counted.
 
     Raises:
       CheckpointError: on every process, if the directory cannot be written, is not shared by all processes, or has no room
@@ -205,7 +204,7 @@ def check_storage(directory: epath.PathLike, checkpoint_bytes: int, keep: int | 
 
 
 def _write(probe: epath.Path) -> str | None:
-    """Writes the file `probe` on process 0, and creates its directory. Returns the error as a text, or None on success."""
+    """Writes the file `probe`, after creating its directory, on process 0 only. Returns the error as a text, or None."""
     if jax.process_index():
         return None
     try:
@@ -220,7 +219,7 @@ def _write(probe: epath.Path) -> str | None:
 
 
 def _find(probe: epath.Path) -> str | None:
-    """Waits, on all processes but 0, until process 0's file is visible. Returns the problem, or None."""
+    """On every process but 0, waits until the file that process 0 wrote is visible. Returns the problem, or None."""
     if jax.process_index() == 0:
         return None
     deadline = time.monotonic() + _VISIBLE_SECONDS
@@ -235,7 +234,7 @@ def _find(probe: epath.Path) -> str | None:
 
 
 def _room(directory: epath.Path, checkpoint_bytes: int, keep: int | None) -> str | None:
-    """Returns the problem if not even one checkpoint fits into the free space. Warns if `keep` checkpoints don't fit."""
+    """Returns the problem if one checkpoint does not fit into the free space, else None. Warns if `keep` do not fit."""
     free = free_space(directory)
     if free is None:
         return None
@@ -243,7 +242,7 @@ def _room(directory: epath.Path, checkpoint_bytes: int, keep: int | None) -> str
     if free < checkpoint_bytes:
         needs, has = (f"{size / 2**30:.2f} GiB" for size in (checkpoint_bytes, free))
         return f"A checkpoint needs {needs} in {directory}, but only {has} are free. {advice}"
-    # Besides those kept there is the one that is being written.
+    # One more checkpoint than those kept: the one that is being written.
     needed, room = checkpoint_bytes * ((keep or 1) + 1), free + _used(directory)
     if room < needed:
         logging.warning(

@@ -16,7 +16,7 @@ from spmd_trainer.sharding.variables import VariableSpec, named_shardings
 
 # (start, stop) of each dimension.
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
-# Of a variable that is being read: waits for the shard with these logical bounds, and returns it at its padded shape.
+# For a variable that is being read: waits for the shard with these logical bounds, and returns it at its padded shape.
 ReadShard: TypeAlias = Callable[[Bounds], npt.NDArray[Any]]
 
 
@@ -28,14 +28,14 @@ def place(
     ahead_bytes: int,
     trim_bytes: int,
 ) -> dict[str, jax.Array]:
-    """Reads variables onto a mesh. Each process keeps at most one variable on the host besides those that are read ahead.
+    """Reads variables onto a mesh. Each process holds on the host those that are read ahead, and at most one more.
 
     Args:
       wanted: the model's variables by path.
       mesh: the mesh.
-      start: starts to read the shards of this process: (path, spec, sharding) -> a function that waits for them.
-      ahead_bytes: the most bytes of variables that are being read at a time; a larger variable is read alone.
-      trim_bytes: each time that more bytes than this have been placed, freed memory is returned to the operating system.
+      start: starts to read this process' shards of a variable: (path, spec, sharding) -> a function that waits for a shard.
+      ahead_bytes: the maximum number of bytes that are being read at a time; a larger variable is read alone.
+      trim_bytes: freed memory is returned to the operating system each time that more than this many bytes have been placed.
 
     Returns:
       {path: array at its padded shape}.
@@ -78,7 +78,7 @@ def _placed(spec: VariableSpec, sharding: NamedSharding, read: ReadShard) -> jax
 
 
 def logical_bounds(spec: VariableSpec, sharding: NamedSharding) -> dict[jax.Device, Bounds]:
-    """Returns {device: bounds of its shard of a variable, without padding} for the devices of this process."""
+    """Returns {device: bounds of its shard, without padding} of a variable, for the devices of this process."""
     indices: Mapping[jax.Device, Any] = sharding.addressable_devices_indices_map(spec.padded_shape)
     found = {}
     for device, index in indices.items():
@@ -91,7 +91,7 @@ def logical_bounds(spec: VariableSpec, sharding: NamedSharding) -> dict[jax.Devi
 
 
 def num_elements(bounds: Bounds) -> int:
-    """Returns how many elements lie within bounds."""
+    """Returns how many elements lie within the bounds."""
     return math.prod(stop - start for start, stop in bounds)
 
 

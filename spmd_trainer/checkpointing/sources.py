@@ -1,7 +1,7 @@
 """`restore(source, layout)`: checks that a checkpoint fits a state, then reads it onto the state's mesh.
 
-Every kind of checkpoint is a `CheckpointSource`: a step of this trainer or of Pax, arrays of plain Flax, a Hugging Face folder,
-adapters of PEFT.
+Every kind of checkpoint is a `CheckpointSource`: a step of this trainer or of Pax, plain Flax arrays, Hugging Face folders,
+PEFT adapters.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Restored:
     Attributes:
       state: the state, in the structure of the requested variables, at padded shapes on the requested mesh.
       step: the number of updates that the state has had.
-      input_state: this process' position of the input, as it was given to `Checkpointer.save`; None if it was not asked for.
-      metadata: the whole record, as `Checkpointer.read_metadata` returns it.
+      input_state: this process' position in the training input, as given to `Checkpointer.save`; None if not requested.
+      metadata: the whole JSON record, as `Checkpointer.read_metadata` returns it.
     """
 
     state: TrainState
@@ -59,9 +59,9 @@ class CheckpointSource(abc.ABC):
 
     Attributes:
       name: the name of the checkpoint in messages.
-      step: the number of updates that its state has had.
-      saved: its variables by path.
-      metadata: the metadata from the program that wrote it, e.g. the resolved config.
+      step: the number of updates that the checkpoint's state has had.
+      saved: the checkpoint's variables by path.
+      metadata: the metadata from the program that wrote the checkpoint, e.g. the resolved config.
     """
 
     name: str
@@ -69,7 +69,7 @@ class CheckpointSource(abc.ABC):
     saved: Mapping[str, records.SavedVariable]
     metadata: Mapping[str, Any]
 
-    # The last sentence of a message about a mismatch, and the error that has it.
+    # The last sentence of the error message if the checkpoint does not fit, and the class of this error.
     fix: ClassVar[str] = mismatch.FIX
     mismatch_error: ClassVar[type[CheckpointMismatchError]] = CheckpointMismatchError
 
@@ -96,11 +96,11 @@ class CheckpointSource(abc.ABC):
         return self.saved[path].shape == tuple(shape)
 
     def require_fit(self, wanted: Mapping[str, VariableSpec], *, partial: bool = False) -> None:
-        """Makes sure that the checkpoint holds the model's variables.
+        """Checks that the checkpoint holds the model's variables.
 
         Args:
           wanted: the model's variables by path.
-          partial: True if the checkpoint may hold further variables.
+          partial: True if the checkpoint may hold more variables.
 
         Raises:
           CheckpointMismatchError: paths, logical shapes or dtypes differ; the message lists them with the likely cause.
@@ -111,37 +111,37 @@ class CheckpointSource(abc.ABC):
             raise self.mismatch_error(message)
 
     def input_state(self) -> dict[str, Any] | None:
-        """Returns the position from which this process resumes the input; None if the checkpoint has none."""
+        """Returns the position from which this process resumes the training input; None if the checkpoint has none."""
         return None
 
     def record(self, state: TrainState, specs: Mapping[str, VariableSpec]) -> records.Record:
-        """Returns the record of a state that was read from this source; `specs` are its VariableSpecs by path."""
+        """Returns the JSON record of a state that was read from this source. `specs` are its VariableSpecs by path."""
         return records.make(self.step, state, specs, None, self.metadata)
 
 
-# Opens a checkpoint of another trainer: (directory, step or None, the model's VariableSpecs) -> None if it is none.
+# Opens another trainer's checkpoint: (directory, step or None, the model's VariableSpecs) -> source, or None if there is none.
 OpenForeign: TypeAlias = "Callable[[epath.Path, int | None, TrainState], CheckpointSource | None]"
 
 
 def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, with_input: bool = True) -> Restored:
     """Reads a checkpoint onto a mesh. Called by every process.
 
-    A state with adapters is restored without the frozen base, which its checkpoints lack: the result has None instead.
-    Parts of an optimizer state that were saved in another of `opt_state_dtypes.DTYPES` are converted; the log says so.
+    A state with adapters is restored without its frozen base, which its checkpoints lack: the result has None in place of the
+    base. Arrays of an optimizer state that were saved in another of `opt_state_dtypes.DTYPES` are converted; the log says so.
 
     Args:
       source: the checkpoint.
       layout: the state to restore, and its mesh.
       partial: True ignores saved variables that the layout lacks, e.g. optimizer states in evaluation. The checkpoint must
         still hold all variables of the layout.
-      with_input: True also reads the position of the input.
+      with_input: True also reads the position in the training input.
 
     Raises:
-      CheckpointMismatchError: variables are missing, extra, or have another shape or dtype; or the input's
-        position was saved by a different number of processes.
+      CheckpointMismatchError: the checkpoint lacks variables, has others, or has them with another shape or dtype; or the
+        input position was saved by a different number of processes.
       CheckpointError: the source cannot be read; see its class.
     """
-    # It imports praxis, which a checkpoint's record doesn't need.
+    # `opt_state_conversion` imports praxis, which reading a checkpoint's record doesn't need.
     from spmd_trainer.checkpointing import opt_state_conversion
 
     variables = frozen_base.trained_part(layout.variables, layout.variables)
@@ -155,7 +155,7 @@ def restore(source: CheckpointSource, layout: Layout, *, partial: bool = False, 
         source.require_fit(changed.read, partial=partial)
         positions.append(source.input_state() if with_input else None)
 
-    # Each process has opened the source itself and reads a position of its own. All end if one cannot.
+    # Each process has opened the source itself and reads its own input position. If one fails, all fail.
     agreed_problem(check)
     arrays = source.read(changed.read, layout.mesh, changed.source)
     arrays = changed.made(arrays, layout.mesh, source.step)

@@ -1,4 +1,4 @@
-"""Reads files of checkpoints. Repeats reads that fail, and tells a missing file from storage that does not answer."""
+"""Reads files of checkpoint steps. Retries reads that fail, and tells a missing file from storage that does not answer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from spmd_trainer.storage.retry import OUTAGE_ATTEMPTS, retry, summary
 
 _Result = TypeVar("_Result")
 
-# Errors of a name that no file can have: such a name stands in a damaged manifest.
+# The errors for a name that no file can have, which comes from a damaged manifest.
 _NO_SUCH_NAME = {errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP}
 
 
 class MissingFileError(Exception):
-    """A file is not in its directory, which can be listed; or it is not a regular file.
+    """A file is missing from its directory, which can be listed, or is not a regular file.
 
     Attributes:
       problem: the words after the file's name in messages, e.g. 'is missing'.
@@ -34,8 +34,8 @@ def read(what: str, fn: Callable[[], _Result]) -> _Result:
     """Calls `fn` and returns its result, with retries. `what` names the work in messages, e.g. 'listing runs/a/checkpoints'.
 
     Raises:
-      FileNotFoundError, NotADirectoryError: `fn` raised it.
-      DamagedCheckpointError: a named pipe, a socket or a device is in the place of a file.
+      FileNotFoundError, NotADirectoryError: `fn` raised this error.
+      DamagedCheckpointError: there is a named pipe, a socket or a device in place of a file.
       CheckpointReadError: storage still fails after the retries, or refuses access.
     """
     try:
@@ -52,11 +52,13 @@ def read(what: str, fn: Callable[[], _Result]) -> _Result:
 
 
 def read_file(step_dir: epath.Path, name: str, fn: Callable[[epath.Path], _Result]) -> _Result:
-    """Calls `fn` with the path of the file `name` (with slashes) of a step and returns its result, with retries.
+    """Calls `fn` with the path of a checkpoint's file, and returns its result; retries if the read fails.
+
+    `name` is the file's path below the checkpoint's directory, with slashes.
 
     Raises:
-      MissingFileError: the step lacks the file.
-      CheckpointNotFoundError: there is no such step, or no longer.
+      MissingFileError: the checkpoint lacks the file.
+      CheckpointNotFoundError: there is no such step, or it has been deleted.
       CheckpointReadError: storage fails, or refuses access.
     """
     path = step_dir / name
@@ -69,7 +71,7 @@ def read_file(step_dir: epath.Path, name: str, fn: Callable[[epath.Path], _Resul
             if not _is_listed(path, step_dir):
                 require_step(step_dir)
                 raise MissingFileError(name) from error
-            # Listed and not found: a network file system whose caches have not caught up.
+            # Listed, but not found: a network file system whose caches are out of date.
             raise OSError(errno.EIO, f"{path} is listed by its directory, but cannot be opened") from error
         except reading.NotRegularError as error:
             raise MissingFileError(name, f"can't be read: {error.strerror}") from error
@@ -82,7 +84,7 @@ def read_file(step_dir: epath.Path, name: str, fn: Callable[[epath.Path], _Resul
 
 
 def _is_listed(path: epath.Path, step_dir: epath.Path) -> bool:
-    """Returns True if a file's directory lists the file, or if this directory is listed by its parent but cannot be found."""
+    """Returns True if a file's directory lists it, or if this directory can't be found although its own parent lists it."""
     try:
         return any(entry.name == path.name for entry in path.parent.iterdir())
     except NotADirectoryError:
@@ -92,10 +94,10 @@ def _is_listed(path: epath.Path, step_dir: epath.Path) -> bool:
 
 
 def require_step(step_dir: epath.Path) -> None:
-    """Makes sure that the step exists.
+    """Checks that a checkpoint's directory exists.
 
     Raises:
-      CheckpointNotFoundError: the step does not exist.
+      CheckpointNotFoundError: the directory does not exist.
       CheckpointReadError: storage fails, or refuses access.
     """
     if not read(f"looking for {step_dir}", step_dir.exists):

@@ -22,8 +22,8 @@ from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.files import files_below
 from spmd_trainer.storage.listing import Entry
 
-# What is being deleted. A file system renames the step to it first, so that no half-deleted step is ever seen; an object
-# store cannot rename, and gets a marker of this name.
+# Marks a step that is being deleted. On a file system, the step is renamed to this first, so that no half-deleted step is ever
+# seen. An object store cannot rename, and gets a marker object with this name.
 DELETING_PREFIX = "deleting-"
 _STEP = re.compile(r"0|[1-9]\d*")
 _NOTHING_NEW, _STOP = -1, -2
@@ -34,12 +34,11 @@ def step_dir(directory: epath.Path, step: int) -> epath.Path:
 
 
 def present(directory: epath.Path) -> list[int]:
-    """Returns the steps that this process sees in ascending order, whole or damaged. A missing directory has none."""
+    """Returns the checkpoint steps, damaged or not, that this process sees, ascending; [] for a missing directory."""
     return _steps_among(directory, _names(directory))
 
 
 def _steps_among(directory: epath.Path, names: Iterable[str]) -> list[int]:
-    """Returns the steps among the names in a directory, in ascending order."""
     found = set(names)
     if is_remote(directory):
         found -= {name.removeprefix(DELETING_PREFIX) for name in found if name.startswith(DELETING_PREFIX)}
@@ -47,10 +46,10 @@ def _steps_among(directory: epath.Path, names: Iterable[str]) -> list[int]:
 
 
 def problems(directory: epath.Path) -> dict[int, str | None]:
-    """Returns {step: the problem with its files' names or sizes, or None}, newest first, as this process sees the files.
+    """Returns {checkpoint step: the problem with the names or sizes of its files, or None}, newest first.
 
-    An object store is listed once for all steps, and asked again for steps that are not whole by this listing. The remains of a
-    killed save there are not a step.
+    An object store is listed once for all steps, and asked again about steps that look damaged in this listing. The remains
+    of a killed save there are not a step. Other processes may see other files.
     """
     listed: dict[int, dict[str, Entry]]
     listed = _listed(directory) if is_remote(directory) else {step: {} for step in present(directory)}
@@ -67,13 +66,13 @@ def problems(directory: epath.Path) -> dict[int, str | None]:
 
 
 def commit_times(directory: epath.Path) -> dict[int, datetime.datetime]:
-    """Returns {step: the time of its commit} of a directory on an object store, in ascending order, by one listing."""
+    """Returns {checkpoint step: time of its commit} of a directory on an object store, in ascending order, by one listing."""
     listed = sorted(_listed(directory).items())
     return {step: files[manifest.COMMIT_FILE].modified for step, files in listed if manifest.COMMIT_FILE in files}
 
 
 def _listed(directory: epath.Path) -> dict[int, dict[str, Entry]]:
-    """Returns {step: {path below the step: size and time}} on an object store, by one listing. Includes unfinished steps."""
+    """Returns {step: {path below the step: size and time}} of an object store, by one listing. Includes unfinished saves."""
     by_name = _by_name(directory)
     return {step: by_name[str(step)] for step in _steps_among(directory, by_name)}
 
@@ -88,17 +87,17 @@ def _by_name(directory: epath.Path) -> dict[str, dict[str, Entry]]:
 
 
 def agreed_newest_first(directory: epath.Path) -> list[int]:
-    """Returns the steps that process 0 sees, whole or damaged, newest first. Called by every process."""
+    """Returns the checkpoint steps that process 0 sees, damaged or not, newest first. Called by every process."""
     return decided_by_process_0(lambda: present(directory)[::-1])
 
 
 def whole(directory: epath.Path) -> list[int]:
-    """Returns the steps for which `is_whole` is True, oldest first."""
+    """Returns the checkpoint steps for which `is_whole` is True, oldest first."""
     return sorted(step for step, problem in problems(directory).items() if problem is None)
 
 
 def is_whole(directory: epath.Path, step: int) -> bool:
-    """Returns True if the step exists and its files have the names and sizes of its manifest."""
+    """Returns True if a checkpoint exists and its files have the names and sizes that its manifest lists."""
     try:
         return manifest.quick_problem(step_dir(directory, step), step) is None
     except CheckpointNotFoundError:
@@ -106,7 +105,10 @@ def is_whole(directory: epath.Path, step: int) -> bool:
 
 
 def is_committed(directory: epath.Path, step: int) -> bool:
-    """Returns False for the remains of a killed save on an object store. On a file system, they never have a step's name."""
+    """Returns False only for the remains of a killed save on an object store.
+
+    On a file system, the remains of a killed save never have a step's name.
+    """
     if not is_remote(directory):
         return True
     path = step_dir(directory, step)
@@ -114,13 +116,13 @@ def is_committed(directory: epath.Path, step: int) -> bool:
 
 
 def present_and_committed(directory: epath.Path) -> tuple[list[int], bool]:
-    """Returns the steps that this process sees in ascending order, and whether `is_committed` is True for one of them."""
+    """Returns the checkpoint steps that this process sees, ascending, and whether `is_committed` holds for one of them."""
     there = present(directory)
     return there, any(is_committed(directory, step) for step in reversed(there))
 
 
 def newest_whole(directory: epath.Path, newer_than: int = -1, *, log_damage: bool = False) -> int | None:
-    """Returns the newest step above `newer_than` for which `is_whole` is True, or None."""
+    """Returns the newest checkpoint step above `newer_than` for which `is_whole` is True, or None."""
     for step in reversed(present(directory)):
         if step <= newer_than:
             break
@@ -141,16 +143,16 @@ def iterate_checkpoints(
     stop_fn: Callable[[int | None], bool] | None = None,
     poll_seconds: float = 10.0,
 ) -> Iterator[int]:
-    """Yields the newest whole step each time there is a newer one. Called by every process of the job.
+    """Yields the newest undamaged checkpoint step each time there is a newer one. Called by every process of the job.
 
-    If several steps appear while the caller works, only the newest of them is yielded. The directory need not exist yet.
-    The training run may delete a step while the caller reads it, and a step's contents may be damaged:
-    `Checkpointer.restore` then raises a CheckpointError, and the caller may continue with the next step.
+    If several steps appear while the caller works, only the newest of them is yielded. The directory need not exist yet. The
+    training run may delete a step while the caller reads it, and a step's contents may be damaged: `Checkpointer.restore`
+    then raises a CheckpointError, and the caller may continue with the next step.
 
     Args:
       directory: `job_log_dir/checkpoints` of the training run.
-      stop_fn: called on process 0 before each poll with the last step seen (or None). If it returns True and the poll
-        finds no newer step, the iteration ends. None: never.
+      stop_fn: called on process 0 before each poll with the last step seen (or None). If it returns True and the poll finds
+        no newer step, the iteration ends. If `stop_fn` is None, the iteration never ends.
       poll_seconds: time between polls.
     """
     directory = epath.Path(directory)
@@ -175,10 +177,10 @@ def iterate_checkpoints(
 
 
 def require(directory: epath.Path, step: int) -> None:
-    """Makes sure that a step exists, whole or damaged.
+    """Checks that a checkpoint exists, damaged or not.
 
     Raises:
-      CheckpointNotFoundError: the step does not exist; the message lists the whole steps.
+      CheckpointNotFoundError: the step does not exist; the message lists the undamaged steps.
     """
     path = step_dir(directory, step)
     if not step_files.read(f"looking for {path}", path.exists):
@@ -188,7 +190,7 @@ def require(directory: epath.Path, step: int) -> None:
 
 
 def warn_of_newer(directory: epath.Path, step: int) -> None:
-    """Logs the steps that are newer than the step from which a run continues."""
+    """Logs a warning if there are newer checkpoints than the one at `step`, from which a run continues."""
     newer = [s for s in present(directory) if s > step]
     if newer:
         logging.warning(
@@ -202,10 +204,10 @@ def warn_of_newer(directory: epath.Path, step: int) -> None:
 
 
 def delete(directory: epath.Path, step: int) -> None:
-    """Deletes a step. If the process is killed meanwhile, the rest is not seen as a step, and `finish_deletions` deletes it.
+    """Deletes a checkpoint. What remains if the process is killed does not count as one; `finish_deletions` deletes it.
 
     Raises:
-      OSError: the step cannot be deleted. If the deletion had begun, the next `finish_deletions` tries again.
+      OSError: the checkpoint cannot be deleted. If the deletion had begun, the next `finish_deletions` tries again.
     """
     doomed = directory / f"{DELETING_PREFIX}{step}"
     if is_remote(directory):
@@ -218,7 +220,7 @@ def delete(directory: epath.Path, step: int) -> None:
 
 
 def finish_deletions(directory: epath.Path) -> None:
-    """Completes earlier deletions that failed or were killed; logs steps that still cannot be deleted."""
+    """Completes earlier deletions of checkpoints that failed or were killed; logs those that still cannot be deleted."""
     _finish_deletions_among(directory, _names(directory))
 
 
@@ -232,7 +234,7 @@ def _finish_deletions_among(directory: epath.Path, names: Iterable[str]) -> None
 
 
 def clean_up(directory: epath.Path) -> list[int]:
-    """Finishes the deletions of a killed process and, on an object store, its saves.
+    """Finishes what a killed process left: its deletions and, on an object store, its saves.
 
     A save with all its files is committed; an incomplete save is deleted. On a file system, Orbax deletes incomplete saves.
 
@@ -264,7 +266,7 @@ def clean_up(directory: epath.Path) -> list[int]:
 
 
 def _leftovers(directory: epath.Path) -> list[int]:
-    """Returns the steps on an object store that are marked as being deleted, or are not finished."""
+    """Returns the steps on an object store that are marked as being deleted, or whose save was not finished."""
     by_name = _by_name(directory)
     marked = [name.removeprefix(DELETING_PREFIX) for name in by_name if name.startswith(DELETING_PREFIX)]
     unfinished = [step for step in _steps_among(directory, by_name) if not _is_finished(by_name[str(step)])]
@@ -272,7 +274,6 @@ def _leftovers(directory: epath.Path) -> list[int]:
 
 
 def _is_finished(files: Mapping[str, Entry]) -> bool:
-    """Returns True if the save of a step on an object store has written all its files."""
     return manifest.is_finished(_sizes(files))
 
 
@@ -281,7 +282,7 @@ def _sizes(files: Mapping[str, Entry]) -> dict[str, int]:
 
 
 def warn_not_deleted(path: epath.Path, error: OSError) -> None:
-    """Logs that an old step could not be deleted."""
+    """Logs that an old checkpoint could not be deleted."""
     logging.warning("Cannot delete the old checkpoint %s (%s); it is tried again later.", path, error)
 
 
@@ -293,7 +294,7 @@ def _finish_deletion(doomed: epath.Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         step.rmtree()
     if step.exists():
-        # S3 says of several objects only how many were deleted. Without the marker, the rest would look like a damaged step.
+        # S3 only says how many of several objects were deleted. Without the marker, the rest would look like a damaged step.
         raise OSError(errno.EIO, "Objects of it are still there", str(step))
     doomed.unlink(missing_ok=True)
 

@@ -1,8 +1,8 @@
-"""Orbax's handler of jax.Arrays, changed to write no padding: a checkpoint holds every variable at its logical shape.
+"""Orbax's handler for jax.Arrays, changed to write no padding: a checkpoint holds every variable at its logical shape.
 
 So any Orbax program reads the shapes that its model declares, and a run on another mesh reads no padding. All shards of a
-jax.Array have the same size, so an array can't be cut on the devices. It is cut on the host, after the copy to it: the last
-shards of a padded dimension are written partly or not.
+jax.Array have the same size, so an array can't be cut on the devices. It is cut on the host, after the copy: the last shards
+of a padded dimension are written only partly, or not at all.
 
 Orbax has no public interface for this. The functions used here belong to Orbax 0.12 (`orbax.checkpoint._src.serialization`).
 """
@@ -23,7 +23,7 @@ from orbax.checkpoint._src.serialization import jax_array_handlers, replica_slic
 
 @dataclasses.dataclass(frozen=True)
 class _LogicalSlices(replica_slices.ReplicaSlices):  # type: ignore[misc, unused-ignore]  # Orbax has no type information.
-    """Slices on the host that lie within the logical shape. Unlike Orbax's own, they may differ in size."""
+    """Slices of an array on the host, cut to the logical shape. Unlike Orbax's own slices, they may differ in size."""
 
     def to_fragments(self) -> fragments.ConcreteFragments:
         """Returns the slices as Orbax fragments, which are then written."""
@@ -38,7 +38,7 @@ class UnpaddedArrayHandler(jax_array_handlers.ArrayHandler):  # type: ignore[mis
     """Writes arrays at their logical shapes; reads like Orbax's handler.
 
     Attributes:
-      logical_shapes: {the array's name in the checkpoint: its logical shape} of the arrays that are padded. Set before a save.
+      logical_shapes: {array's name in the checkpoint: its logical shape} for the arrays with padding. Set it before a save.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class UnpaddedArrayHandler(jax_array_handlers.ArrayHandler):  # type: ignore[mis
         ]
 
     def _shape(self, name: str, array: jax.Array) -> tuple[int, ...]:
-        """Returns the shape to write. The uint32 data of PRNG keys have one dimension more than the keys."""
+        """Returns the shape to write. The uint32 data of PRNG keys has one dimension more than the keys."""
         logical = self.logical_shapes.get(name)
         return array.shape if logical is None else (*logical, *array.shape[len(logical) :])
 
@@ -97,7 +97,7 @@ def pytree_handler(arrays: UnpaddedArrayHandler) -> ocp.PyTreeCheckpointHandler:
 def _without_keys(
     values: Sequence[jax.Array], infos: Sequence[types.ParamInfo]
 ) -> tuple[list[jax.Array], dict[str, dict[str, str]]]:
-    """Replaces PRNG keys by their uint32 data. Returns the arrays, and {name: Orbax's metadata of a key}."""
+    """Replaces PRNG keys by their uint32 data. Returns the arrays, and {name: Orbax's metadata} for the keys."""
     arrays, notes = [], {}
     for value, info in zip(values, infos, strict=True):
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):

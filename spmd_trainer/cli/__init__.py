@@ -1,1 +1,1 @@
-"""The command line: parses its flags, joins the job's processes, and starts the program of a mode."""
+"""The command line: parses the flags, connects the processes of the job, and starts the program of the mode (`--mode`)."""

@@ -1,11 +1,11 @@
-"""Runs several processes as one job: they join before any device is touched, and they exit together.
+"""Runs several processes as one job: they connect before any device is used, and they exit together.
 
     with distributed.Processes(distributed.cluster_from_flags(flag_values)) as processes:
         processes.join(mode)
         ...
 
-Processes that don't form one job are refused with a message (`multihost.join`). If a process fails inside the block, it tells the
-others why and exits at once. If a process dies, the others exit with a message that names it (`multihost.loss`).
+If the processes don't form one job, they exit with a message (`multihost.join`). If a process fails inside the block, it tells
+the others why and exits at once. If a process dies, the others exit with a message that names it (`multihost.loss`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from spmd_trainer.multihost import join, loss, service
 from spmd_trainer.watch.link import job
 
 _EXPLICIT = ("coordinator_address", "num_processes", "process_id")
-# How long a process waits for the others to join: a scheduler may start them minutes apart.
+# Seconds that a process waits for the others to connect: a scheduler may start them minutes apart.
 _JOIN_SECONDS = 300.0
 _MAX_PORT = 65535
-# What devices say of a program that is wrong or too large, whatever the other processes do.
+# Status codes of runtime errors that are caused by this process's own program (wrong or too large), not by another process.
 _OWN_FAULTS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")
-# How long process 0 of a run that hangs waits for the others: they have more to write.
+# If a run hangs: seconds that process 0 waits for the others to exit. They have more to write than after other failures.
 _HANG_SECONDS = 100.0
 
 
@@ -43,9 +43,9 @@ class Cluster:
     """The processes of a job, as this process knows them.
 
     Attributes:
-      coordinator_address: 'host:port' of process 0. It, `num_processes` and `process_id` are None if JAX is to detect them.
+      coordinator_address: 'host:port' of process 0. None, like `num_processes` and `process_id`, if JAX is to detect them.
       heartbeat_seconds: a process that sends no heartbeat for this many seconds is treated as lost.
-      bind_address: 'host:port' where process 0 listens; None for the coordinator's address.
+      bind_address: 'host:port' where process 0 listens; None: `coordinator_address`.
     """
 
     coordinator_address: str | None = None
@@ -59,7 +59,7 @@ def cluster_from_flags(flag_values: Any) -> Cluster | None:
     """Returns the cluster that the flags describe; None for a job of one process.
 
     Raises:
-      UserError: some of the flags are missing, or contradict each other.
+      UserError: flags for several processes are missing, wrong or contradict each other.
     """
     given = {name: getattr(flag_values, name) for name in _EXPLICIT if getattr(flag_values, name) is not None}
     bind_address = flag_values.coordinator_bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
@@ -92,7 +92,7 @@ def _check_address(flag: str, address: str) -> None:
 
 
 class Processes:
-    """Context manager of a job's processes: joins them, watches them, and makes them exit together.
+    """Context manager for the processes of a job: connects them, watches them, and makes them exit together.
 
     For a job of one process (`cluster` is None) it does nothing.
     """
@@ -103,12 +103,12 @@ class Processes:
         self._is_joining = False
 
     def join(self, mode: str) -> int:
-        """Waits until all processes have joined, and returns their number. Call it before any device is touched.
+        """Waits until all processes are connected, and returns their number. Call it before any device is used.
 
-        If a process does not join in time, this process exits at once with status 3 (`os._exit`).
+        If a process does not connect in time, this process exits at once with status 3 (`os._exit`).
 
         Args:
-          mode: the job's mode. JAX's preemption service handles SIGTERM only in 'train' and 'sweep', to agree on a step to save.
+          mode: the job's mode. JAX's preemption service handles SIGTERM (agrees on a step to save) only in 'train' and 'sweep'.
 
         Raises:
           UserError: no cluster was found, or the processes don't form one job.
@@ -160,7 +160,7 @@ class Processes:
             self._fail(exc)
 
     def _fail_early(self, error: Exception) -> None:
-        """Tells the other processes that this one has failed before joining, so that they don't wait for it for minutes."""
+        """Tells the other processes that this one failed before it connected, so that they don't wait for it for minutes."""
         if self._cluster is None:
             return
         try:
@@ -184,7 +184,7 @@ class Processes:
             # A lost process makes every collective of the others fail, with an error that doesn't name it.
             watch.wait_for_news()
         if isinstance(error, KeyboardInterrupt):
-            # One more Ctrl-C must not cut off what the others are told.
+            # Another Ctrl-C must not interrupt the message to the other processes.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             log_lines.say_interrupted()
@@ -217,7 +217,7 @@ def _described(error: BaseException) -> str:
 
 
 def _is_broken_collective(error: BaseException | None) -> bool:
-    """Returns True if an error comes from a JAX runtime error that another process may have caused (not out of memory)."""
+    """Returns True if an error comes from a JAX runtime error that another process may have caused (unlike out of memory)."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):
             return not any(code in str(error) for code in _OWN_FAULTS)
@@ -226,13 +226,13 @@ def _is_broken_collective(error: BaseException | None) -> bool:
 
 
 def _located(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
-    """Returns how this process joins the job, from the cluster's fields or from what JAX detects.
+    """Returns what this process needs to connect to the job, from the cluster's fields or from what JAX detects.
 
     Returns:
-      (coordinator's address, number of processes, id of this process, local ids of its accelerators; None: all of the host).
+      (coordinator's address, number of processes, id of this process, local ids of its accelerators or None for all).
 
     Raises:
-      UserError: JAX is to detect the cluster, and finds none.
+      UserError: JAX is to detect the cluster, but finds none.
     """
     if cluster.coordinator_address and cluster.num_processes and cluster.process_id is not None:
         return cluster.coordinator_address, cluster.num_processes, cluster.process_id, service.given_devices()

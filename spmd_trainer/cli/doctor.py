@@ -36,7 +36,7 @@ class Finding:
 
     Attributes:
       what: what was found, e.g. 'jax 0.10.2'.
-      fix: the command or step that fixes it; None if nothing is wrong.
+      fix: the command or step that fixes the problem; None if nothing is wrong.
     """
 
     what: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 def check_installation() -> None:
-    """Prints the result of every check.
+    """Runs `--doctor`: prints the result of every check.
 
     Raises:
       SystemExit: with status 2 if a check failed, after all results were printed.
@@ -75,7 +75,7 @@ def _findings() -> Iterator[Finding]:
 
 
 def _packages() -> list[Finding]:
-    """Returns a finding for each dependency that is missing or has a wrong version, and one for all good ones together."""
+    """Returns one finding for all good dependencies together, and one for each that is missing or has a wrong version."""
     try:
         declared = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -137,7 +137,7 @@ def _install(requirement: str) -> str:
 
 
 def _run(code: str) -> tuple[int, str, str]:
-    """Runs a probe in a subprocess; returns its exit status, its stdout and the last line of its stderr."""
+    """Runs Python code in a subprocess. Returns its exit status, its stdout and the last line of its stderr."""
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Parses the flags. A flag error is one message and exit status 2; `--help` prints a page and exits with status 0."""
+"""Parses the flags. A wrong flag gives one message and exit status 2; `--help` prints a page and exits with status 0."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WHERE_SETTINGS_ARE = (
     "; --help=MODE shows the flags, and --fdl.set=PATH=VALUE sets a field of the experiment (--dump shows all)"
 )
 
-# Flags that are gone, and what takes their place.
+# Flags that no longer exist, and the end of the error message, which says what replaces them.
 _REPLACED = {"export_use_ema": ": --eval_averages=ema takes its place"}
 
 
@@ -70,7 +70,7 @@ def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[s
       The remaining arguments, the program's name first.
 
     Raises:
-      UserError: an unknown flag, a bad value, or a flag of Pax that is not supported.
+      UserError: a flag is unknown, has a bad value, or is a flag of Pax that is not supported.
     """
     together = flags.FlagValues()
     together.set_gnu_getopt(True)  # flags may follow the arguments of --mode=tokenise
@@ -87,7 +87,7 @@ def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[s
         pax_flags.translate(of_pax, own)
     except flags.UnrecognizedFlagError as error:
         mode = str(own["mode"].value)
-        rooms.check(MODES[mode].module, f"--mode={mode}")  # its flags are absent too
+        rooms.check(MODES[mode].module, f"--mode={mode}")  # without the mode's subpackage, the mode's flags are unknown
         fields = [f"--fdl.set={path}=VALUE" for path in _fields_like(error.flagname, argv)]
         near = did_you_mean(error.flagname, list(together), prefix="--", otherwise=_WHERE_SETTINGS_ARE)
         near = _REPLACED.get(error.flagname, near)
@@ -98,10 +98,10 @@ def parse_into(own: flags.FlagValues, of_pax: flags.FlagValues, argv: Sequence[s
 
 
 def _fields_like(flag: str, argv: Sequence[str]) -> list[str]:
-    """Returns up to 3 fields or class attributes of the command's experiment that an unknown flag may mean.
+    """Returns up to 3 fields or class attributes of the command's experiment that an unknown flag may stand for.
 
-    These have the flag's name, or its letters as initials ('lr' for learning_rate), or end with it. Without --exp, the experiment
-    is that of the run in the command's directory. Returns [] if there is no experiment, or it can't be resolved.
+    Their names equal the flag's name, end with it, or have its letters as initials ('lr' for learning_rate). Without --exp, the
+    experiment is that of the run in the command's directory. Returns [] if there is no experiment, or it can't be resolved.
     """
     places = {name: value for name in ("job_log_dir", "restore_checkpoint_dir") if (value := _value(name, argv))}
     exp, overrides = _value("exp", argv) or _value("fdl_config", argv), []
@@ -128,7 +128,7 @@ def _fields_like(flag: str, argv: Sequence[str]) -> list[str]:
 
 
 def _value(flag: str, argv: Sequence[str]) -> str | None:
-    """Returns the value of a flag in an unparsed command, given as --exp=NAME or --exp NAME; None if it was not given."""
+    """Returns the value of a flag in an unparsed command (--exp=NAME or --exp NAME); None if the flag was not given."""
     for here, after in zip(argv, [*argv[1:], ""], strict=True):
         name, equals, value = here.lstrip("-").partition("=")
         if here.startswith("-") and name == flag:

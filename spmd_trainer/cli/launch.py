@@ -26,15 +26,15 @@ from spmd_trainer.training.run_config import ChipsConfig, RunConfig
 from spmd_trainer.training.run_directory import LOGS
 from spmd_trainer.training.same_settings import check_same_settings
 
-# Seconds. JAX's own threshold of 1 would exclude the steps of small models and most evaluation and decode steps.
+# Minimum compile time, in seconds, of programs that are cached. JAX's default of 1 would exclude many small programs.
 _MIN_COMPILE_SECONDS = 0.1
 
 
 def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.RunLog) -> None:
-    """Runs the command that the flags describe.
+    """Runs the command that the flags describe, and writes the full log to `run_log`.
 
     Raises:
-      UserError: an error that the user can fix.
+      UserError: an error occurred that the user can fix.
     """
     if arguments:
         raise UserError(f"unexpected argument {arguments[0]!r}; every option is a flag, e.g. --exp=NAME")
@@ -62,7 +62,7 @@ def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.
 
 @contextlib.contextmanager
 def _errors_of_users(config: RunConfig, run_log: log_lines.RunLog) -> Iterator[None]:
-    """Context manager that turns an error from the user's code into a UserError with the user's lines, and logs the traceback."""
+    """Context manager that turns an error in the user's code into a UserError with the lines at fault; logs the traceback."""
     try:
         yield
     except CallbackError as error:
@@ -81,7 +81,7 @@ def _errors_of_users(config: RunConfig, run_log: log_lines.RunLog) -> Iterator[N
 
 
 def _with_users_lines(text: str, error: BaseException, config: RunConfig, run_log: log_lines.RunLog) -> str:
-    """Appends the user's lines in an error's traceback to a message. Writes the whole traceback to the full log."""
+    """Appends the lines of the user's code in an error's traceback to a message. Writes the whole traceback to the full log."""
     open_log(config, run_log)
     log_lines.log_traceback(error)
     library = user_code.library_line(error)
@@ -99,10 +99,10 @@ def open_log(config: RunConfig, run_log: log_lines.RunLog) -> None:
 
 
 def enable_compile_cache(directory: str | None) -> str | None:
-    """Enables JAX's persistent compilation cache, which is on by default. Call it before anything is compiled; touches no device.
+    """Enables JAX's persistent compilation cache, which is on by default. Call it before anything is compiled. Uses no device.
 
     Several processes may share the directory: all of them read it, and JAX lets only process 0 write to it. If JAX can't read an
-    entry, it compiles the program again.
+    entry, it compiles the entry's program again.
 
     JAX's own settings (JAX_COMPILATION_CACHE_DIR, jax_enable_compilation_cache) take precedence over the default directory,
     and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS over the threshold set here. If the directory can't be written, or other users
@@ -145,7 +145,7 @@ def enable_compile_cache(directory: str | None) -> str | None:
 def _cache_directory(directory: str | None) -> str | None:
     """Creates a local cache directory and returns its path; logs a warning and returns None if it can't be used."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    # By default it belongs to one user, because the trainer executes what it reads from there.
+    # The default directory belongs to one user, because the trainer executes what it reads from there.
     path = pathlib.Path(directory or f"{base}/spmd-trainer/jax").expanduser().absolute()
     try:
         # Private to the user: anyone who can write here can make the trainer execute their code.
@@ -179,7 +179,7 @@ def _not_ours_alone(path: pathlib.Path) -> str:
         return ""
     except OSError as error:
         return str(error)
-    reach = (folder.st_mode & 0o011) << 1  # who may enter the directory can write to entries with these bits
+    reach = (folder.st_mode & 0o011) << 1  # users who may enter the directory can write to entries with these mode bits
     for entry in entries:
         try:
             found = entry.stat()
@@ -219,7 +219,7 @@ def print_experiments() -> None:
     """Prints each registered experiment with the first line of its docstring, the user's experiments first.
 
     Raises:
-      UserError: some modules can't be imported. The experiments of all others are printed before.
+      UserError: some modules can't be imported. The experiments of all other modules are printed first.
     """
     failures = experiment_modules.import_packages()
     shipped = f"{experiment_registry.EXPERIMENTS_PACKAGE}."

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 _INTERVAL = 0.25
 _START_OF_ROW = "\r"
 _ERASE_REST = "\x1b[J"
-# Where the terminal does not say how wide it is.
+# Width in columns, if the terminal doesn't report its width.
 _DEFAULT_WIDTH = 80
 
 _GAP = 2
-# Widths of a bar; where there is no room for the smaller one, there is no bar.
+# Widths of a progress bar. If there is no room for the shortest bar, no bar is shown.
 _SHORTEST_BAR, _LONGEST_BAR = 6, 30
-# Columns of a training run, the most important first. They are shown in the order in which `_training_columns` makes them.
+# A training run's columns, the most important first. They are shown in the order in which `_training_columns` makes them.
 _PRIORITIES: Sequence[str] = ("step", "loss", "eta", "rate", "seconds", "mfu", "memory", "due")
 
 
@@ -67,10 +67,10 @@ def _console(stream: TextIO) -> Console | None:
 
 
 class LiveLine:
-    """Draws the status of a run, and writes log lines, `print` output and libraries' messages above it.
+    """Draws the status of a run as one line, and writes log lines, `print` output and libraries' messages above it.
 
-    Output to `sys.stderr`, to `sys.stdout` if that is a terminal too, and of log handlers on these streams is written as whole
-    lines between two drawings.
+    While the line is shown, what is written to `sys.stderr` (and to `sys.stdout`, if that is a terminal too), directly or by a
+    log handler, appears as whole lines above it.
     """
 
     def __init__(self, stream: TextIO, console: Console, status: LiveStatus):
@@ -86,7 +86,7 @@ class LiveLine:
 
     @contextlib.contextmanager
     def drawn(self) -> Iterator[None]:
-        """Context manager that shows the line. At its end, it clears the row and restores the streams."""
+        """Context manager that shows the live line. On exit, it clears the line's row and restores stderr and stdout."""
         with self._streams_above():
             self._status.display = self
             self._thread.start()
@@ -100,7 +100,7 @@ class LiveLine:
                     self._draw("")
 
     def print(self, content: RenderableType) -> None:
-        """Prints `content` above the live line; see `Display.print`."""
+        """Prints `content`, a text or another rich renderable, above the live line; see `Display.print`."""
         # rich flushes the stream even when it only renders.
         with contextlib.suppress(OSError):
             with self._console.capture() as captured:
@@ -110,16 +110,16 @@ class LiveLine:
             self.write_above(self._stream, captured.get())
 
     def write_above(self, stream: TextIO, text: str) -> None:
-        """Writes whole lines above the live line.
+        """Writes `text`, which consists of whole lines, to `stream`, above the live line.
 
-        Ignores the errors of a closed terminal: the run still saves its step, and log lines still go to their file.
+        Ignores the errors of a closed terminal, so that the run can save its step and write its log file.
         """
         with self._lock, contextlib.suppress(OSError):
             drawn = self._drawn
             self._draw("")
             stream.write(text)
             stream.flush()
-            # Drawn for another width, it could take two rows.
+            # A line that was drawn for another width could take two rows.
             self._draw(drawn if self._width() == self._drawn_width else "")
 
     def _work(self) -> None:
@@ -141,7 +141,7 @@ class LiveLine:
         self._stream.flush()
 
     def _rendered(self) -> str:
-        """Returns the line for the terminal's current width, including colour codes; '' if there is no status."""
+        """Returns the live line for the terminal's current width, including colour codes; '' if there is no status."""
         self._drawn_width = self._console.width = width = self._width()
         row = line(self._status, width)
         if row is None:
@@ -165,7 +165,7 @@ class LiveLine:
 
     @contextlib.contextmanager
     def _streams_above(self) -> Iterator[None]:
-        """Context manager that redirects output to the terminal to above the line."""
+        """Context manager that makes everything that is written to the terminal appear above the live line."""
         with contextlib.ExitStack() as stack:
             for name in ("stderr", "stdout"):
                 stream: TextIO = getattr(sys, name)
@@ -182,7 +182,7 @@ class LiveLine:
 
 
 class _Harmless:
-    """A rich renderable that renders another one with the control characters in its texts escaped."""
+    """A rich renderable that wraps another one, and escapes the control characters in its texts."""
 
     def __init__(self, content: RenderableType):
         # rich drops some control characters of a text that it makes itself.
@@ -194,7 +194,7 @@ class _Harmless:
 
 
 class _Above:
-    """A stream that writes lines above the live line. All other attributes are those of the terminal's stream."""
+    """Stands in for a terminal stream: writes lines above the live line. All other attributes are those of the stream."""
 
     def __init__(self, line: LiveLine, stream: TextIO):
         self._line = line
@@ -204,8 +204,8 @@ class _Above:
         self._process = os.getpid()
 
     def write(self, text: str) -> int:
-        """Writes complete lines, and keeps an incomplete one until its newline comes."""
-        # A forked child has no live line, and may have inherited a lock that nobody opens.
+        """Writes complete lines, and keeps an incomplete line until its newline is written."""
+        # A forked child has no live line, and may have inherited a lock that nobody will release.
         if os.getpid() != self._process:
             return self._stream.write(text)
         with self._lock:
@@ -245,7 +245,7 @@ def line(status: LiveStatus, width: int) -> Table | None:
 
     Args:
       status: the current activities of the process.
-      width: the terminal's columns. The last one stays empty: some terminals begin a new row when it is filled.
+      width: the terminal's columns. The last column stays empty, because some terminals begin a new row when it is filled.
     """
     room = width - 2  # The cursor waits in the first column.
     phases = status.phases()
@@ -287,7 +287,7 @@ def _training_columns(training: TrainingStatus) -> dict[str, Text]:
 
 
 def _phase_line(phases: Sequence[PhaseStatus], room: int) -> Table | None:
-    """Returns the row of the newest phase with its batches, followed by the other active phases that fit."""
+    """Returns the live line for the newest phase (its number of batches and its time), then other active phases that fit."""
     newest = phases[-1]
     columns = {"what": _plain(newest.what)}
     if newest.batches is not None:
@@ -306,9 +306,9 @@ def _phase_line(phases: Sequence[PhaseStatus], room: int) -> Table | None:
 def _row(
     columns: dict[str, Text], priorities: Sequence[str], room: int, done: int | None, total: int | None
 ) -> Table | None:
-    """Returns a grid of the columns that fit, by their priorities, with a progress bar in front if there is room for one.
+    """Returns a grid of the most important columns that fit in `room`, with a progress bar in front if there is room for one.
 
-    If even the column of the highest priority does not fit, it is shortened.
+    If even the most important column does not fit, it is shortened.
     """
     left, shown = room, set[str]()
     for name in priorities:

@@ -1,4 +1,4 @@
-"""Sets up logging: stderr shows the trainer's and the user's lines and libraries' warnings; a file gets everything."""
+"""Sets up logging: stderr shows log lines of the trainer and the user, and libraries' warnings; a file gets everything."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from spmd_trainer.training import rooms
 from spmd_trainer.training.live_status import SHOWN_LIVE, live
 
 _tracking = rooms.find("watch.tracking")
-# praxis warns about each variable without a split mapping; the sharding report gives the layout of each, and the reason.
+# praxis warns about each variable without a split mapping; the sharding report gives each variable's layout, and its reason.
 _SAID_BETTER_ELSEWHERE = ("tensor_split_dims_mapping missing for",)
-# Here Orbax logs the error of a save's thread with its traceback, and raises it again where the save is waited for.
+# Files of Orbax that log an error in the thread of a save. Orbax raises the error again where the trainer waits for the save.
 _RAISED_LATER = (
     "/_src/futures/future.py",
     "/_src/checkpointers/async_checkpointer.py",
@@ -33,9 +33,9 @@ _RAISED_LATER = (
 )
 (_SHOWN_LIVE,) = SHOWN_LIVE
 _FILE_ONLY = "spmd_trainer_file_only"
-# Records kept in memory until the run's directory is known to belong to this run.
+# Number of log records kept in memory until the run's directory is known to belong to this run.
 _KEPT_RECORDS = 10_000
-# A log in an object store: seconds between writes, and how often a write is tried before the next one takes its lines too.
+# For a log in an object store: seconds between writes, and attempts per write. Lines of a failed write go into the next write.
 _REMOTE_SECONDS = 10.0
 _REMOTE_ATTEMPTS = 2
 
@@ -52,13 +52,13 @@ class _Visible(std_logging.Formatter):
 
 
 class _Format(_Visible):
-    """Formatter of stderr: 'HH:MM:SS message'. Replaces the traceback of a user error or a full disk by the error's text."""
+    """Log formatter for stderr: 'HH:MM:SS message'. Replaces the traceback of a user error or a full disk by its message."""
 
     def format(self, record: std_logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
-        # Errors that users can mend have a status: `UserError` and `CheckpointError`, whose room takes long to import.
+        # Errors that users can fix have a status: `UserError`, and `CheckpointError`, whose module takes long to import.
         if hasattr(error, "exit_status") or disk_is_full(error):
-            record = copy.copy(record)  # handlers share what is made of its traceback
+            record = copy.copy(record)  # other handlers use the same record, and need its traceback
             record.msg, record.args = f"{record.getMessage().rstrip('.')}: {error}", None
             record.exc_info = record.exc_text = None
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -68,10 +68,10 @@ class _Format(_Visible):
 
 
 class _Wanted:
-    """Log filter for stderr. Drops libraries' INFO records and repeated warnings.
+    """Log filter for stderr. Drops INFO records and repeated warnings of libraries.
 
-    Libraries' errors and records with a traceback pass, unless the trainer reports the error itself. Records of the trainer and
-    the user pass, except those for the log file alone and those that the live line shows.
+    Errors of libraries, and their records with a traceback, pass unless the trainer reports the error itself. Records of the
+    trainer and the user pass, except records that are only for the log file, and records that the live line shows.
     """
 
     def __init__(self) -> None:
@@ -98,10 +98,10 @@ class _Wanted:
 
 
 class RunLog(MemoryHandler):
-    """The full log of a process: every record at INFO and above, also of libraries. Kept in memory until `open` is called.
+    """The full log of a process: every record at INFO and above, of libraries too. Kept in memory until `open` is called.
 
     Attributes:
-      path: the log's file; None until `open`.
+      path: the log's file; None until `open` is called.
       is_shown: True if stderr also shows the records that pass `_Wanted`.
     """
 
@@ -111,9 +111,9 @@ class RunLog(MemoryHandler):
         self.is_shown = True
 
     def open(self, path: epath.PathLike) -> None:
-        """Appends the records kept so far, and all later ones, to this file, which may be in an object store.
+        """Appends the records kept so far, and all later ones, to the file at `path`, which may be in an object store.
 
-        If the file can't be written, logs a warning and continues: stderr still shows the important records.
+        If the file can't be written, logs a warning and continues; stderr shows the important records anyway.
         """
         if self.path is not None:
             return
@@ -129,7 +129,7 @@ class RunLog(MemoryHandler):
         self.flush()
 
     def shouldFlush(self, record: std_logging.LogRecord) -> bool:
-        """Returns True once the log has a file, so that each record is written at once. Before, drops the oldest records."""
+        """Returns True if the log has a file: each record is then written at once. Otherwise drops the oldest records."""
         if self.target is None:
             del self.buffer[:-_KEPT_RECORDS]
             return False
@@ -200,7 +200,7 @@ class _LogFile(std_logging.Handler):
 
 
 def install() -> RunLog:
-    """Sets up logging for the command line: 'HH:MM:SS message' on stderr, and the full log, which is returned."""
+    """Sets up logging for the command line: 'HH:MM:SS message' on stderr. Also starts the full log, and returns it."""
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     handler = logging.get_absl_handler()
@@ -215,7 +215,7 @@ def install() -> RunLog:
 def shown(*, warnings_only: bool = False) -> Iterator[RunLog]:
     """Context manager for calls from a notebook or script: shows log lines on stderr, and yields the full log.
 
-    If the program has set up logging at INFO itself, the lines go only to the program's handlers. `warnings_only` hides INFO.
+    If the program has set up logging at INFO itself, log lines go to its handlers only. `warnings_only=True` hides INFO lines.
     """
     root = std_logging.getLogger()
     before = logging.get_verbosity(), root.level, list(root.handlers)
@@ -246,5 +246,5 @@ def log_traceback(error: BaseException) -> None:
 
 
 def say_interrupted(what_next: str = CONTINUES) -> None:
-    """Writes to stderr that Ctrl-C has interrupted the process, and `what_next`, what the user can do."""
+    """Writes to stderr that Ctrl-C has interrupted the process, followed by `what_next`, a clause on what the user can do."""
     terminal.write_last(f"interrupted; {what_next}")

@@ -23,7 +23,7 @@ class Mode:
       path: 'MODULE:FUNCTION' of the program, below `spmd_trainer`. The function takes a `Job`. Imported only when the mode runs.
       has_run: True if the mode reads or writes a run's directory.
       alone: True if the function takes the mode's settings, built from flags and the command's arguments, instead of a `Job`.
-      after_interrupt: what the user can do after Ctrl-C, as a clause for the message.
+      after_interrupt: clause that says what the user can do after Ctrl-C, for the message.
       builder: name of the function in MODULE that builds the job from a `RunConfig`; '' for `Job.build`.
     """
 

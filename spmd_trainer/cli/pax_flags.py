@@ -35,9 +35,9 @@ class PaxFlag:
       name: the flag's name.
       kind: type of the value: bool, int, str, or list for a text that may be given several times.
       silent: values that are accepted without a warning, because they ask for what the trainer does anyway.
-      instead: what happens instead, as a clause; or what to use instead, if the flag is refused. Empty for a flag with the same
-        effect as in Pax.
-      refused: True if ignoring the flag would give other results.
+      instead: clause for the message that says what happens instead of the flag's effect, or what to use instead if the flag is
+        refused; '' for a flag with the same effect as in Pax.
+      refused: True if the flag gives an error, because ignoring it would give different results.
     """
 
     name: str
@@ -97,7 +97,7 @@ FLAGS = (
 
 
 def define() -> flags.FlagValues:
-    """Returns absl flags for `FLAGS`, and `jax_arguments`, the list of JAX's own flags that were given."""
+    """Returns absl flags for all `FLAGS`, and the flag `jax_arguments`, which lists the JAX flags on the command line."""
     values = flags.FlagValues()
     # Fiddle and praxis define some of these names too, in absl's global flags.
     common: dict[str, Any] = {"flag_values": values, "allow_override": True}
@@ -157,7 +157,7 @@ def refuse_modes(arguments: Iterable[str]) -> None:
 
 
 def translate(given: flags.FlagValues, own: flags.FlagValues) -> None:
-    """Copies the values of the given Pax flags to the trainer's flags of the same meaning.
+    """Copies the values of the Pax flags that were given to the trainer's flags with the same meaning.
 
     Raises:
       UserError: a flag is refused, or contradicts another flag.
@@ -191,7 +191,7 @@ def translate(given: flags.FlagValues, own: flags.FlagValues) -> None:
 
 
 def _set_same(own: flags.FlagValues, name: str, given: flags.FlagValues, alias: str) -> None:
-    """Sets the trainer's flag `name` to the value of Pax's flag `alias`, if that was given. Raises UserError if both differ."""
+    """Sets the trainer's flag `name` to the value of Pax's flag `alias`, if given. Raises UserError if both differ."""
     value, present = given[alias].value, getattr(own, name)
     if value is None:
         return
@@ -203,14 +203,14 @@ def _set_same(own: flags.FlagValues, name: str, given: flags.FlagValues, alias: 
 def take_effect(given: flags.FlagValues, known: Sequence[str]) -> None:
     """Applies Pax's and JAX's flags to the environment and `jax.config`, and logs a warning for each Pax flag without effect.
 
-    Touches no device.
+    Uses no device.
 
     Args:
-      given: the flags of `define`, parsed.
-      known: names of all flags that are defined, for the message about an unknown one.
+      given: the flags that `define` returned, parsed.
+      known: names of all defined flags, for the message about an unknown flag.
 
     Raises:
-      UserError: a flag that JAX does not have, or a value that it does not take.
+      UserError: JAX does not have a flag, or does not accept its value.
     """
     for flag in FLAGS:
         if flag.instead and not flag.refused and given[flag.name].present and given[flag.name].value not in flag.silent:

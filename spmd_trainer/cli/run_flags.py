@@ -22,7 +22,7 @@ from spmd_trainer.training.run_config import RunConfig, TrainConfig, config_clas
 if TYPE_CHECKING:
     from etils import epath
 
-# A quoted text, a folder or a suffix in the value of an override.
+# Matches an override whose value has a quoted text, a folder or a file suffix.
 _MAY_BE_PATH = re.compile(r"=.*(['\"/]|\.[A-Za-z])")
 
 _what = functools.partial(setting, group="What to run")
@@ -32,7 +32,7 @@ _processes = functools.partial(setting, group="Several processes")
 
 @dataclasses.dataclass(frozen=True)
 class CommandFlags:
-    """What the command line has besides the settings of a mode. Python has arguments of its own for it."""
+    """Flags of the command line that are not settings of a mode. In Python, function arguments take their place."""
 
     exp: str | None = _what(
         None,
@@ -63,7 +63,7 @@ class CommandFlags:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessFlags:
-    """How the processes of a job find each other. A Python program joins them with `jax.distributed`."""
+    """Flags that say how the processes of a job find each other. A Python program uses `jax.distributed` instead."""
 
     distributed: str | None = _processes(
         None,
@@ -109,11 +109,11 @@ class _Parser(flags.ArgumentParser[Any]):
 
     def parse(self, argument: Any) -> Any:
         if self._about.read is not None:
-            return argument  # read where the settings are made of the flags
+            return argument  # parsed later, when the settings are made from the flags
         if argument == "" and self._about.kind in (int, float) and self._about.default is None:
-            return None  # not given, as an empty text
+            return None  # an empty value counts as not given
         with contextlib.suppress(ValueError):
-            # As absl's own flags of whole numbers, also 0x20 and 0o40.
+            # Accepts 0x20 and 0o40 too, as absl's own integer flags do.
             in_base = self._about.kind is int and str(argument)[:2].lower() in ("0x", "0o")
             argument = int(argument, 0) if in_base else self._about.kind(argument)
         if problem := self._about.problem(argument):
@@ -153,7 +153,7 @@ def define() -> None:
 
 
 def choose_mode(flag_values: flags.FlagValues) -> None:
-    """Sets the mode to 'chat' if `--prompt` was given without `--mode`. Without the folder `lm_eval/`, there is no `--prompt`."""
+    """Sets the mode to 'chat' if `--prompt` was given without `--mode`. The flag is undefined if `lm_eval/` isn't installed."""
     if "prompt" in flag_values and flag_values.prompt and not flag_values["mode"].present:
         flag_values["mode"].value = "chat"
 
@@ -162,7 +162,7 @@ def refuse_other_modes(flag_values: flags.FlagValues) -> None:
     own = {about.flag for cls in _classes(flag_values.mode) for about in settings_of(cls).values()}
     for about in all_settings():
         flag = flag_values[about.flag]
-        # By identity where 0 could stand: 0 == False, and --port=0 is given.
+        # Compared by identity, because 0 == False, but --port=0 counts as given.
         is_given = flag.present and flag.value is not None and flag.value is not False and flag.value not in ([], "")
         if about.flag in own or about.carried or not is_given:
             continue
@@ -172,8 +172,8 @@ def refuse_other_modes(flag_values: flags.FlagValues) -> None:
 
 
 def _classes(mode: str) -> Sequence[type]:
-    """Returns the classes whose flags a mode accepts, including those of runs, so that a run's command serves for other modes."""
-    # These look at a training run or its code: they are appended to its command, and ignore its flags.
+    """Returns the settings classes whose flags a mode accepts. All modes but tokenise and tokenizer accept a run's flags."""
+    # These modes look at a training run or its code. They accept and ignore the flags of the run's command.
     of_run = TrainConfig if mode in ("page", "port", "replay") else RunConfig
     own = config_class(mode)
     return (CommandFlags, own) if mode in ("tokenise", "tokenizer") else (CommandFlags, ProcessFlags, of_run, own)
@@ -200,14 +200,14 @@ def config_without_experiment(flag_values: flags.FlagValues, arguments: Sequence
 
 
 def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], int]) -> RunConfig:
-    """Returns the run's config from the flags. Without `--exp`, the rest comes from the record of the run in `--job_log_dir`.
+    """Returns the run's config from the flags. Without `--exp`, the record of the run in `--job_log_dir` supplies the rest.
 
     Args:
       flag_values: absl flags, parsed.
-      join: joins the job's processes for a mode and returns their number. Called before any device is touched.
+      join: connects the job's processes for the given mode, and returns their number. Called before any device is used.
 
     Raises:
-      UserError: a missing or unreadable flag, or an experiment that contradicts itself.
+      UserError: a flag is missing or can't be read, or settings of the experiment contradict each other.
     """
     mode = flag_values.mode
     settings = settings_from_flags(flag_values, config_class(mode))
@@ -238,10 +238,10 @@ def run_config_from_flags(flag_values: flags.FlagValues, join: Callable[[str], i
 def _with_those_of_the_run(
     flag_values: flags.FlagValues, overrides: Sequence[str], given: Mapping[str, Any]
 ) -> tuple[str, list[str], dict[str, Any]]:
-    """Returns experiment, overrides and settings of the run in the command's directories, updated with the given ones.
+    """Returns experiment, overrides and settings of the run in the command's directories, updated with those that were given.
 
-    An empty flag takes the default instead of the run's value. Modes other than training ignore the checkpoint that the run
-    started from, and read the run's own checkpoints. With `--topology`, the run's mesh is ignored.
+    A flag with an empty value takes the default, not the run's value. Modes other than training ignore the checkpoint that the
+    run started from, and read the run's own checkpoints. With `--topology`, the run's mesh is ignored.
 
     Raises:
       UserError: neither `--job_log_dir` nor `--restore_checkpoint_dir` holds a run of this trainer that has begun to train, or
@@ -255,7 +255,7 @@ def _with_those_of_the_run(
     kept = experiment_config.without_replaced(record["overrides"], overrides)
     own = settings_of(config_class(flag_values.mode))
     left = {"job_log_dir", *given}
-    # An empty flag isn't among the given.
+    # A flag with an empty value isn't in `given`.
     left |= {name for name, about in own.items() if flag_values[about.flag].present}
     if flag_values.mode != "train":
         left |= {"restore_checkpoint_dir", "restore_checkpoint_step", "jax_profiler_port"}
@@ -280,7 +280,7 @@ def run_of_directories(given: Mapping[str, Any]) -> tuple[epath.Path, dict[str, 
     The record has the run's experiment, overrides and settings.
 
     Args:
-      given: the values of the two flags by name, if they were given.
+      given: the values of these two flags by name, as far as they were given.
 
     Raises:
       UserError: see `_with_those_of_the_run`.

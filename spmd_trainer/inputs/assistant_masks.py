@@ -1,17 +1,17 @@
-"""Finds the tokens that the assistant wrote in a conversation: those that count in the loss.
+"""Finds which tokens of a conversation count in the loss: the tokens that the assistant wrote.
 
 If the chat template has `{% generation %}...{% endgeneration %}` marks, the assistant's text is the text between them.
-Otherwise, for message i by the assistant, the template renders `messages[:i]` with `add_generation_prompt`, and
-`messages[:i + 1]`. The text of the message is the part that the second rendering adds to the first. With marks, the
+Otherwise, for each assistant message `messages[i]`, the template renders `messages[:i]` with `add_generation_prompt`, and
+`messages[:i + 1]` without it. The text of message i is what the second rendering appends to the first. With marks, the
 end-of-turn token counts if it is between them. Without marks it always counts, as does any other text that the template
 writes after the message, such as ChatML's newline.
 
-A token counts if one of its characters is in the assistant's text. With marks, the masks equal transformers'
-`return_assistant_tokens_mask`, except where transformers does not find a character's token:
+A token counts if at least one of its characters is in the assistant's text. With marks, the masks equal transformers'
+`return_assistant_tokens_mask`, except in two cases that concern the first and last character between two marks:
 
-- If several tokens stand for the last character between two marks (an emoji), transformers counts the first of them.
+- If several tokens stand for the last character (an emoji), transformers counts only the first of these tokens.
 - If the tokenizer's offsets leave out the first character (a space), transformers counts no token from there on; if
-they leave out the last character, it counts every token from there on.
+the offsets leave out the last character, transformers counts every token from there on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Render: TypeAlias = Callable[[Messages, bool], Rendering]
 ASSISTANT = "assistant"
 ALL, LAST = "all", "last"
 TURNS = (ALL, LAST)
-# Characters of a text shown in errors.
+# Number of characters of a text that errors show.
 _SHOWN = 30
 _FIX = (
     "mark the text of the assistant in the template with {% generation %} and {% endgeneration %} (chat_template=PATH)"
@@ -45,10 +45,10 @@ def assistant_text(messages: Messages, render: Render, *, has_marks: bool, turns
       messages: the conversation, with at least one message by the assistant.
       render: renders messages, with or without a generation prompt.
       has_marks: True if the template has `{% generation %}`.
-      turns: 'all', or 'last' for the last message of the assistant only.
+      turns: 'all' for all messages of the assistant, 'last' for the last one only.
 
     Returns:
-      The text and the assistant's non-empty (start, end) character spans.
+      The rendered text, and the non-empty (start, end) character spans that the assistant wrote.
 
     Raises:
       UserError: the template fails, or the assistant's text can't be located.
@@ -65,26 +65,26 @@ def assistant_text(messages: Messages, render: Render, *, has_marks: bool, turns
 
 
 def count_tokens(offsets: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Returns True for each token that has a character in one of the spans, bool [n].
+    """Returns which of n tokens count: bool [n], True for a token that has at least one character in one of the spans.
 
-    A token without characters counts if it lies between two tokens of one span.
+    A token without characters also counts if it lies between two tokens of the same span.
 
     Args:
-      offsets: (start, end) characters of each token, int64 [n, 2], in the order of the text.
-      spans: (start, end) characters.
+      offsets: (start, end) character positions of each token, int64 [n, 2], in the order of the text.
+      spans: (start, end) character positions of each span.
     """
     counted = np.zeros(len(offsets), bool)
     starts, ends = offsets.T
     for start, end in spans:
         (inside,) = np.nonzero((starts < end) & (ends > start) & (starts < ends))
         if len(inside):
-            # The slice also has tokens without characters, between two that have some.
+            # The slice includes tokens without characters that lie between two tokens of the span.
             counted[inside[0] : inside[-1] + 1] = True
     return counted
 
 
 def _after_prompts(messages: Messages, render: Render, text: str, own: list[int]) -> list[tuple[int, int]]:
-    """Returns the (start, end) characters of the assistant's messages, by rendering the conversation up to each of them."""
+    """Returns each assistant message's (start, end) characters, found by rendering the conversation up to that message."""
     spans = []
     for index in own:
         try:

@@ -15,23 +15,23 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.batches import WEIGHT_NAMES
 from spmd_trainer.sharding.variables import path_str
 
-# The leaves that praxis' LanguageModel reads tokens from.
+# Entries of a batch from which praxis' LanguageModel reads tokens.
 _TOKENS = ("ids", "labels")
 
 
 def check_values(name: str, batch: Any, vocab_size: int | None) -> None:
     """Checks the tokens and the weights of a batch, at the cost of one minimum and one maximum per leaf.
 
-    `ids` must be in the vocabulary. `labels` must be where their weight isn't 0 (some inputs mark ignored labels with
-    -1 or -100). Weights (`batches.WEIGHT_NAMES`) must be finite and 0 or more.
+    All `ids` must be in the vocabulary. `labels` with a weight of 0 may have any value (some inputs mark ignored labels
+    with -1 or -100); all others must be in the vocabulary. Weights (`batches.WEIGHT_NAMES`) must be finite and 0 or more.
 
     Args:
       name: the input's name.
       batch: one process's batch, a pytree of numpy arrays [rows, ...].
-      vocab_size: vocabulary size of the model, `task.model.lm_tpl.vocab_size`; None skips the tokens.
+      vocab_size: vocabulary size of the model, `task.model.lm_tpl.vocab_size`; None checks only the weights.
 
     Raises:
-      UserError: a value is out of range; names the input, the leaf, the row, the value and the range.
+      UserError: a value is out of range. The message names the input, the leaf, the row, the value and the range.
     """
     leaves = {path_str(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
     for path, leaf in leaves.items():

@@ -13,7 +13,7 @@ from praxis.py_utils import NestedMap
 from spmd_trainer.errors import UserError, first_paragraph
 from spmd_trainer.sharding.variables import path_str
 
-# Leaves that weight a row or a token. A batch needs at least one to tell padding from data.
+# Names of the leaves that hold weights of rows or tokens. A batch needs at least one, to tell padding rows from data.
 WEIGHT_NAMES = ("weights", "eval_sample_weights", "weight")
 # Values of padding rows, by the last part of a leaf's path. Other leaves repeat the batch's first row, because arbitrary
 # values could give NaN in a row of weight 0, and 0 * NaN is NaN.
@@ -28,11 +28,11 @@ def pad_batch(batch: Any, to_size: int) -> Any:
 
     Args:
       batch: any pytree of numpy arrays [B, ...] with the same number of rows B.
-      to_size: rows of the result, at least B.
+      to_size: number of rows of the result, at least B.
 
     Raises:
-      ValueError: the leaves have different B, B is 0, `to_size` is below B, or no leaf is a weight, so that padding
-        could not be told from data.
+      ValueError: the leaves have different numbers of rows or none, `to_size` is below B, or no leaf is a weight, so that
+        padding could not be told from data.
     """
     leaves = [(path_str(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]]
     size = _batch_size(leaves)
@@ -50,14 +50,14 @@ def pad_batch(batch: Any, to_size: int) -> Any:
 
 
 def blank_rows(batch: NestedMap, real: np.ndarray) -> NestedMap:
-    """Returns a batch with weight 0 in the rows where `real` is False, as in the rows that `pad_batch` adds.
+    """Returns a batch whose rows count only where `real` is True; the other rows become like the rows of `pad_batch`.
 
-    The weights and segment ids of these rows become 0, and their paddings 1. `eval_sample_weights` float32 [B] is added if
-    missing.
+    The weights and segment ids of these other rows become 0, and their paddings 1. `eval_sample_weights` float32 [B] is
+    added if missing.
 
     Args:
-      batch: numpy arrays [B, ...], B rows.
-      real: bool [B].
+      batch: numpy arrays [B, ...] of B rows.
+      real: True for each row that holds data, bool [B].
     """
     batch = NestedMap(batch)
     if "eval_sample_weights" not in batch:
@@ -96,10 +96,10 @@ def _pad_rows(name: str, leaf: np.ndarray, rows: int) -> np.ndarray:
 
 
 def cut_rows(batch: NestedMap, length: int) -> NestedMap:
-    """Cuts each row of a language-model batch into T / length consecutive rows. No token is lost.
+    """Cuts each row of a language-model batch, T tokens, into T / length shorter rows. No token is lost.
 
-    Attention does not cross a cut. A segment that a cut divides continues in the next row at position 0. Rows without a
-    token get `eval_sample_weights` 0.
+    Attention does not cross a cut. A segment that a cut divides continues in the next row at position 0. New rows that
+    hold only padding get `eval_sample_weights` 0.
 
     Args:
       batch: numpy arrays as in `lm_input_specs`, with T tokens per row.
@@ -133,17 +133,17 @@ def lm_input_specs(batch_size: int, seq_len: int) -> NestedMap:
 
 
 def dataset_input_specs(dataset: Any) -> NestedMap:
-    """Returns the shapes and dtypes of a dataset's per-process batches without padding, as jax.ShapeDtypeStruct.
+    """Returns the shapes and dtypes of one process's batches, before rows are added by padding, as jax.ShapeDtypeStruct.
 
-    Calls `input_specs()` of the input, or of the input inside a `LingvoInputAdaptor`. For a config without that
-    method, builds a temporary instance and reads one batch.
+    Calls `input_specs()` of the input, or of the input inside a `LingvoInputAdaptor`. If `dataset` is the config of an
+    input without that method, builds a temporary instance and reads one batch.
 
     Args:
       dataset: a `pax_fiddle.Config` of a `BaseInput`, or an input with `input_specs()`.
 
     Raises:
       UserError: the input rejects its settings or its files.
-      ValueError: `dataset` is an input without `input_specs()`: reading a batch would lose it.
+      ValueError: `dataset` is an input without `input_specs()`. Reading a batch to measure it would lose that batch.
     """
     if isinstance(dataset, fdl.Buildable):
         if fdl.get_callable(dataset) is base_input.LingvoInputAdaptor and hasattr(dataset.input.cls, "input_specs"):
@@ -164,7 +164,7 @@ def dataset_input_specs(dataset: Any) -> NestedMap:
 
 
 class DatasetSpecsProvider(base_input.BaseInputSpecsProvider):
-    """Provides the specs of a dataset's batches; see `dataset_input_specs`.
+    """Provides the shapes and dtypes of a dataset's batches, as `dataset_input_specs` returns them.
 
     Attributes:
       input_p: the dataset's config.

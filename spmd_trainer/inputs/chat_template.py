@@ -1,8 +1,8 @@
-"""Chat templates, which render conversations as the text that a model was trained on. Needs the package jinja2: extra `hf`.
+"""Chat templates, which render conversations as the text that a model was trained on. Needs jinja2 (pip extra `hf`).
 
 Templates come with tokenizers and may be malicious. They therefore run in a separate process, in jinja2's sandbox without
-access to files, modules or the interpreter, and with limits of time and memory. They see the same names as in transformers
-and give the same text.
+access to files, modules or the interpreter, and with limits on time and memory. Templates have the same variables and
+functions as in transformers, and give the same text.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from spmd_trainer.inputs.template_worker import Request
 from spmd_trainer.inputs.worker_process import EndedError, WorkerProcess
 from spmd_trainer.storage.paths import file_or_pattern
 
-# Keys of a model's reasoning in a message; newer templates read the first.
+# Keys under which a message may hold the model's reasoning; newer templates read the first key.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
-# Variables of a rendering that gives no others.
+# Default variables of `render_marked`.
 _USUAL: Mapping[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
-# Defaults of a rendering's limits.
+# Default limits of a rendering, and the highest limit that can be set.
 MAX_RENDER_SECONDS, MAX_RENDERED_CHARS = 1.0, 2**24
-_MOST = 2**31  # of either
+_MOST = 2**31
 
 
 def _make_renderer() -> WorkerProcess:
-    # Without site-packages' start-up code and environment variables of Python.
+    # -I -S: ignore Python's environment variables, and skip the start-up code of site-packages.
     command = [sys.executable, "-I", "-S", template_worker.__file__]
     return WorkerProcess(command, sys.path, stderr=subprocess.DEVNULL)
 
 
 def _forget() -> None:
-    """Makes a new renderer after a fork, so that the forked process starts another worker process."""
+    """Replaces the renderer after a fork, so that the forked process starts its own worker process."""
     global _renderer
     _renderer = _make_renderer()
 
@@ -73,9 +73,9 @@ class ChatTemplate:
     """A compiled chat template.
 
     Attributes:
-      name: origin of the template, for errors.
-      text: the template.
-      special_tokens: the tokenizer's special tokens that the template names: {'bos_token': '<s>', ...}.
+      name: where the template comes from, for error messages.
+      text: source text of the template.
+      special_tokens: the tokenizer's special tokens that the template mentions: {'bos_token': '<s>', ...}.
       has_marks: True if the template marks the assistant's text by `{% generation %}...{% endgeneration %}`.
     """
 
@@ -91,12 +91,12 @@ class ChatTemplate:
         """Compiles the template.
 
         Args:
-          text: the template.
-          name: origin of the template, for errors.
-          special_tokens: tokens that the template can name: {'bos_token': '<s>', ...}.
-          max_render_seconds: limit of the processor time of one rendering, in seconds.
-          max_rendered_chars: limit of the length of a rendered conversation, in characters. The memory limit of a rendering
-            grows with it.
+          text: source text of the template.
+          name: where the template comes from, for error messages.
+          special_tokens: tokens that the template can use as variables: {'bos_token': '<s>', ...}.
+          max_render_seconds: maximum processor time of one rendering, in seconds.
+          max_rendered_chars: maximum length of a rendered conversation, in characters. A higher value also raises the
+            memory limit of a rendering.
 
         Raises:
           UserError: jinja2 is missing, the template has a syntax error, or a limit is not above 0 and at most 2**31.
@@ -124,14 +124,14 @@ class ChatTemplate:
         """Renders a conversation.
 
         Args:
-          messages: [{'role': 'user', 'content': ...}, ...], JSON values. As in transformers, null entries are hidden
-            from the template.
+          messages: [{'role': 'user', 'content': ...}, ...], JSON values. As in transformers, the template doesn't see
+            entries of a message that are None.
           add_generation_prompt: end with the beginning of the assistant's answer, if the template supports it.
           tools: JSON schemas of the functions that the model may call.
-          documents: documents for retrieval templates.
-          **variables: further variables; they override the special tokens. They must be values, not functions, because another
-            process renders. `strftime_now` is the date that the template's function `strftime_now` formats, see `clock_of`; the
-            default is the current date.
+          documents: documents that the answer may use, for templates that support retrieval.
+          **variables: further variables of the template; they override the special tokens. They must be values, not
+            functions, because the template runs in another process. `strftime_now` is the date that the template's
+            function `strftime_now` formats (see `clock_of`); the default is the current date.
 
         Raises:
           RenderLimitError: the rendering exceeds a limit of time, memory or length.
@@ -141,10 +141,10 @@ class ChatTemplate:
         return self._rendering(messages, {**given, **variables}, is_marked=False).text
 
     def render_marked(self, /, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendering:
-        """Renders a conversation and locates each `{% generation %}` block. Arguments are those of `render`.
+        """Renders a conversation and locates each `{% generation %}` block. Takes the same arguments as `render`.
 
         Raises:
-          UserError: see `render`; or a block can't be located in the text.
+          UserError: as in `render`; or a block can't be located in the rendered text.
         """
         return self._rendering(messages, {**_USUAL, **variables}, is_marked=True)
 
@@ -160,7 +160,7 @@ class ChatTemplate:
         return Rendering(answer["text"], tuple((start, end) for start, end in answer["spans"]))
 
     def _ask(self, variables: dict[str, Any] | None, *, is_marked: bool = False) -> dict[str, Any]:
-        """Compiles the template, renders it unless `variables` is None, and returns the answer of `template_worker`."""
+        """Has a worker process compile the template, and render it unless `variables` is None. Returns the worker's answer."""
         seconds, chars = self._limits
         try:
             content = pickle.dumps(tuple(Request(self.text, variables, is_marked, seconds, chars)))
@@ -202,13 +202,14 @@ class ChatTemplate:
 
 
 def choose(templates: Mapping[str, str], chosen: str | None, *, has_tools: bool, owner: str) -> tuple[str, str]:
-    """Chooses one of a tokenizer's templates as transformers does; returns its name and text.
+    """Chooses one of a tokenizer's chat templates as transformers does, and returns the template's name and text.
 
     Args:
-      templates: {name: text} of a tokenizer.
-      chosen: name of a template. None chooses 'tool_use' if `has_tools` and the tokenizer has it, otherwise 'default'.
+      templates: {name: text} of the tokenizer's templates.
+      chosen: name of the template to take. None takes the template 'tool_use' if `has_tools` is True and it exists, and
+        otherwise 'default'.
       has_tools: True if the conversation has tools.
-      owner: name of the tokenizer, for errors.
+      owner: name of the tokenizer, for error messages.
 
     Raises:
       UserError: the template does not exist.
@@ -228,7 +229,7 @@ def choose(templates: Mapping[str, str], chosen: str | None, *, has_tools: bool,
 
 
 def _as_templates_expect(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Drops the null entries of a message, and copies its reasoning to the names that templates read."""
+    """Drops entries that are None, and copies the model's reasoning to the keys 'thinking' and 'reasoning_content'."""
     message = {name: value for name, value in message.items() if value is not None}
     found = next((message[name] for name in _REASONING if name in message), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
@@ -239,8 +240,8 @@ def template_of(tokenizer: Any, given: str | None, *, has_tools: bool, **limits:
 
     Args:
       tokenizer: the input's tokenizer.
-      given: None for the tokenizer's own template; the name of one of its templates; the path of a .jinja file; or the text of
-        a template.
+      given: None for the tokenizer's own template; the name of one of the tokenizer's templates; the path of a .jinja file;
+        or the text of a template.
       has_tools: True if the conversation has tools.
       **limits: `max_render_seconds` and `max_rendered_chars` of `ChatTemplate`.
 
@@ -262,10 +263,10 @@ def template_of(tokenizer: Any, given: str | None, *, has_tools: bool, **limits:
 
 
 def clock_of(date: str | None) -> datetime.datetime | None:
-    """Returns the fixed date that `strftime_now` formats in the templates of a training input; None if `date` is None.
+    """Returns the fixed date that a training input's chat template sees as the current date; None if `date` is None.
 
-    Today's date would change the tokens when a run is resumed on another day. With `date=None`, a template that writes the
-    date therefore fails.
+    Today's date would change the tokens when a run is resumed on another day. A template that writes the current date
+    therefore fails if `date` is None.
 
     Raises:
       UserError: `date` is not a date such as '2024-07-26'.

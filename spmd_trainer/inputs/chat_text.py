@@ -1,12 +1,12 @@
-"""Conversations for training, where only the assistant's text counts in the loss, and as prompts for decode.
+"""Inputs over conversations: for training, where only the assistant's text counts in the loss, and as prompts for decoding.
 
 The chat template renders a conversation with all special tokens, and the tokenizer encodes the whole text at once, so
-the tokens are those of transformers' `apply_chat_template`. A conversation of n tokens is one segment of n - 1
-positions: each token but the last is an id, and each token but the first a label. `weights` is 1 on the assistant's
-labels (see `assistant_masks`) and 0 on all others. Conversations are packed into rows and never split.
+the tokens are the same as from transformers' `apply_chat_template`. A conversation of n tokens is one segment of n - 1
+positions: each token but the last is an id, and each token but the first a label. `weights` is 1 for the labels that
+the assistant wrote (see `assistant_masks`) and 0 for all others. Conversations are packed into rows and never split.
 
-Example with rows of T = 8 tokens, '<user>hi<assistant>yes<end>' with one token for each of the five, and the assistant's text
-marked as '{% generation %}yes<end>{% endgeneration %}':
+Example: rows have T = 8 tokens, the text '<user>hi<assistant>yes<end>' has five tokens (<user>, hi, <assistant>, yes, <end>),
+and the template marks the assistant's text as '{% generation %}yes<end>{% endgeneration %}':
     ids         <user> hi <assistant> yes 0 0 0 0
     labels      hi <assistant> yes <end>  0 0 0 0
     weights     0  0           1   1      0 0 0 0
@@ -44,27 +44,28 @@ from spmd_trainer.inputs.messages import (
     text_of_content,
 )
 
-# Roles whose messages may be empty: tool results.
+# Roles of tool results. Their messages may be empty.
 _RETURNED = ("tool", "function", "ipython")
-# Cut conversations that a process logs.
+# Maximum number of cut conversations that a process logs.
 _LOGGED = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat(messages.MessageProcessor):
-    """Processor that renders and tokenises conversations, for `Documents.processor` and `ChatInput`.
+    """Processor that renders and tokenizes conversations, for `Documents.processor` and `ChatInput`.
 
     A record is {"messages": [{"role": ..., "content": ...}, ...]}, and may also have the entries `tools`, `documents`,
-    `chat_template_kwargs` and `turns`. A conversation is a bad record if it has no message of the assistant, an unknown role, an
-    empty message or no label that counts, or if the template fails. A tool's message may be empty, and an assistant's message
-    may have reasoning or tool calls instead of content.
+    `chat_template_kwargs` and `turns`. A conversation is a bad record (see `CorpusInput.bad_records`) if it has an unknown
+    role, an empty message, no message of the assistant or no label that counts, or if the template fails. A tool's message may
+    be empty, and an assistant's message may have reasoning or tool calls instead of content.
 
     Attributes:
       chat_template, template_variables, max_render_seconds, max_rendered_chars: see `messages.Templated`.
-      turns: 'all' counts all messages of the assistant, 'last' only the last one. An entry `turns` of a conversation
-        takes precedence.
-      too_long: see `messages.MessageProcessor`; or 'cut': keep the first seq_len + 1 tokens, and log the first 10 cut
-        conversations. If this cuts off all of the assistant's text, the conversation is a bad record.
+      turns: 'all' counts all messages of the assistant in the loss, 'last' only the last one. The entry `turns` of a
+        conversation overrides this setting.
+      too_long: 'error' or 'drop', see `messages.MessageProcessor`; or 'cut', which keeps the first seq_len + 1 tokens and
+        logs the first 10 conversations that it cuts. If the kept tokens have no text of the assistant, the conversation is a
+        bad record.
       other_roles, date: see `messages.MessageProcessor`.
     """
 
@@ -104,7 +105,6 @@ class Chat(messages.MessageProcessor):
         return {**super().fingerprint(), "turns": self.turns}
 
     def _render(self, document: Document) -> Rendering | BadRecord:
-        """Checks a conversation and renders it."""
         try:
             return self._rendering(messages.conversation_of(document))
         except UserError as error:
@@ -158,9 +158,10 @@ class Chat(messages.MessageProcessor):
     def _counted(
         self, where: str, encoded: tuple[np.ndarray, np.ndarray], text: Rendering
     ) -> CountedTokens | BadRecord:
-        """Returns a conversation's tokens and which of them count in the loss; a BadRecord if they are unusable or too long.
+        """Returns the tokens of a rendered conversation, and which of them count in the loss.
 
-        `encoded`: the tokens, int32 [n], and their (start, end) characters, int64 [n, 2].
+        The result is a BadRecord if no token counts or there are too many tokens. `encoded` has the n tokens, int32 [n], and
+        the (start, end) characters of each token, int64 [n, 2].
         """
         tokens, offsets = encoded
         size, room = len(tokens), self.seq_len + 1
@@ -191,12 +192,14 @@ class Chat(messages.MessageProcessor):
 
 
 class ChatInput(messages.MessagesInput):
-    """Language-model input over conversations, packed into rows (see the module docstring, and `CorpusInput` for batches).
+    """Language-model input over conversations, packed into rows. Only labels that the assistant wrote count in the loss.
+
+    The docstring of this module shows an example. `CorpusInput` describes the batches.
 
     Attributes:
       files, source, chat_template, ...: see `messages.MessagesInput` and `Chat`.
       tokenizer, eos_id: see `text_base.TokenizedInput`. The tokenizer must be a Hugging Face tokenizer.
-      start: must keep its default: the template writes the start token.
+      start: must keep its default, because the template writes the start token.
       turns, too_long: see `Chat`.
       seq_len, packing, shuffle, window_rows, bad_records: see `CorpusInput`.
     """
@@ -216,17 +219,17 @@ class ChatInput(messages.MessagesInput):
 class ChatPromptInput(text.PromptRows):
     """Conversations as prompts for `LanguageModel.decode`, rendered by a chat template.
 
-    `Chat` describes the records. The template writes all special tokens; the input adds none. Batches are those
-    of `text.PromptRows`; `prompt_index` counts the conversations of all files.
+    `Chat` describes the records in the files. The template writes all special tokens; the input adds none. `text.PromptRows`
+    describes the batches, in which `prompt_index` numbers the conversations of all files from 0.
 
     Attributes:
       files: see `ChatInput`.
       tokenizer, eos_id: see `text_base.TokenizedInput`.
-      start: must keep its default: the template writes the start token.
+      start: must keep its default, because the template writes the start token.
       chat_template, template_variables, max_render_seconds, max_rendered_chars: see `messages.Templated`.
-      add_generation_prompt: end the prompt with the beginning of the assistant's answer.
-      prefix_len: most tokens in a prompt, P. A longer conversation is an error.
-      num_prompts: number of conversations to use, from the first one; None uses all.
+      add_generation_prompt: True ends each prompt with the beginning of the assistant's answer.
+      prefix_len: maximum number of tokens in a prompt, P. A longer conversation is an error.
+      num_prompts: use only the first `num_prompts` conversations; None uses all.
     """
 
     chat_template: str | None = None
@@ -251,19 +254,19 @@ class ChatPromptInput(text.PromptRows):
         return len(self._conversations)
 
     def tokens_of_prompt(self, index: int) -> np.ndarray:
-        """Returns the tokens of a conversation. The first call renders all conversations.
+        """Returns the tokens of conversation `index`. The first call renders and tokenizes all conversations.
 
         Raises:
-          UserError: see `text_of_prompt`; or a conversation is empty or longer than `prefix_len`, or has a token outside the
-            model's vocabulary.
+          UserError: as in `text_of_prompt`; or a conversation is empty or longer than `prefix_len`, or has a token outside
+            the model's vocabulary.
         """
         return self._tokens[index]
 
     def text_of_prompt(self, index: int) -> str:
-        """Renders a conversation.
+        """Returns the text of conversation `index`, rendered by the chat template.
 
         Raises:
-          UserError: a line is not a conversation, or the template fails; names the file and the line.
+          UserError: a record is not a conversation, or the template fails. The message names the file and the record.
         """
         found = self._conversations[index]
         with self.naming(f"{found.where}: "):

@@ -23,14 +23,14 @@ class ExamplesInput(indexed.IndexedInput):
     epoch). Evaluation gives every example once, in order, then raises StopIteration until `reset()`. Rows that fill up the last
     batch repeat the last example with `eval_sample_weights` (and `weights`, if present) 0.
 
-    A batch is a NestedMap of numpy arrays [B, ...] of B rows, and `eval_sample_weights` float32 [B]. With `jax_enable_x64` off,
-    int64 and float64 arrays become int32 and float32, and a value that doesn't fit is an error.
+    A batch is a NestedMap of numpy arrays [B, ...] of B rows, including `eval_sample_weights` float32 [B]. If
+    `jax_enable_x64` is off, int64 and float64 arrays become int32 and float32, and a value that doesn't fit is an error.
 
     Attributes:
-      shuffle: False gives a training input's examples in order.
-      transform: a function from a batch (NestedMap of numpy arrays) to a batch, applied last; e.g. from uint8 to
-        float32. It must be pure, treat each row separately, and accept any values: it is called with zeros to find the
-        shapes and dtypes of its result.
+      shuffle: False gives a training input's examples in the order of their numbers.
+      transform: a function from a batch (NestedMap of numpy arrays) to the batch that the input returns, e.g. to convert
+        uint8 to float32. It must be pure, treat each row separately, and accept any values: it is called with zeros to
+        find the shapes and dtypes of its result.
     """
 
     shuffle: bool = True
@@ -53,7 +53,10 @@ class ExamplesInput(indexed.IndexedInput):
         raise NotImplementedError
 
     def read_examples(self, examples: np.ndarray) -> NestedMap:
-        """Reads examples by number, int64 [B], as a NestedMap of numpy arrays [B, ...] that match `example_specs`."""
+        """Returns the B examples whose numbers are `examples`, int64 [B], as a NestedMap of numpy arrays [B, ...].
+
+        The arrays match `example_specs`.
+        """
         raise NotImplementedError
 
     @property
@@ -93,8 +96,8 @@ class ArrayInput(ExamplesInput):
     """Input over arrays in memory.
 
     Attributes:
-      arrays: {name: array [examples, ...]}, or a function without arguments that returns it. A dot in a name nests: 'src.ids'
-        becomes batch.src.ids.
+      arrays: {name: array [examples, ...]}, or a function without arguments that returns such a dict. A dot in a name
+        nests: 'src.ids' becomes batch.src.ids.
     """
 
     arrays: Any = None
@@ -157,11 +160,7 @@ def nest(values: Mapping[str, Any]) -> NestedMap:
 
 
 def from_nested_dict(example: Any) -> NestedMap:
-    """Returns a nested dict, e.g. the result of a user's function, as a NestedMap.
-
-    Raises:
-      UserError: `example` is not a dict, or has a key that a NestedMap can't have.
-    """
+    """Returns a nested dict as a NestedMap. Raises UserError if it is not a dict, or a NestedMap can't have one of its keys."""
     if not isinstance(example, Mapping):
         raise UserError(f"it is {type(example).__name__}, and must be a dict of arrays")
     # Not NestedMap.FromNestedDict: lingvo's imports TensorFlow.
@@ -169,10 +168,10 @@ def from_nested_dict(example: Any) -> NestedMap:
 
 
 def for_devices(batch: NestedMap) -> NestedMap:
-    """Casts 64-bit arrays to 32 bits if `jax_enable_x64` is off.
+    """Returns a batch of numpy arrays that devices can hold: casts 64-bit arrays to 32 bits if `jax_enable_x64` is off.
 
     Raises:
-      UserError: a value doesn't fit in 32 bits, or a leaf has a string, bytes or object dtype. The message names the leaf.
+      UserError: a value doesn't fit in 32 bits, or an array has a string, bytes or object dtype. The message names the array.
     """
 
     def cast(path: str, leaf: Any) -> np.ndarray:
@@ -203,10 +202,10 @@ def stack(examples: list[Any], specs: NestedMap, name_of: Callable[[int], str]) 
     Args:
       examples: nested dicts of arrays.
       specs: shapes and dtypes of every example, a NestedMap of jax.ShapeDtypeStruct.
-      name_of: names example i in errors.
+      name_of: returns the name of `examples[i]` for error messages, given i.
 
     Raises:
-      UserError: an example has other leaves, another shape or another dtype.
+      UserError: the leaves of an example, or their shapes or dtypes, differ from `specs`.
     """
     flat = specs.FlattenItems()
     names = {path for path, _ in flat}
@@ -230,7 +229,7 @@ def stack(examples: list[Any], specs: NestedMap, name_of: Callable[[int], str]) 
 
 
 def _leaves(example: Any, names: set[str]) -> Mapping[str, Any]:
-    """Returns the leaves of an example by path."""
+    """Returns {path: leaf} for an example; `example` itself if it is a flat dict whose keys are `names`."""
     if (
         isinstance(example, dict)
         and example.keys() == names

@@ -1,11 +1,11 @@
-"""Recognises common file formats by a file's first bytes, with advice for each."""
+"""Recognizes common file formats by a file's first bytes, and has advice on how to use files of each format."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 
-# Number of bytes that `identify` needs.
+# Number of bytes of a file that `identify` needs.
 HEAD_BYTES = 4096
 
 
@@ -14,9 +14,9 @@ class FileFormat:
     """A file format.
 
     Attributes:
-      name: its name with an article, e.g. 'a Parquet file'.
-      instead: advice, a sentence without a full stop.
-      kind: its kind in `corpus.file_kinds`, or None.
+      name: name of the format with an article, e.g. 'a Parquet file'.
+      instead: advice on how to use such a file, for error messages; a sentence without its final period.
+      kind: the name of this format in `corpus.file_kinds.KINDS`, or None if it is not among them.
     """
 
     name: str
@@ -76,9 +76,9 @@ _BY_FIRST_BYTES: dict[bytes, FileFormat] = {
     b"\x93NUMPY": _NPY,
     b"GGUF": FileFormat("a GGUF file", "It holds tensors, not text"),
 }
-# Control characters that do not occur in text. Text may have BEL, BS, HT, LF, VT, FF, CR, the end-of-file mark of DOS, and ESC.
+# Control characters that do not occur in text. Text may have BEL, BS, HT, LF, VT, FF, CR, ESC, and DOS's end-of-file mark.
 _CONTROL = re.compile(rb"[\x00-\x06\x0e-\x19\x1c-\x1f\x7f]")
-# The first key of an object, alone or in a list.
+# The beginning of a JSON object, or of a list of objects, up to the first key.
 _JSON_BEGINNING = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*)?\{\s*"(?:[^"\\\n]|\\.)*"\s*:')
 _PDF_VERSION = re.compile(rb"%PDF-\d\.\d[ \t]*[\r\n]")
 _PDF = FileFormat("a PDF document", f"{_TO_TEXT}, e.g. with `pdftotext`")
@@ -91,10 +91,10 @@ _WAVE = FileFormat("a WAVE sound", "ArrayInput takes sounds as arrays")
 
 
 def identify(head: bytes) -> FileFormat | None:
-    """Returns the format of a file that isn't text; None if the format is unknown.
+    """Returns the format of a file that isn't text; None for text and for unknown formats.
 
-    A text may begin with the letters of a signature ('GGUF is a file format'), so a signature that consists of letters is valid
-    only if `head` also has a control character. For TFRecord files use `record_files.begins_with_record`.
+    A text may begin with the letters of a signature ('GGUF is a file format'), so a signature that consists of letters counts
+    only if `head` also has a control character. TFRecord files have no signature: see `record_files.begins_with_record`.
 
     Args:
       head: the file's first `HEAD_BYTES` bytes, or the whole file if it is shorter.
@@ -121,18 +121,18 @@ def identify(head: bytes) -> FileFormat | None:
 
 
 def begins_as_json(head: bytes) -> bool:
-    """True if a file begins with a JSON object, or with a list of objects, and has more than one line.
+    """Returns True if a file begins with a JSON object or a list of objects, and is longer than one short line.
 
-    A file of one short line is a text: a note, or a prompt.
+    A file with a single line of fewer than `HEAD_BYTES` bytes counts as text, e.g. a note or a prompt.
 
     Args:
-      head: as in `identify`.
+      head: the file's first `HEAD_BYTES` bytes, or the whole file if it is shorter.
     """
     return _JSON_BEGINNING.match(head) is not None and (len(head) >= HEAD_BYTES or b"\n" in head.strip())
 
 
 def _zip(head: bytes) -> FileFormat:
-    """Tells ZIP-based formats apart by the name of the first file inside."""
+    """Returns the format of a ZIP-based file, found by the name of the first file in the archive."""
     name = head[30 : 30 + _little_endian(head[26:28])]
     if name.endswith(b".npy"):
         return _NPZ

@@ -1,4 +1,4 @@
-"""Finds and reads the files of an input, with a specific error for each mistake."""
+"""Finds and reads the files of an input, with a specific error message for each kind of mistake in the field `files`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FileSource = Paths | Callable[[], Paths] | str | os.PathLike[str]
 
 @dataclasses.dataclass(frozen=True)
 class TextFiles:
-    """Existing files, with their sizes when they were found.
+    """Files that exist, with the size that each had when it was found.
 
     Attributes:
-      paths: paths of the files, in the order given.
-      sizes: bytes of each file.
+      paths: paths of the files, in the order in which they are read.
+      sizes: size of each file in bytes, in the same order.
     """
 
     paths: tuple[str, ...]
@@ -41,19 +41,19 @@ class TextFiles:
 
     @functools.cached_property
     def checksum(self) -> int:
-        """Checksum that changes when a file is added, removed, reordered or resized."""
+        """Checksum of the files' sizes in order. It changes if a file is added, removed or resized."""
         return zlib.crc32(",".join(map(str, self.sizes)).encode())
 
     @property
     def size_text(self) -> str:
-        """The number of files and bytes, for messages: '3 files of 15,000 bytes'."""
+        """The number of files and their total size, for messages: '3 files of 15,000 bytes'."""
         return f"{count_text(len(self.sizes), 'file')} of {self.total_bytes:,} bytes"
 
     def read(self, index: int, limit: int | None = None) -> bytes:
-        """Returns the content of a file, or its first `limit` bytes.
+        """Returns the content of file `paths[index]`, or its first `limit` bytes.
 
         Raises:
-          UserError: the file can no longer be read, or its size has changed since it was found.
+          UserError: the file can no longer be read, or its size differs from `sizes[index]`.
         """
         path, size = self.paths[index], self.sizes[index]
         with readable(path, fix=f". {_FIX}"):
@@ -64,15 +64,16 @@ class TextFiles:
 
 
 _FIX = "Make it readable, or leave it out of `files`"
-# Most names in an error.
+# Maximum number of file names in an error message.
 _MAX_NAMES = 8
 
 
 @contextlib.contextmanager
 def readable(path: str, *, name: str = "", fix: str = "") -> Iterator[None]:
-    """Turns an OSError of the code inside into a UserError, which names the file (`name`, or else `path`) and ends with `fix`.
+    """Context manager that turns an OSError in its body into a UserError.
 
-    If `path` is a folder, the error names the file in it that failed, such as a broken link.
+    The message begins with `name` if given, otherwise with `path`, and ends with `fix`. If `path` is a folder, and a file in
+    this folder caused the error (such as a broken link), the message names that file.
     """
     try:
         yield
@@ -88,15 +89,16 @@ def find_files(
     """Resolves an input's `files` field and checks that every file is readable.
 
     Args:
-      files: paths, folders and glob patterns, one of them, or a function without arguments that returns them. A pattern ('*',
-        '?', '[a-z]', and '**' for folders of any depth) gives its matches sorted by path, without folders and hidden
-        files. A folder gives all files below it, sorted, without hidden files, and without empty files whose names begin with
-        '_'. An existing path is never treated as a pattern.
-      inside: returns the files that a folder of a special layout stands for; None for any other folder.
+      files: a list of paths, folders and glob patterns, a single one of these, or a function without arguments that returns
+        either. A pattern ('*', '?', '[a-z]', and '**' for folders of any depth) gives its matches sorted by path, without
+        folders and hidden files. A folder gives all files below it, sorted, without hidden files, and without empty files
+        whose names begin with '_'. An existing path is never treated as a pattern.
+      inside: function from a folder to the list of its data files, if the folder has a known layout such as a saved dataset;
+        None for any other folder.
 
     Raises:
-      UserError: there are no paths; a pattern or a folder gives no file, or a file that another entry gives too; a path is
-        missing or unreadable; or all files are empty.
+      UserError: there are no paths; a pattern or a folder gives no file, or gives a file that another entry also gives; a
+        path is missing or unreadable; or all files are empty.
     """
     entries = entries_of(files)
     plain = [entry for entry in entries if not glob.has_magic(entry) or reading.exists(entry)]
@@ -108,7 +110,7 @@ def find_files(
         for path, _ in given:
             first = given_by.setdefault(path if is_remote(path) else os.path.abspath(path), number)
             other = entries[first]
-            # Giving a path twice is taken as intended (to read the file twice). What overlaps otherwise is taken as a mistake.
+            # The same path twice is taken as intended: the file is read twice. Any other overlap is taken as a mistake.
             are_files = sizes.get(entry) is not None and sizes.get(other) is not None
             is_same_pattern = other == entry and entry not in sizes
             if first != number and not are_files and not is_same_pattern:
@@ -130,10 +132,10 @@ def read_text(path: str, name: str) -> str:
 
     Args:
       path: the file.
-      name: name of the file in errors.
+      name: name of the file in error messages.
 
     Raises:
-      UserError: it can't be read, or is not UTF-8.
+      UserError: the file can't be read, or is not UTF-8.
     """
     try:
         return reading.read(path).decode("utf-8-sig")
@@ -144,7 +146,7 @@ def read_text(path: str, name: str) -> str:
 
 
 def nearby_names(path: str) -> str:
-    """Returns a suffix for an error about a missing path: ' (did you mean b.txt?)', or the content of its folder."""
+    """Returns a suffix for an error about a missing path: ' (did you mean b.txt?)', or what the path's folder holds."""
     folder = os.path.dirname(path) or "."
     try:
         if reading.exists(path):
@@ -168,7 +170,7 @@ def entries_of(files: object) -> list[str]:
     """Returns the paths, patterns and folders of a `files` field: a list, a single entry, or a function that returns either.
 
     Raises:
-      UserError: there are none, or one is not a path.
+      UserError: `files` has no entries, or an entry is not a path.
     """
     given = files() if callable(files) else files
     if isinstance(given, str | bytes | os.PathLike):
@@ -197,7 +199,10 @@ def _path(entry: object) -> str:
 def _files_of(
     entry: str, sizes: Mapping[str, int | None], inside: Callable[[str], Sequence[str] | None]
 ) -> list[tuple[str, int]]:
-    """Returns the files of an entry with their sizes. `sizes`: those of all paths; None for a folder."""
+    """Returns (path, size) for each file that an entry of the field `files` gives. `inside`: see `find_files`.
+
+    `sizes` has an item for each entry that is not a pattern: the size in bytes of a file, None for a folder.
+    """
     if entry not in sizes:
         return _matches(entry)
     size = sizes[entry]
@@ -205,7 +210,7 @@ def _files_of(
 
 
 def _inside(folder: str, known: Sequence[str] | None) -> list[tuple[str, int]]:
-    """Returns the files of a folder with their sizes. `known`: those that it stands for; None: all below it."""
+    """Returns (path, size) for each path in `known`; if `known` is None, for each file below the folder."""
     if known is not None:
         return list(zip(known, reading.for_each(known, _size), strict=True))
     with readable(folder):
@@ -226,7 +231,7 @@ def _is_hidden(name: str, size: int) -> bool:
 
 
 def _matches(pattern: str) -> list[tuple[str, int]]:
-    """Returns the files that a pattern matches, with their sizes."""
+    """Returns (path, size) for each file that a glob pattern matches."""
     with readable(pattern, fix=f". {_FIX}"):
         matched = reading.glob(pattern)
     sizes = reading.for_each(matched, _size_unless_folder)
@@ -259,7 +264,7 @@ def _size(path: str) -> int:
 
 
 def _size_unless_folder(path: str) -> int | None:
-    """Returns the size of a file in bytes; None for a folder. In an object store, one request answers both."""
+    """Returns the size of a file in bytes; None for a folder. In an object store, this takes a single request."""
     try:
         size = reading.size(path)
     except IsADirectoryError:

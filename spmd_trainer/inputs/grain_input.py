@@ -1,8 +1,8 @@
-"""Inputs over Grain datasets. Needs the package grain: extra `grain`.
+"""Inputs over Grain datasets. Needs the package grain (pip extra `grain`).
 
-`GrainInput` takes a `grain.MapDataset`, which gives element n directly, so sharding among processes, evaluation and
-positions work as in every other input. `GrainStreamInput` takes a `grain.IterDataset`, whose position only Grain
-knows.
+`GrainInput` takes a `grain.MapDataset`, which can read element n directly, so sharding among processes, evaluation and
+saved positions work as in every other input. `GrainStreamInput` takes a `grain.IterDataset`, which is read from the
+beginning, and saves the position as Grain describes it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ _READ_AHEAD = 64
 class GrainInput(indexed.IndexedInput):
     """Input over a `grain.MapDataset` of examples (dicts of arrays of fixed shapes), not batched and not sharded.
 
-    Training (`is_training=True`) repeats the dataset; `.shuffle(seed=...)` of the dataset gives each epoch a different order.
-    Evaluation gives each element once, in the dataset's order, then raises StopIteration until `reset()`. Rows that fill up the
-    last batch repeat the last element with `eval_sample_weights` 0. Grain's threads read elements ahead.
+    Training (`is_training=True`) repeats the dataset. For a different order in each epoch, call the dataset's
+    `.shuffle(seed=...)`. Evaluation gives each element once, in the dataset's order, then raises StopIteration until
+    `reset()`. Rows that fill up the last batch repeat the last element with `eval_sample_weights` 0. Grain's threads read
+    elements ahead of time.
 
-    A batch is a NestedMap of numpy arrays [B, ...] of B rows, and `eval_sample_weights` float32 [B]; 64-bit arrays become
-    32-bit. A saved position is valid for any number of processes and any batch size. Restoring compares only the dataset's
-    length and the shapes and dtypes of its first element; other changes of the pipeline go unnoticed.
+    A batch is a NestedMap of numpy arrays [B, ...] of B rows, including `eval_sample_weights` float32 [B]; 64-bit arrays
+    become 32-bit. A saved position is valid for any number of processes and any batch size. Restoring a position checks only
+    the dataset's length and the shapes and dtypes of its first element; other changes of the dataset go unnoticed.
 
     Attributes:
       dataset: the dataset, or a function without arguments that returns it. Random transformations must draw from
         Grain's own generator, so that an element is the same each time it is read.
-      read_threads: threads that read elements; 0 reads them in the thread that makes the batch.
+      read_threads: number of threads that read elements; 0 reads them in the thread that makes the batch.
     """
 
     dataset: Any = None
@@ -54,7 +55,7 @@ class GrainInput(indexed.IndexedInput):
 
     @functools.cached_property
     def source(self) -> Any:
-        """The dataset. Raises UserError if grain isn't installed, or `dataset` is not a MapDataset or is empty."""
+        """The Grain dataset. Raises UserError if Grain isn't installed, or `dataset` is not a MapDataset or is empty."""
         grain = import_grain(self.error)
         dataset = self.dataset() if callable(self.dataset) else self.dataset
         if isinstance(dataset, grain.IterDataset):
@@ -85,10 +86,7 @@ class GrainInput(indexed.IndexedInput):
         return indexed.ExampleOrder(self.num_examples, self.is_training)
 
     def input_specs(self) -> NestedMap:
-        """Returns the shapes and dtypes of a per-process batch without padding, as jax.ShapeDtypeStruct.
-
-        Reads the first element.
-        """
+        """Returns the shapes and dtypes of one process's batch as jax.ShapeDtypeStruct. Reads the dataset's first element."""
         return _batch_specs(self._example_specs, self.batch_size)
 
     @functools.cached_property
@@ -112,7 +110,7 @@ class GrainInput(indexed.IndexedInput):
         return np.arange(first, first + self.batch_size)
 
     def _element(self, index: int) -> tuple[Any]:
-        # In a tuple, because Grain silently drops elements that are None; here they are an error.
+        # In a tuple, because Grain would silently drop an element that is None, which this input reports as an error.
         return (self._repeated[index] if self.is_training else self.source[min(index, self.num_examples - 1)],)
 
     @functools.cached_property
@@ -140,16 +138,16 @@ class GrainInput(indexed.IndexedInput):
 class GrainStreamInput(indexed.CheckpointedInput):
     """Input over a `grain.IterDataset` of examples (dicts of arrays of fixed shapes), not batched.
 
-    For pipelines without random access: filters, packing, mixtures. Each process reads its own share. The position is
-    Grain's own and valid only for the same number of processes. Training datasets should be endless. Evaluation needs
-    a single process: it gives each element once, fills up the last batch with rows of weight 0, then raises
-    StopIteration until `reset()`.
+    It suits datasets without random access, which filter, pack or mix elements. Each process reads its own share of the
+    dataset. A saved position is the state of Grain's iterator, valid only for the same number of processes. Training datasets
+    should be endless. Evaluation must run on a single process: it gives each element once, fills up the last batch with rows
+    of weight 0, then raises StopIteration until `reset()`.
 
-    A batch is a NestedMap of numpy arrays [B, ...] of B rows, and `eval_sample_weights` float32 [B]; 64-bit arrays become
-    32-bit.
+    A batch is a NestedMap of numpy arrays [B, ...] of B rows, including `eval_sample_weights` float32 [B]; 64-bit arrays
+    become 32-bit.
 
     Attributes:
-      dataset: a function (process index, number of processes) that returns this process' share of the dataset.
+      dataset: a function (process index, number of processes) that returns this process's share of the dataset.
     """
 
     dataset: Any = None
@@ -183,9 +181,9 @@ class GrainStreamInput(indexed.CheckpointedInput):
             raise self.error(f"the first element of the dataset is not an example: {error}") from error
 
     def input_specs(self) -> NestedMap:
-        """Returns the shapes and dtypes of a per-process batch without padding, as jax.ShapeDtypeStruct.
+        """Returns the shapes and dtypes of one process's batch as jax.ShapeDtypeStruct.
 
-        Reads the first element with a separate iterator, so that no batch lacks it.
+        Reads the first element with a separate iterator, so that the first batch still contains it.
         """
         return _batch_specs(self._example_specs, self.batch_size)
 
@@ -193,8 +191,8 @@ class GrainStreamInput(indexed.CheckpointedInput):
         """Returns the next batch.
 
         Raises:
-          StopIteration: the dataset has ended; training drops an incomplete last batch.
-          UserError: an element's leaves, shapes or dtypes differ from the first element's.
+          StopIteration: the dataset has ended. Training drops an incomplete last batch.
+          UserError: the leaves of an element, or their shapes or dtypes, differ from those of the first element.
         """
         specs = self._example_specs
         rows = list(itertools.islice(self._iterator, self.batch_size))
@@ -246,26 +244,26 @@ def _batch_specs(example: NestedMap, batch_size: int) -> NestedMap:
 def rows_ahead(
     source: indexed.IndexedInput, start: int, row: Callable[[int, int], Any], *, threads: int, ahead: int
 ) -> Iterator[Any]:
-    """Yields the rows of this process from batch `start` on. Grain's threads make up to `ahead` rows in advance.
+    """Yields this process's rows of an input, from batch `start` on. Grain's threads make up to `ahead` rows in advance.
 
     Args:
       source: the input.
       start: the position of the first batch.
-      row: makes a row from the position of its batch and its number in the batch.
+      row: makes the row at (position of its batch, index of the row in this process's part of the batch).
       threads: number of threads; 0 makes the rows in the caller's thread.
       ahead: number of rows to make in advance.
     """
     grain = import_grain(source.error)
 
     stop = sys.maxsize if source.num_batches is None else source.num_batches * source.batch_size
-    # Numbered across all batches of this process.
+    # Row numbers across all batches of this process.
     numbers = grain.MapDataset.range(start * source.batch_size, stop)
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
     return iter(numbers.map(lambda number: row(*divmod(int(number), source.batch_size))).to_iter_dataset(options))
 
 
 def import_grain(error_of: Callable[[str], UserError]) -> Any:
-    """Imports Grain. Raises an error made by `error_of` if it isn't installed."""
+    """Imports Grain. If it isn't installed, raises `error_of(message)`."""
     try:
         import grain
     except ImportError as error:

@@ -12,27 +12,27 @@ from spmd_trainer.storage import json_values, reading
 from spmd_trainer.storage.paths import file_or_pattern
 
 TOKENIZER_FILE = "tokenizer.json"
-# Files next to a tokenizer.json that name its special tokens. The first file that names a token wins.
+# Files next to a tokenizer.json that name its special tokens. If both files name a token, the first file takes precedence.
 STATING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-# Its key with all tokens besides those of the model, by their ids.
+# Key in tokenizer_config.json: {id: token} for all tokens that were added to the model's own vocabulary.
 ADDED_TOKENS = "added_tokens_decoder"
-# Of the library's type of ids.
+# Token ids are uint32 in Hugging Face's tokenizers.
 _LARGEST_ID = 2**32 - 1
-# The chat template, in newer folders; older ones have it in tokenizer_config.json.
+# The chat template in newer tokenizer folders; older folders have it in tokenizer_config.json.
 TEMPLATE_FILE = "chat_template.jinja"
-# Further chat templates, each named as its file: additional_chat_templates/tool_use.jinja.
+# Folder of further chat templates; the file's name is the template's name: additional_chat_templates/tool_use.jinja.
 _TEMPLATE_FOLDER = "additional_chat_templates"
 _DEFAULT = "default"
 
 
 class Source(NamedTuple):
-    """A tokenizer's data.
+    """The data of a Hugging Face tokenizer.
 
     Attributes:
-      name: name of the tokenizer, for errors.
+      name: name of the tokenizer, for error messages.
       content: the content of its tokenizer.json.
-      stated: settings of tokenizer_config.json and special_tokens_map.json.
-      chat_templates: {name: template}; the usual one is called 'default'.
+      stated: the settings in tokenizer_config.json and special_tokens_map.json.
+      chat_templates: {name: template}; the template that is used by default is named 'default'.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Source(NamedTuple):
 
 
 def read_source(source: Any) -> Source:
-    """Reads a tokenizer from a path (a tokenizer.json, or a folder with one) or from an object.
+    """Reads a Hugging Face tokenizer from a path (a tokenizer.json, or a folder with one) or from a Python tokenizer object.
 
     Raises:
-      UserError: it can't be read, or is not a Hugging Face tokenizer.
+      UserError: `source` can't be read, or is not a Hugging Face tokenizer.
     """
     return _read(os.fspath(source)) if isinstance(source, str | os.PathLike) else _describe(source)
 
 
 def is_huggingface(value: Any) -> bool:
-    """True for a `tokenizers.Tokenizer` or a fast tokenizer of transformers. Imports neither."""
+    """Returns True for a `tokenizers.Tokenizer` or a fast tokenizer of transformers. Imports neither library."""
     # Duck-typed, to accept the wrappers in `tokenizers.implementations` too.
     found = getattr(value, "backend_tokenizer", value)
     return not isinstance(found, type) and all(hasattr(found, name) for name in ("to_str", "get_vocab", "token_to_id"))
@@ -85,7 +85,7 @@ def _read(path: str) -> Source:
 
 
 def _check_added(stated: Mapping[str, Any], path: str) -> None:
-    """Checks that the keys of `added_tokens_decoder` are ids. Raises UserError, which names the file, otherwise."""
+    """Raises UserError, which names the file `path`, unless the keys of `added_tokens_decoder` in `stated` are token ids."""
     added = stated.get(ADDED_TOKENS, {})
     keys = list(added) if isinstance(added, Mapping) else None
     wrong = added if keys is None else next((key for key in keys if not _is_id(key)), None)
@@ -101,7 +101,10 @@ def _is_id(key: str) -> bool:
 
 
 def _template_files(folder: str) -> dict[str, str]:
-    """Reads the chat templates stored as files. If there are any, transformers ignores all others."""
+    """Returns {name: text} of the .jinja files in a tokenizer's folder.
+
+    If there are any, transformers ignores the chat templates in tokenizer_config.json.
+    """
     found: dict[str, str] = {}
     more = os.path.join(folder, _TEMPLATE_FOLDER)
     if reading.exists(more):
@@ -117,7 +120,10 @@ def _template_files(folder: str) -> dict[str, str]:
 
 
 def _named_templates(stated: Any, where: str) -> dict[str, str]:
-    """Returns the templates of a `chat_template` setting by name. Raises UserError, with `where`, if it is malformed."""
+    """Returns {name: text} of the chat templates in a `chat_template` setting.
+
+    Raises UserError, which names `where`, if the setting is malformed.
+    """
     if not stated:
         return {}
     if isinstance(stated, str):
@@ -162,7 +168,7 @@ def _describe(source: Any) -> Source:
 
 
 def content_of(token: Any) -> str | None:
-    """Returns the text of a special token given as a string, a dict or an AddedToken; None for None."""
+    """Returns the text of a special token that is a string, a dict or an `AddedToken`; returns None for None."""
     if token is None or isinstance(token, str):
         return token
     return token.get("content") if isinstance(token, Mapping) else getattr(token, "content", str(token))

@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers. Needs the package tokenizers: extra `hf`."""
+"""Wraps Hugging Face tokenizers for the text inputs. Needs the package tokenizers (pip extra `hf`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spmd_trainer.storage import json_values
 if TYPE_CHECKING:
     import tokenizers as huggingface
 
-# Usual spellings of these tokens, for tokenizers that do not name them.
+# Common spellings of end-of-text, beginning-of-text and padding, for tokenizers whose files do not name these tokens.
 _USUAL = {
     "eos": (
         "</s>",
@@ -41,12 +41,12 @@ _USUAL = {
     ),
     "pad": ("<pad>", "<|pad|>", "<PAD>", "[PAD]"),
 }
-# Special tokens that transformers has a name for.
+# Names of special tokens in transformers.
 _NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # Parts of a tokenizer.json that do not change the tokens: the post-processor only adds special tokens, and is off.
 _WITHOUT_EFFECT = ("version", "truncation", "padding", "post_processor")
-# Characters whose UTF-8 has every possible byte: all characters of one and two bytes, and at least one for each other first
-# byte.
+# Characters whose UTF-8 has every possible byte: all characters of one and two bytes, and at least one character for each
+# possible first byte of a longer character.
 _EVERY_BYTE = "".join(map(chr, [*range(0x801), *range(0x1000, 0x110000, 0x1000)]))
 # Encoding takes about 130 bytes of memory per byte of text.
 _MAX_TEXT_BYTES = 2**28
@@ -56,14 +56,14 @@ class HuggingFaceTokenizer:
     """Wraps a Hugging Face tokenizer. Texts are UTF-8.
 
     Tokens are those of `encode(text, add_special_tokens=False)`: the inputs add end-of-text themselves. Padding and
-    truncation stored with the tokenizer are ignored. As in the library, text that spells a special token
+    truncation settings of the tokenizer are ignored. As in Hugging Face's own library, text that spells a special token
     ('<|endoftext|>') becomes that token, unless `encode_special_tokens` is set. A character without a symbol in a
-    BPE's vocabulary is an error; the library drops it.
+    BPE's vocabulary is an error, whereas Hugging Face's library would drop it.
 
     Attributes:
-      eos_id: end-of-text.
-      bos_id: beginning-of-text, or None.
-      pad_id: padding, or None.
+      eos_id: id of the end-of-text token.
+      bos_id: id of the beginning-of-text token, or None.
+      pad_id: id of the padding token, or None.
     """
 
     def __init__(
@@ -80,17 +80,18 @@ class HuggingFaceTokenizer:
         Args:
           source: path of a tokenizer.json or of a folder that holds one, with special tokens named in
             tokenizer_config.json and special_tokens_map.json in the same folder; a `tokenizers.Tokenizer`; or a fast
-            tokenizer of transformers. An object is copied.
-          eos: end-of-text, a token or its id. None takes the one named by the files or the transformers tokenizer, or
-            else the only token with a usual spelling, such as '</s>'.
-          bos: beginning-of-text, found in the same way. Inputs put it before each text if their `start` says so.
-          pad: padding, found in the same way. Inputs ignore it.
-          encode_special_tokens: True encodes special tokens in a text like any other text. Set it here: a
+            tokenizer of transformers. A tokenizer object is copied.
+          eos: the end-of-text token or its id. None takes the token that the files or the transformers tokenizer name, or
+            else the vocabulary's only token with a common spelling of end-of-text, such as '</s>'.
+          bos: the beginning-of-text token, given or found as for `eos`. Inputs put it before each text if their `start`
+            says so.
+          pad: the padding token, given or found as for `eos`. Inputs ignore it.
+          encode_special_tokens: True encodes special tokens in a text like any other text. Set it in this argument: a
             `tokenizers.Tokenizer` loses its own setting when a config is cloned.
 
         Raises:
-          UserError: the library is missing; the source can't be read or is not a tokenizer; end-of-text is unknown; or the
-            vocabulary lacks a special token that is given here or named by the files.
+          UserError: the package tokenizers is missing; `source` can't be read or is not a tokenizer; end-of-text is unknown;
+            or the vocabulary lacks a special token that an argument or the files name.
         """
         self.name, self._content, stated, self.chat_templates = read_source(source)
         backend = getattr(source, "backend_tokenizer", source)
@@ -110,7 +111,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _exact_tokenizer(self) -> huggingface.Tokenizer:
-        """The tokenizer without its post-processor, which may trim spaces from the offsets."""
+        """The tokenizer without its post-processor, which could leave spaces out of the tokens' character positions."""
         import tokenizers as huggingface
 
         found = huggingface.Tokenizer.from_str(self._tokenizer.to_str())
@@ -127,14 +128,14 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """Highest id + 1, added tokens included. Some ids below it may be unused."""
+        """Highest id + 1, counting added tokens. Some lower ids may be unused."""
         return max(self.vocabulary.values()) + 1
 
     @functools.cached_property
     def encoded_vocab_size(self) -> int:
-        """Highest id that plain text and end-of-text can have, + 1; at most `vocab_size`.
+        """One more than the highest id that plain text or end-of-text can have; at most `vocab_size`.
 
-        Special tokens added to the model's own vocabulary do not count, because they occur only if a text spells them.
+        Special tokens that were added to the model's own vocabulary do not count: they occur only in texts that spell them.
         """
         added = self._tokenizer.get_added_tokens_decoder()
         in_text = {index for index, token in added.items() if not token.special}
@@ -145,45 +146,44 @@ class HuggingFaceTokenizer:
     def adds_bos(self) -> bool:
         """True if the tokenizer's post-processor puts beginning-of-text before a text.
 
-        As in transformers 5, add_bos_token in tokenizer_config.json has no effect beside a tokenizer.json.
+        As in transformers 5, the setting add_bos_token in tokenizer_config.json is ignored, because tokenizer.json decides.
         """
         return self.bos_id is not None and self._tokenizer.encode("").ids[:1] == [self.bos_id]
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, str]:
-        """Special tokens by their names in chat templates, as stated by the files: {'bos_token': '<s>', ...}."""
+        """The special tokens that the tokenizer's files name, by their names in chat templates: {'bos_token': '<s>', ...}."""
         stated = {name: content_of(self._stated.get(name)) for name in _NAMED_TOKENS}
         return {name: token for name, token in stated.items() if token is not None}
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """{spelling: id}, including added tokens."""
+        """{spelling of a token: its id} for all tokens, including added ones."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     @property
     def description(self) -> dict[str, Any]:
-        """Content of the tokenizer.json."""
+        """The parsed content of the tokenizer.json."""
         return json_values.parse_object(self._content)
 
     @functools.cached_property
     def bytes_per_token(self) -> int:
-        """Bytes of the longest spelling in the vocabulary, at least 2."""
+        """Byte length of the longest token's spelling in the vocabulary, at least 2."""
         return max(2, max(len(token.encode()) for token in self.vocabulary))
 
     def encode(self, text: bytes, path: str, *, cut: bool = False) -> np.ndarray:
-        """Returns the tokens of a text, int32 [n].
+        """Returns the tokens of a text, int32 [n]. `cut`: ignore an incomplete character at the end of the text.
 
         Raises:
-          UserError: the text isn't UTF-8, is too large to be encoded at once, or has a character without a token;
-            names the file.
+          UserError: the text isn't UTF-8, is too large to be encoded at once, or has a character without a token. The
+            message names the file `path`.
         """
         return self._encode([self._checked(text, path, cut=cut)], [path])[0]
 
     def encode_batch(self, texts: Sequence[bytes], wheres: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of each text, int32 [n]. Uses all cores. `wheres` name the texts in errors.
+        """Returns the tokens of each text, int32 [n]. Uses all cores.
 
-        Raises:
-          UserError: see `encode`; names the first bad text.
+        Raises UserError as `encode` does. `wheres` are the texts' names in error messages.
         """
         return self._encode([self._checked(text, where) for text, where in zip(texts, wheres, strict=True)], wheres)
 
@@ -212,12 +212,12 @@ class HuggingFaceTokenizer:
         return [np.asarray(found.ids, np.int32) for found in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str], wheres: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns for each text its tokens, int32 [n], and their (start, end) characters, int64 [n, 2].
+        """Returns for each text its tokens, int32 [n], and each token's (start, end) character positions, int64 [n, 2].
 
-        Several tokens may stand for one character. `wheres` name the texts in errors.
+        Several tokens may stand for one character. `wheres` are the texts' names in error messages.
 
         Raises:
-          UserError: see `encode`.
+          UserError: as in `encode`.
         """
         for text, where in zip(texts, wheres, strict=True):
             self._refuse_lost_characters(text, where)
@@ -232,17 +232,17 @@ class HuggingFaceTokenizer:
         ]
 
     def spell(self, ids: Any) -> str:
-        """Returns the text of ids [n], special tokens included."""
+        """Returns the text of the tokens `ids`, integers [n], including special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def _refuse_lost_characters(self, text: str, path: str) -> None:
-        """Raises a UserError if the library would drop characters of the text."""
+        """Raises UserError if Hugging Face's library would drop characters of the text; the message names `path`."""
         symbols = self._symbols_of_lossy_bpe
         if symbols is None:
             return
         for token in self._tokenizer.get_added_tokens_decoder().values():
             if not (token.special and self.encodes_special_tokens):
-                text = text.replace(token.content, " ")  # the library finds it before the model sees its characters
+                text = text.replace(token.content, " ")  # found before the model sees its characters
         if self._tokenizer.normalizer is not None:
             text = self._tokenizer.normalizer.normalize_str(text)
         space = self._symbols(" ")
@@ -258,11 +258,11 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _symbols_of_lossy_bpe(self) -> frozenset[str] | None:
-        """Vocabulary of a BPE that silently drops unknown characters; None for other tokenizers."""
+        """The vocabulary of a BPE tokenizer that silently drops unknown characters; None for other tokenizers."""
         import tokenizers as huggingface
 
         model = self._tokenizer.model
-        # Other models have a token for unknown text, or raise. With affixes, a character has several symbols.
+        # Other models have a token for unknown text, or raise. With prefixes or suffixes, a character has several symbols.
         if not isinstance(model, huggingface.models.BPE) or model.unk_token or model.byte_fallback:
             return None
         if model.continuing_subword_prefix or model.end_of_word_suffix:
@@ -272,18 +272,18 @@ class HuggingFaceTokenizer:
         return None if self._symbols(_EVERY_BYTE) <= by_byte else symbols
 
     def _symbols(self, text: str) -> set[str]:
-        """Symbols of a text after pre-tokenization: its characters, or symbols for its bytes."""
+        """Returns the symbols of a text after pre-tokenization: its characters, or symbols that stand for its bytes."""
         splitter = self._tokenizer.pre_tokenizer
         pieces = [(text, ())] if splitter is None else splitter.pre_tokenize_str(text)
         return {symbol for piece, _ in pieces for symbol in piece}
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
-        """Returns the text of the first lengths[b] ids of each row, without special tokens and ids outside the vocabulary."""
+        """Decodes the first lengths[b] ids of each row b of `ids` [B, T]. Drops special tokens and ids out of range."""
         rows = tokenizers.ids_of_text(ids, lengths, self.vocab_size, self.eos_id)
         return [self._tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in rows]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns a checksum of the tokenizer's content and its end-of-text."""
+        """Returns everything that decides the tokens: a checksum of the tokenizer's content, and the id of end-of-text."""
         return {"huggingface_tokenizer": self._checksum, "eos_id": self.eos_id}
 
     @functools.cached_property
@@ -335,7 +335,7 @@ class HuggingFaceTokenizer:
         return [added[index].content for index in sorted(added)]
 
     def _check_added(self, stated: Mapping[str, Any]) -> None:
-        """Raises a UserError if tokenizer.json lacks tokens that tokenizer_config.json adds."""
+        """Raises UserError if tokenizer.json lacks tokens that tokenizer_config.json adds."""
         for index, token in stated.get(ADDED_TOKENS, {}).items():
             if self._tokenizer.id_to_token(int(index)) != content_of(token):
                 raise UserError(

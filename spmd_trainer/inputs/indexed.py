@@ -1,10 +1,11 @@
-"""Inputs whose batch n is a pure function of n, so that a position is one integer.
+"""Inputs whose batch n is a pure function of n, so that the position in the data is a single integer.
 
 An *example* is one row of a batch. All processes share one global *order* of examples. Global batch n holds the
 examples at indices [n * G, (n + 1) * G) of the order, where G = batch_size * num_infeed_hosts; process h takes the
 rows [h * batch_size, (h + 1) * batch_size) of the global batch. A global batch therefore holds the same examples with
-any number of processes. The *position* is the number of global batches taken so far. A checkpoint stores the next
-index of the order, so an input with another G continues with the next example: its batch 0 then begins at that index.
+any number of processes. The *position* is the number of global batches taken so far. A checkpoint stores the index of
+the next example in the order, so a restored input with a different G continues with that example: its batch 0 begins
+at that index.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _INT32_MAX = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class ExampleOrder:
-    """The global order of examples.
+    """The order in which all processes together read the examples of a set.
 
     Attributes:
-      num_examples: size of the set; None for an infinite set, where example i has index i in the order.
+      num_examples: number of examples in the set; None for an infinite set, where example i has index i in the order.
       endless: True repeats the set; False ends after the last example.
-      shuffle: each epoch of an endless order is a different permutation, drawn from (seed, epoch). Permutations of
-        sets of more than `permutations.STORED_SIZE` examples (16.8 million) are computed on demand.
+      shuffle: True makes each epoch of an endless order a different permutation, drawn from (seed, epoch). Permutations of
+        more than `permutations.STORED_SIZE` examples (16.8 million) are computed on demand.
       seed: seed of the permutations, 0 or more.
     """
 
@@ -45,7 +46,10 @@ class ExampleOrder:
     seed: int = 0
 
     def examples(self, first: int, count: int) -> np.ndarray:
-        """Returns the examples at indices [first, first + count), int64 [count]; `num_examples` after a finite order's end."""
+        """Returns the numbers of the examples at indices [first, first + count) of the order, int64 [count].
+
+        Indices after the end of a finite order give `num_examples`.
+        """
         indices = np.arange(first, first + count, dtype=np.int64)
         if self.num_examples is None:
             return indices
@@ -60,51 +64,51 @@ class ExampleOrder:
         return within
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns everything on which the order depends, as JSON values."""
+        """Returns all settings on which the order depends, as JSON values."""
         found: dict[str, Any] = {"num_examples": self.num_examples, "shuffle": self.shuffle, "seed": self.seed}
         if self.shuffle and (self.num_examples or 0) > permutations.STORED_SIZE:
-            # Earlier versions stored these permutations: another order, so their positions must not be continued.
+            # Earlier versions stored these permutations, in another order. Positions that they saved are refused.
             found["permutation"] = "feistel"
         return found
 
 
 class CheckpointedInput(base_input.BaseInput):
-    """Base of all inputs: pads batches, names itself in errors, and saves positions with the settings they depend on."""
+    """Base of all inputs: pads batches, adds its name to errors, and saves positions that are valid for the same settings."""
 
     def error(self, message: str) -> UserError:
-        """Makes a UserError that names this input."""
+        """Returns a UserError whose message names this input."""
         return UserError(f"{type(self).__name__} {self.name!r}: {message}")
 
     @contextlib.contextmanager
     def naming(self, where: str = "") -> Iterator[None]:
-        """Adds this input's name and `where` to UserErrors of the code inside.
+        """Context manager that puts this input's name and `where` before the message of a UserError raised in its body.
 
-        Also turns the UnicodeEncodeError of a text that UTF-8 can't encode into a UserError.
+        It also turns the UnicodeEncodeError of a text that UTF-8 can't encode into a UserError.
         """
         try:
             yield
         except UnicodeEncodeError as error:
-            if error.encoding != "utf-8":  # of the user's own code
+            if error.encoding != "utf-8":  # raised by the user's own code
                 raise
             raise self.error(f"{where}the text has half of a surrogate pair: {error}") from error
         except UserError as error:
             raise self.error(f"{where}{first_paragraph(error)}") from error
 
     def get_next_padded(self) -> NestedMap:
-        """Returns `get_next()` with `batch_padding_size` rows of weight 0 added (see `batches.pad_batch`)."""
+        """Returns the next batch, with `batch_padding_size` rows of weight 0 appended (see `batches.pad_batch`)."""
         if self._peek is not None or not self.batch_padding_size:
             return super().get_next_padded()
         return batches.pad_batch(self.get_next(), self.batch_size + self.batch_padding_size)
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Returns everything on which the batches depend, except the position, as JSON values."""
+        """Returns all settings and data checksums on which the batches depend, as JSON values. Excludes the position."""
         raise NotImplementedError
 
     def _encode_position(self, *position: int) -> bytes:
         return json.dumps({"position": position, "data": self._fingerprint()}, sort_keys=True).encode()
 
     def _decode_position(self, state: bytes, count: int) -> list[int]:
-        """Returns the `count` integers of a saved position. Raises UserError if it was saved with other settings."""
+        """Returns the `count` integers of a saved position. Raises UserError if they were saved with other settings."""
         try:
             saved = json.loads(state)
             position, data = [int(number) for number in saved["position"]], dict(saved["data"])
@@ -118,7 +122,7 @@ class CheckpointedInput(base_input.BaseInput):
     def _refuse_other_settings(self, saved: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> None:
         """Raises UserError if `_fingerprint()` differs from a saved fingerprint.
 
-        `texts`: {key of the fingerprint: description for the message, if its value differs}, for values that are checksums.
+        `texts` is {key of a fingerprint: what to say in the message if its value differs}, for values that are checksums.
         """
         now, texts = self._fingerprint(), texts or {}
         changed = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
@@ -141,15 +145,15 @@ class IndexedInput(CheckpointedInput):
     """Base of inputs whose batch n is a pure function of n and of the settings.
 
     A subclass implements `order`, `input_specs` and `batch_at`, and may override `_iterate` with a faster pipeline.
-    Training inputs are endless. Evaluation of a finite set gives each example exactly once, fills up the last batch
-    with rows of weight 0, and then raises StopIteration until `reset()` is called. Finite
-    inputs set `reset_for_eval`. All processes see the same number of batches.
+    Training inputs are endless. An evaluation input over a finite set gives each example exactly once, fills up the last
+    batch with rows of weight 0, and then raises StopIteration until `reset()` is called; it sets praxis' `reset_for_eval`.
+    All processes have the same number of batches.
     """
 
-    # The saved position is that of the whole job; see `Prefetcher.state_is_shared`.
+    # The saved position is valid for all processes; see `Prefetcher.state_is_shared`.
     state_is_shared: ClassVar[bool] = True
 
-    # Index in the order where batch 0 begins, and batches taken since.
+    # Index in the order where batch 0 begins, and number of batches taken since then.
     _origin: int = dataclasses.field(default=0, init=False, repr=False)
     _position: int = dataclasses.field(default=0, init=False, repr=False)
     _iterator: Any = dataclasses.field(default=None, init=False, repr=False)
@@ -172,20 +176,20 @@ class IndexedInput(CheckpointedInput):
 
     @property
     def endless(self) -> bool:
-        """True if the order never ends. Overridden where computing `order` is expensive."""
+        """True if the order of examples never ends. Subclasses override it if computing `order` is expensive."""
         return self.order.endless
 
     def input_specs(self) -> NestedMap:
-        """Returns the shapes and dtypes of a per-process batch without padding, as jax.ShapeDtypeStruct. Reads no data."""
+        """Returns the shapes and dtypes of one process's batch as jax.ShapeDtypeStruct. Reads no data."""
         raise NotImplementedError
 
     def batch_at(self, position: int) -> NestedMap:
-        """Returns this process' rows of global batch `position`: numpy arrays that match `input_specs`."""
+        """Returns this process's rows of global batch `position`: numpy arrays that match `input_specs`."""
         raise NotImplementedError
 
     @property
     def takes_any_batch_size(self) -> bool:
-        """True if a saved position is valid for any batch size: the restored input continues with the next row of the order."""
+        """True if a position saved with one batch size can be restored with another, continuing with the next example."""
         return True
 
     @property
@@ -195,12 +199,12 @@ class IndexedInput(CheckpointedInput):
 
     @property
     def global_batch_size(self) -> int:
-        """Rows of one batch over all processes."""
+        """Number of rows of one global batch: the rows of all processes."""
         return self.batch_size * self.num_infeed_hosts
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches until StopIteration, the same in every process. None: endless."""
+        """Number of batches until StopIteration, the same in every process; None for an endless input."""
         if self.endless:
             return None
         order = self.order
@@ -209,22 +213,18 @@ class IndexedInput(CheckpointedInput):
         return -(-(order.num_examples - self._origin) // self.global_batch_size)
 
     def first_index(self, position: int) -> int:
-        """Returns the index in the order of this process' first row of global batch `position`; its other rows follow."""
+        """Returns where this process's rows of global batch `position` begin in the order: the index of the first row."""
         return self._origin + position * self.global_batch_size + self.infeed_host_index * self.batch_size
 
     def examples_at(self, position: int) -> np.ndarray:
-        """Returns the numbers of the examples in this process' rows of global batch `position`, int64 [batch_size].
+        """Returns the numbers of the examples in this process's rows of global batch `position`, int64 [batch_size].
 
-        A row after the end of a finite order has the number `order.num_examples`.
+        Rows after the end of a finite order get the number `order.num_examples`.
         """
         return self.order.examples(self.first_index(position), self.batch_size)
 
     def get_next(self) -> NestedMap:
-        """Returns the next batch and advances the position.
-
-        Raises:
-          StopIteration: the input is finite and has ended; `reset()` starts over.
-        """
+        """Returns the next batch and advances the position. Raises StopIteration if the input has ended, until `reset()`."""
         if self.num_batches is not None and self._position >= self.num_batches:
             raise StopIteration
         if self._iterator is None:
@@ -243,21 +243,13 @@ class IndexedInput(CheckpointedInput):
         self._move_to(0)
 
     def settle_reset_for_eval(self) -> None:
-        """Sets `reset_for_eval` for a finite input. A subclass calls it once `endless` is known.
-
-        Raises:
-          UserError: `reset_for_eval` was set for an endless input.
-        """
+        """Sets `reset_for_eval` to True only for a finite input. Raises UserError if the user has set it for an endless one."""
         if self.endless and self.reset_for_eval:
             raise self.error("reset_for_eval is set, but this input never ends; unset it, or make the input finite")
         self.reset_for_eval: bool = not self.endless
 
     def require_positive(self, field: str) -> None:
-        """Checks that a field is an integer from 1 to 2**31 - 1, because positions in rows and batches are int32.
-
-        Raises:
-          UserError: the field has another value; names the input, the field and its value.
-        """
+        """Raises UserError unless field `field` is an integer from 1 to 2**31 - 1, so that positions fit in int32."""
         value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise self.error(f"{field}={value!r}; set it to a whole number, 1 or more")
@@ -274,11 +266,10 @@ class IndexedInput(CheckpointedInput):
         self._iterator = None
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Returns everything on which the batches depend, except the position, as JSON values."""
         return self.order.fingerprint()
 
     def _sizes_behind_checksums(self) -> dict[str, str]:
-        """Returns the sizes that errors show instead of checksums of `_fingerprint`: {'files': '3 files of 900 bytes'}."""
+        """Returns texts that errors show in place of checksums: {key in `_fingerprint()`: '3 files of 900 bytes'}."""
         return {}
 
     def _get_state_internal(self) -> bytes:
@@ -303,7 +294,7 @@ class IndexedInput(CheckpointedInput):
 
 
 def _changed_size(key: str, before: str | None, now: str) -> str:
-    """Returns a message about changed data. `before` is None for positions saved without sizes."""
+    """Returns a message that the data named `key` have changed from size `before` (None: not saved) to size `now`."""
     if before is None:
         return f"the {key} have changed: now {now}"
     if before == now:

@@ -1,4 +1,4 @@
-"""Conversations in files: messages with roles and contents, their tools, and the chat template that renders them."""
+"""Reads conversations from records of files (messages with roles and contents), and renders them by a chat template."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from spmd_trainer.sharding.messages import short_hash, shortened
 from spmd_trainer.storage import json_values
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-# Entries that an assistant's message may have instead of content.
+# Keys that an assistant's message may have instead of content.
 INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
 _SHOWN = 80
 
 
 def shown(value: object) -> str:
-    """Returns the beginning of a JSON value, for errors."""
+    """Returns a JSON value as text for error messages, shortened to 80 characters."""
     return shortened(json.dumps(value, ensure_ascii=False, default=str), _SHOWN)
 
 
 def parse_tools(given: object, where: str) -> list[dict[str, Any]] | None:
-    """Returns the tools of a row, given as a list of objects, as the JSON text of such a list, or as None.
+    """Returns a record's `tools` as a list of objects. `given` is such a list, the JSON text of such a list, or None.
 
-    Parquet files hold JSON text, because all schemas in a column must have the same fields.
+    JSON text is for Parquet files, in which all objects of a column must have the same fields.
 
     Raises:
-      UserError: `given` is something else.
+      UserError: `given` is something else. The message names the record, `where`.
     """
     if isinstance(given, str):
         try:
@@ -52,11 +52,7 @@ def parse_tools(given: object, where: str) -> list[dict[str, Any]] | None:
 
 
 def list_of_objects(name: str, given: object, where: str) -> list[dict[str, Any]]:
-    """Checks that entry `name` of a row is a list of objects, and returns it.
-
-    Raises:
-      UserError: it is not.
-    """
+    """Returns `given`, the entry `name` of the record `where`. Raises UserError if it is not a list of objects."""
     if not (isinstance(given, list) and all(isinstance(entry, dict) for entry in given)):
         raise UserError(f"{where}: `{name}` is {shown(given)}; give a list of objects")
     return given
@@ -65,11 +61,11 @@ def list_of_objects(name: str, given: object, where: str) -> list[dict[str, Any]
 def readable_messages(
     messages: list[dict[str, Any]], template: ChatTemplate, /, **variables: Any
 ) -> list[dict[str, Any]]:
-    """Converts the messages' contents to a form that the template can render.
+    """Returns messages whose contents have a form that the template can render.
 
-    Contents may be lists of parts: [{'type': 'text', 'text': ...}]. Templates that read lists get them, as in
-    transformers. For other templates, which fail or print the Python list, the texts of the parts are joined by
-    newlines. `variables` are the other arguments of `ChatTemplate.render`.
+    Contents may be lists of parts: [{'type': 'text', 'text': ...}]. Templates that can read such lists get them, as in
+    transformers. For templates that fail or print the Python list, the parts' texts are joined by newlines into one
+    string. `variables` are the other arguments of `ChatTemplate.render`.
     """
     lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     if not lists or not all(map(_is_text, lists)):
@@ -87,11 +83,10 @@ def readable_messages(
 
 
 def text_of_content(content: object, which: str) -> str | None:
-    """Returns the text of a message's content: lists of text parts are joined by newlines. `which` names the message
-    in errors.
+    """Returns the text of a message's content; None for None. The texts of a list of text parts are joined by newlines.
 
     Raises:
-      UserError: the content is not a string, null or a list of text parts.
+      UserError: the content is not a string, None or a list of text parts. The message names `which`.
     """
     text = _text_of(content)
     if not isinstance(text, str | None):
@@ -102,7 +97,7 @@ def text_of_content(content: object, which: str) -> str | None:
 
 
 def _text_of(content: Any) -> Any:
-    """Joins lists of text parts by newlines; returns anything else unchanged."""
+    """Joins the texts of a list of text parts by newlines; returns anything else unchanged."""
     return "\n".join(part["text"] for part in content) if isinstance(content, list) and _is_text(content) else content
 
 
@@ -112,22 +107,22 @@ def _is_text(content: list[Any]) -> bool:
     )
 
 
-# Entries of a row that are passed to the template by name.
+# Entries of a record that are arguments of `ChatTemplate.render`, so no template variable may have these names.
 _OWN_ENTRIES = {"messages", "tools", "documents"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Templated:
-    """Settings with which a chat template renders messages.
+    """Settings for rendering messages by a chat template.
 
     Attributes:
       chat_template: None takes the tokenizer's own template (for conversations with tools the one named 'tool_use', if it
         exists). Otherwise the name of one of the tokenizer's templates, the path of a .jinja file, or a template's text.
-      template_variables: variables for the template, e.g. {'enable_thinking': False}. A row's variables take precedence. They
-        are values, not functions, because another process renders.
-      max_render_seconds: limit of the processor time of one rendering, in seconds.
-      max_rendered_chars: limit of the length of a rendered conversation, in characters. A rendering may use 1 GiB of memory plus
-        32 bytes for each of these characters.
+      template_variables: variables for the template, e.g. {'enable_thinking': False}. Variables in a record override them.
+        They must be values, not functions, because the template runs in another process.
+      max_render_seconds: maximum processor time of one rendering, in seconds.
+      max_rendered_chars: maximum length of a rendered conversation, in characters. A rendering may use 1 GiB of memory plus
+        32 bytes per character of this maximum.
       tokenizer: the tokenizer, set by the input.
     """
 
@@ -139,7 +134,7 @@ class Templated:
 
     @classmethod
     def of(cls, fields: Any) -> Self:
-        """Makes an instance from the fields of an object that have the same names."""
+        """Makes an instance of this class from those attributes of `fields` that have the names of the class's fields."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: getattr(fields, name) for name in names if hasattr(fields, name)})
 
@@ -148,11 +143,7 @@ class Templated:
         return {}
 
     def template(self, *, has_tools: bool) -> ChatTemplate:
-        """Returns the chat template for conversations with or without tools.
-
-        Raises:
-          UserError: the template does not exist, or has a syntax error.
-        """
+        """Returns the chat template for conversations with or without tools. Raises UserError if it is missing or malformed."""
         if has_tools not in self._templates:
             self._templates[has_tools] = template_of(
                 self.tokenizer,
@@ -171,7 +162,7 @@ class Templated:
           **defaults: default variables. `template_variables` override them, and the conversation's variables override both.
 
         Raises:
-          UserError: a variable has the name of an entry of the conversation, e.g. 'messages'.
+          UserError: a variable is named 'messages', 'tools' or 'documents', which are entries of the conversation.
         """
         variables = {**defaults, **(self.template_variables or {}), **found.variables}
         if own := sorted(_OWN_ENTRIES & variables.keys()):
@@ -179,14 +170,14 @@ class Templated:
         return {"tools": found.tools, "documents": found.documents, **variables}
 
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Renders messages with the variables of their conversation. Raises UserError if the template fails."""
+        """Renders messages. `variables`: the result of `variables`. Raises UserError if the template fails."""
         template = self.template(has_tools=bool(variables["tools"]))
         text = template.render(readable_messages(messages, template, **variables), **variables)
         refuse_surrogates(text)
         return text
 
     def check_tokenizer(self) -> None:
-        """Raises UserError if the tokenizer reads special tokens as plain text."""
+        """Raises UserError if the tokenizer would read the template's special tokens as plain text."""
         if getattr(self.tokenizer, "encodes_special_tokens", False):
             raise UserError(
                 "the tokenizer has encode_special_tokens=True, so that the special tokens of the chat template would be read as "
@@ -194,10 +185,10 @@ class Templated:
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the settings on which a rendered text depends, as JSON values."""
+        """Returns all settings on which a rendered text depends, as JSON values."""
         try:
             templates = [self.template(has_tools=has_tools) for has_tools in (False, True)]
-        except UserError:  # pairs of texts need none, and messages will say what is wrong with it
+        except UserError:  # pairs of plain texts need no template; rendering a message raises the same error
             templates = []
         variables = json.dumps(self.template_variables or {}, sort_keys=True, default=str)
         found = {
@@ -209,7 +200,7 @@ class Templated:
 
 
 def refuse_surrogates(text: str) -> None:
-    """Raises UserError if a text has half of a surrogate pair, which UTF-8 can't encode."""
+    """Raises UserError if a text has a lone surrogate (half of a surrogate pair), which UTF-8 can't encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -221,15 +212,16 @@ ERROR, CUT, DROP = "error", "cut", "drop"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MessageProcessor(Templated):
-    """Base of the processors of records with messages.
+    """Base of the processors that convert records with messages to tokens.
 
     Attributes:
-      too_long: for records of more than seq_len + 1 tokens. 'error' makes the record a bad record. 'drop' leaves it out, counts
-        it in `skipped`, and logs the first ones.
-      other_roles: roles that the template knows besides `ROLES`.
-      date: the template's current date, e.g. '2024-07-26'. Required if the template writes the date: today's date
-        would change the tokens of a run resumed tomorrow.
-      seq_len: tokens per row. The input sets it; without an input (`--mode=tokenise`), the user does.
+      too_long: for records of more than seq_len + 1 tokens. 'error' treats such a record as a bad record (see
+        `CorpusInput.bad_records`). 'drop' leaves the record out, counts it in the input's `skipped`, and logs the first such
+        records.
+      other_roles: roles that the template knows in addition to `ROLES`.
+      date: the current date that the template sees, e.g. '2024-07-26'. Required if the template writes the date: today's
+        date would change the tokens of a run that is resumed tomorrow.
+      seq_len: tokens per row. The input sets it; without an input (`--mode=tokenise`), the user sets it.
     """
 
     gives_pairs: ClassVar[bool] = False
@@ -241,7 +233,7 @@ class MessageProcessor(Templated):
     seq_len: int = 0
 
     def bound(self, tokenizer: Any, seq_len: int) -> Self:
-        """Returns a copy that uses a tokenizer and rows of `seq_len` tokens. Raises UserError if a setting is invalid."""
+        """Returns a copy with this tokenizer, for rows of `seq_len` tokens. Raises UserError if a setting is invalid."""
         require_one_of("too_long", self.too_long, self._too_long)
         clock_of(self.date)
         return dataclasses.replace(self, tokenizer=tokenizer, seq_len=seq_len)
@@ -256,13 +248,14 @@ class MessagesInput(CorpusInput):
 
     Attributes:
       files: as in `Documents`: JSON lines (also .gz and .zst), Parquet, Arrow or ArrayRecord.
-      source: instead of `files`: `Documents`, or a `Mixture` of them. A source without a processor gets this input's processor.
+      source: in place of `files`: `Documents`, or a `Mixture` of several `Documents`. Those without a processor get this
+        input's processor.
       chat_template, template_variables, max_render_seconds, max_rendered_chars: see `Templated`.
       too_long, other_roles, date: see `MessageProcessor`.
-      window_rows: see `CorpusInput`; None: 64, or fewer.
+      window_rows: see `CorpusInput`. None is 64, or fewer if 64 rows would hold too many tokens.
     """
 
-    # Sets of them are small, and a first batch that waits for many renderings is late.
+    # Data sets of messages are small, and a larger window would delay the first batch by many renderings.
     _most_rows: ClassVar[int] = 64
 
     files: Any = None
@@ -288,15 +281,15 @@ _EXAMPLE = '{"messages": [{"role": "user", "content": "..."}]}'
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """A conversation in a file.
+    """A conversation, as read from a record of a file.
 
     Attributes:
-      where: file and line ('chats.jsonl:3'), row or record.
-      messages: at least one.
+      where: file and line of the record ('chats.jsonl:3'), or file and number of the row or record.
+      messages: the messages, at least one.
       tools: JSON schemas of the functions that the model may call, or None.
-      documents: documents for the template, or None.
+      documents: documents for templates that support retrieval, or None.
       variables: further variables of the template.
-      turns: value of `turns`, not validated; None if missing.
+      turns: the record's entry `turns` (see `Chat.turns`), not yet checked; None if missing.
     """
 
     where: str
@@ -317,11 +310,7 @@ def row_of(document: Document) -> Any:
 
 
 def conversation_of(document: Document) -> Conversation:
-    """Returns the conversation in a JSON record.
-
-    Raises:
-      UserError: the record is not a conversation; names the record.
-    """
+    """Returns the conversation in a JSON record. Raises UserError, which names the record, if it isn't a conversation."""
     row, where = row_of(document), document.where
     if not isinstance(row, dict) or "messages" not in row:
         has = f"; it has {files.listed([*row])}" if isinstance(row, dict) else ""
@@ -336,7 +325,7 @@ def conversation_of(document: Document) -> Conversation:
 
 
 def variables_in(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the template variables in a row (`chat_template_kwargs`). Raises UserError if they are not an object."""
+    """Returns the template variables in a record, its `chat_template_kwargs`. Raises UserError if they are not an object."""
     variables = row.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise UserError(f"{where}: `chat_template_kwargs` is {shown(variables)}; give an object")

@@ -1,7 +1,7 @@
-"""Permutations of a set's examples, one for each (seed, epoch). They never change between versions.
+"""Permutations of a set's examples, one for each (seed, epoch). They are the same in all versions of the trainer.
 
-Up to `STORED_SIZE` examples, a permutation is an array shuffled by numpy. Larger ones are functions:
-`KeyedPermutation` computes each entry on demand and stores nothing. The choice depends on the size alone.
+Up to `STORED_SIZE` examples, a permutation is an array shuffled by numpy. For larger sets, `KeyedPermutation` computes each
+entry on demand and stores nothing.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import numpy as np
 
 # The largest set whose permutations are stored: 64 MiB each, and about a second to make.
 STORED_SIZE = 2**24
-# Feistel networks of 4 rounds are already hard to tell from random permutations (Luby and Rackoff 1988); 8 leave a margin.
+# Feistel networks of 4 rounds are already hard to tell from random permutations (Luby and Rackoff 1988); 8 are safer.
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns the examples at the given indices of an epoch's permutation, int64 [n].
+    """Returns the entries of an epoch's permutation at `indices`, int64 [n]: numbers of examples.
 
     Args:
-      indices: int64 [n], 0 to `size` - 1.
+      indices: indices into the permutation, from 0 to `size` - 1, int64 [n].
       size: number of examples.
-      seed, epoch: 0 or more; they choose the permutation.
+      seed, epoch: integers, 0 or more, that together select the permutation.
     """
     if size <= STORED_SIZE:
         return _stored(size, seed, epoch)[indices].astype(np.int64)
@@ -43,13 +43,13 @@ def _stored(size: int, seed: int, epoch: int) -> np.ndarray:
 class KeyedPermutation:
     """A pseudo-random permutation of 0 to size - 1 in constant memory: a Feistel network with cycle walking.
 
-    Each index is a pair (left, right) of digits, left * columns + right, in the smallest grid of rows x columns that
-    holds the set. A round adds a hash of one digit to the other, which is reversible, so the rounds permute the grid.
-    An entry outside the set, in the grid's last row, is permuted again until it lands inside.
+    An index is a cell (left, right) of a nearly square grid of rows x columns that has at least `size` cells: index =
+    left * columns + right. Each round adds a hash of one coordinate to the other coordinate. This is reversible, so the
+    rounds permute the cells. A result of `size` or more is permuted again until it is below `size`.
     """
 
     def __init__(self, size: int, seed: int, epoch: int):
-        """`size` is 1 to 2**62; `seed` and `epoch`, 0 or more, choose the permutation."""
+        """Derives the permutation of `size` (1 to 2**62) numbers from `seed` and `epoch`, both 0 or more."""
         self._size = np.uint64(size)
         self._columns = np.uint64(max(1, int(np.ceil(np.sqrt(size)))))
         self._rows = np.uint64(-(-size // int(self._columns)))
@@ -57,7 +57,7 @@ class KeyedPermutation:
         self._keys = np.random.SeedSequence((seed, epoch)).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the entries at int64 [n] indices, int64 [n]."""
+        """Returns the permutation's entries at `indices`. Both are int64 [n]."""
         entries = self._step(indices.astype(np.uint64))
         while len(outside := np.flatnonzero(entries >= self._size)):
             entries[outside] = self._step(entries[outside])

@@ -1,12 +1,12 @@
-"""Pairs of answers in records, in the forms that TRL reads.
+"""Reads preference pairs (a chosen and a rejected answer to one prompt) from records in the forms that TRL reads.
 
-A row has `prompt`, `chosen` and `rejected`, all texts or all lists of messages:
+A record has `prompt`, `chosen` and `rejected`, which are all texts or all lists of messages:
 
     {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
     {"prompt": [{"role": "user", "content": "Which colour is the sky?"}],
      "chosen": [{"role": "assistant", "content": "Blue."}], "rejected": [{"role": "assistant", "content": "Green."}]}
 
-Without `prompt`, the common beginning of `chosen` and `rejected` is the prompt. A row of messages may also have
+Without `prompt`, the common beginning of `chosen` and `rejected` is the prompt. A record with messages may also have
 `tools` and `chat_template_kwargs` (further variables of the template). Other entries and empty lines are ignored.
 """
 
@@ -29,11 +29,11 @@ ENTRIES = ("prompt", *_SIDES, "tools", "chat_template_kwargs")
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A pair of answers to one prompt: three texts, or three lists of messages.
+    """A preference pair: a prompt, a chosen and a rejected answer, which are all texts or all lists of messages.
 
     Attributes:
-      where: file and line, for errors.
-      prompt: the common prompt.
+      where: file and line of the pair, for error messages.
+      prompt: the prompt of both answers.
       chosen: the preferred answer.
       rejected: the other answer.
       tools: JSON schemas of the functions that the model may call, for the chat template.
@@ -49,20 +49,20 @@ class Pair:
 
     @property
     def is_text(self) -> bool:
-        """True for texts, False for messages."""
+        """True if prompt and answers are texts, False if they are lists of messages."""
         return isinstance(self.prompt, str)
 
 
 def parse(row: object, where: str, other_roles: Sequence[str] = ()) -> Pair:
-    """Makes a `Pair` from a row of JSON values.
+    """Makes a `Pair` from a record.
 
     Args:
-      row: the values.
-      where: names the row in errors.
-      other_roles: roles that messages may have besides `messages.ROLES`.
+      row: the record's parsed JSON value.
+      where: names the record in error messages.
+      other_roles: roles that messages may have in addition to `messages.ROLES`.
 
     Raises:
-      UserError: the row is not a pair with a prompt and two different answers.
+      UserError: the record is not a pair with a prompt and two different answers.
     """
     if not isinstance(row, dict):
         raise UserError(f"{where} is not a pair: {shown(row)}; give an object with `prompt`, `chosen` and `rejected`")
@@ -88,7 +88,10 @@ def parse(row: object, where: str, other_roles: Sequence[str] = ()) -> Pair:
 
 
 def _one_kind(row: dict[str, Any], where: str, roles: Sequence[str]) -> tuple[Any, Any, Any]:
-    """Returns prompt (None if missing), chosen and rejected, and checks that all are texts or all are messages."""
+    """Returns a record's prompt (None if missing), chosen and rejected answer.
+
+    Raises UserError unless they are all texts, or all lists of messages with known roles.
+    """
     given = {name: row[name] for name in ("prompt", *_SIDES) if row.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, str | list):
@@ -122,9 +125,8 @@ def _check_messages(name: str, messages: list[Any], where: str, roles: Sequence[
 
 
 def _check_turns(prompt: Messages, answers: dict[str, Any], where: str) -> None:
-    """Raises UserError for an empty prompt or answer, a prompt that ends with the assistant, or other roles in an answer.
-
-    Other roles are refused because the loss counts every message of an answer.
+    """Raises UserError for an empty prompt or answer, a prompt that ends with a message of the assistant, or an answer
+    with messages of other roles, because the loss counts every message of an answer.
     """
     if not any(text_of_content(message.get("content"), "the prompt") for message in prompt):
         raise UserError(f"{where}: the prompt is empty; give one, or take the pair out")
@@ -144,13 +146,16 @@ def _check_turns(prompt: Messages, answers: dict[str, Any], where: str) -> None:
 
 
 def _is_written(message: dict[str, Any]) -> bool:
-    """True if this message has text by the assistant."""
+    """Returns True if a message of an answer has content, reasoning or a tool call."""
     text = text_of_content(message.get("content"), "the answer")
     return bool(text) or any(message.get(entry) for entry in INSTEAD_OF_CONTENT)
 
 
 def _without_common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
-    """Splits two answers into their common beginning and the rest of each. A space at the split goes to the rest."""
+    """Splits two answers into (common beginning, rest of `chosen`, rest of `rejected`).
+
+    If the common beginning of two texts ends with a space, the space is moved to both rests.
+    """
     size = common_length(chosen, rejected)
     if isinstance(chosen, str) and size < min(len(chosen), len(rejected)) and chosen[size - 1 : size] == " ":
         size -= 1

@@ -1,4 +1,4 @@
-"""Pairs of answers, one preferred over the other, as batches for `decoder.preferences`."""
+"""Input of preference pairs (a chosen and a rejected answer to one prompt), as batches for `decoder.preferences`."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from spmd_trainer.inputs.preference_pairs import Messages, Pair, common_length
 _SIDES = ("chosen", "rejected")
 _REFERENCE = "reference_logps"
 _FILE = "file"
-# Pairs with other tokens at the end of the prompt that a process logs.
+# Maximum number of warnings that a process logs about prompts whose last tokens change when an answer follows.
 _LOGGED = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs(MessageProcessor):
-    """Processor that tokenises pairs: the prompt with the chosen answer, then the prompt with the rejected answer.
+    """Processor that tokenizes preference pairs: the prompt with the chosen answer, then the prompt with the rejected answer.
 
-    Only the answers' tokens count in the loss, so the mask also shows where each answer begins and ends.
+    Both sequences are concatenated. Only the answers' tokens count in the loss, so the loss mask shows where each answer is.
 
     Attributes:
-      start_id: token before a pair of texts, or None.
+      start_id: token to put before each sequence if the pair is of plain texts; None for no token.
     """
 
     entries: ClassVar[tuple[str, ...]] = preference_pairs.ENTRIES
@@ -74,7 +74,10 @@ class Pairs(MessageProcessor):
             return BadRecord.of(document.where, error)
 
     def _pair(self, pair: Pair, encoded: Sequence[np.ndarray | BadRecord]) -> CountedTokens | BadRecord:
-        """Joins the tokens of both sequences, and marks those of the answers; returns a BadRecord if the pair can't be used."""
+        """Returns the concatenated tokens of both sequences, with the answers' tokens marked.
+
+        Returns a BadRecord if the pair can't be used. `encoded`: the tokens of the texts that `_texts` returns.
+        """
         bad = [one for one in encoded if isinstance(one, BadRecord)]
         if bad:
             return bad[0]
@@ -113,7 +116,7 @@ class Pairs(MessageProcessor):
         return CountedTokens(np.concatenate(whole).astype(np.int32), np.concatenate(counted))
 
     def _texts(self, pair: Pair) -> list[str]:
-        """Returns the prompt, and the prompt followed by each answer."""
+        """Returns three texts: the prompt, the prompt with the chosen answer, and the prompt with the rejected answer."""
         if isinstance(pair.prompt, str):
             refuse_surrogates(f"{pair.prompt}{pair.chosen}{pair.rejected}")
             return [pair.prompt, f"{pair.prompt}{pair.chosen}", f"{pair.prompt}{pair.rejected}"]
@@ -140,30 +143,31 @@ class Pairs(MessageProcessor):
 
 
 class PreferenceInput(MessagesInput):
-    """Input over pairs of answers to a prompt, each pair one row of a batch (`preference_pairs` describes the records).
+    """Input over preference pairs: each pair is one row of a batch. `preference_pairs` describes the records in the files.
 
-    A chat template renders messages with all special tokens. A text gets the token of `start` before it, if set, and
-    end-of-text after it, unless it already ends with end-of-text. As in TRL, prompt and answer are encoded together, and the
+    A chat template renders messages with all special tokens. A text gets the start token (if `start` gives one) before it, and
+    end-of-text after it unless it already ends with end-of-text. As in TRL, prompt and answer are encoded together, and the
     answer begins at the first token that differs from the encoded prompt.
 
-    A batch of B pairs has `chosen` and `rejected`, each with `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T], and
-    `paddings`, `weights` float32 [B, T]: one row for prompt and answer, with weight 1 on the labels of the answer; `pair_index`
-    int32 [B], the number of the pair in its files, below `num_pairs`, -1 in rows that fill up the last batch; and
-    `eval_sample_weights` float32 [B]. With `reference='file'`, both sides also have `reference_logps`: log-probabilities as the
-    bits of float32 in int32 [B], because a step in bfloat16 would round floats.
+    A batch of B pairs has `chosen` and `rejected`. Each of these two has arrays with a row of prompt and answer per pair: `ids`,
+    `labels`, `segment_ids`, `segment_pos` int32 [B, T]; `paddings`, `weights` float32 [B, T]. `weights` is 1 for the labels of
+    the answer. The batch also has `pair_index` int32 [B], the number of each pair in the files, from 0 to `num_pairs` - 1, or
+    -1 in rows that fill up the last batch; and `eval_sample_weights` float32 [B]. With `reference='file'`, `chosen` and
+    `rejected` also have `reference_logps` int32 [B]: the bits of float32 log-probabilities, as integers because a step in
+    bfloat16 would round floats.
 
     Training is endless: each epoch gives each pair once, in an order drawn from (input_random_seed, epoch); files that can only
     be read in order are shuffled in windows (`Documents.shuffle`). Evaluation gives each pair once.
 
     Attributes:
       files, source, chat_template, ...: see `messages.MessagesInput`.
-      tokenizer, eos_id, start: see `text_base.TokenizedInput`. `start` is for texts only.
+      tokenizer, eos_id, start: see `text_base.TokenizedInput`. `start` is for pairs of plain texts only.
       seq_len: tokens per row, T.
-      too_long: for pairs whose prompt and answer have more than T + 1 tokens, see `messages.MessageProcessor`. Answers are
-        never cut: a cut answer is not the answer that was compared.
+      too_long: what to do with pairs whose prompt and answer have more than T + 1 tokens, see `messages.MessageProcessor`.
+        Answers are never cut: a cut answer is not the answer that was compared.
       shuffle, window_rows, bad_records: see `CorpusInput`.
-      reference: 'file' adds log-probabilities that the trainer has computed once and keeps in the job_log_dir. None:
-        the model needs no reference or computes it itself.
+      reference: 'file' adds the reference model's log-probabilities, which the trainer computes once and keeps in the
+        job_log_dir. None is for models that need no reference or compute it themselves.
     """
 
     _packings: ClassVar[tuple[str, ...]] = (PAIR,)
@@ -181,16 +185,16 @@ class PreferenceInput(MessagesInput):
 
     @property
     def num_pairs(self) -> int:
-        """Number of records in one epoch, including those left out. Compressed and remote JSON lines are read to count them."""
+        """Number of records in one epoch, including records that are left out. Counting reads compressed or remote files."""
         return self._first_of(len(self._opened), 0)
 
     def _first_of(self, source: int, chunk: int) -> int:
-        """Returns the number of the first pair of a chunk, counted over all sources. Does not count later chunks."""
+        """Returns the number of pairs before chunk `chunk` of source `source`, in this and all earlier sources."""
         before = sum(self._in_source(number, self._opened[number].num_chunks) for number in range(source))
         return before + (self._in_source(source, chunk) if chunk else 0)
 
     def _in_source(self, source: int, chunk: int) -> int:
-        """Returns the number of pairs in a source before a chunk."""
+        """Returns the number of pairs in source `source` before its chunk `chunk`."""
         ends, opened, sizes = self._ends[source], self._opened[source], self._sizes[source]
         while len(ends) <= chunk:
             number = len(ends) - 1
@@ -204,7 +208,7 @@ class PreferenceInput(MessagesInput):
 
     @functools.cached_property
     def _ends(self) -> list[list[int]]:
-        """For each source, the number of pairs before each of the chunks counted so far."""
+        """For each source, a list whose item i is the number of pairs before chunk i, for the chunks counted so far."""
         return [[0] for _ in self._opened]
 
     @functools.cached_property
@@ -213,7 +217,7 @@ class PreferenceInput(MessagesInput):
 
     @functools.cached_property
     def pairs_checksum(self) -> str:
-        """Checksum of the data that decide log-probabilities: the files, the tokenizer and the processors. Reads the files."""
+        """Checksum of everything that decides the pairs' tokens: file contents, tokenizer and processors. Reads the files."""
         made = [self.tokenizer.fingerprint(), [one.made_by for one in self.sources]]
         found = hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode())
         for path in self.paths:
@@ -224,11 +228,14 @@ class PreferenceInput(MessagesInput):
 
     @property
     def lacks_reference(self) -> bool:
-        """True if `use_reference` must still be called."""
+        """True if this input needs reference log-probabilities and `use_reference` has not been called yet."""
         return self.reference is not None and self._logps is None
 
     def use_reference(self, logps: np.ndarray) -> None:
-        """Sets the reference's log-probabilities, float32 [num_pairs, 2]: chosen and rejected, in file order."""
+        """Sets the reference model's log-probabilities of (chosen, rejected) for all pairs in file order.
+
+        `logps`: float32 [num_pairs, 2]. Raises ValueError for another shape.
+        """
         if logps.shape != (self.num_pairs, 2):
             raise ValueError(
                 f"reference log-probabilities have shape {logps.shape}, and there are {self.num_pairs} pairs"
@@ -270,7 +277,7 @@ class PreferenceInput(MessagesInput):
         return batch
 
     def _logps_of(self, pairs: np.ndarray) -> np.ndarray:
-        """Returns the reference's log-probabilities of pairs, float32 [B, 2]; 0 where the number of the pair is -1."""
+        """Returns the reference model's log-probabilities of B pairs, given their numbers: float32 [B, 2], 0 for number -1."""
         found: np.ndarray = np.where(pairs[:, np.newaxis] >= 0, self._logps[pairs], np.float32(0))
         lacking = pairs[np.isnan(found).any(axis=1)]
         if len(lacking):

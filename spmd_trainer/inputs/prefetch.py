@@ -1,4 +1,4 @@
-"""A thread that keeps batches ready on the devices while the step runs."""
+"""Prepares batches on the devices in a background thread while the training or evaluation step runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from absl import logging
 
 from spmd_trainer.errors import UserError
 
-# `Prefetcher.close` waits this long for the thread. A batch in progress normally takes less; an input that waits for data that
-# never comes must not keep the process alive.
+# `Prefetcher.close` waits this long for its thread to end. A batch in progress normally takes less time; an input that waits
+# for data that never arrive must not keep the process alive.
 CLOSE_SECONDS = 10.0
 
 
 class Input(Protocol):
-    """The part of praxis' `BaseInput` that the prefetcher uses."""
+    """The methods and attributes of praxis' `BaseInput` that a `Prefetcher` uses."""
 
     name: str
 
@@ -27,15 +27,15 @@ class Input(Protocol):
         """Returns the next batch."""
 
     def get_state(self) -> bytes:
-        """Returns the position after the batches given so far."""
+        """Returns the saved position: where the input continues after the batches returned so far."""
 
 
 class Prefetched(NamedTuple):
-    """One batch, and the input's position after it.
+    """A batch on the devices, and the input's position after this batch.
 
     Attributes:
-      batch: the result of `put`.
-      state: `get_state()` of the input right after this batch; None for inputs without a position.
+      batch: the result of the prefetcher's function `put`.
+      state: the input's `get_state()` right after this batch; None for inputs that can't save a position.
     """
 
     batch: Any
@@ -43,12 +43,12 @@ class Prefetched(NamedTuple):
 
 
 class Prefetcher(Iterator[Prefetched]):
-    """Iterates over an input's batches, which a thread prepares ahead of time.
+    """Iterates over an input's batches, which a background thread prepares ahead of time.
 
     The thread gets a batch with `get_next_padded`, passes it to `put`, and pauses while `depth` batches are ready. A
-    checkpoint saves `state`, the position after the last batch returned, not the thread's position. The end of the
-    input (StopIteration, or TensorFlow's OutOfRangeError) ends the iteration. Any other error of the input or of `put`
-    is raised by `__next__` after the earlier batches, and again at each later call.
+    checkpoint must save `state`, the position after the last batch that the iterator returned, because the thread is ahead
+    of it. The end of the input (StopIteration, or TensorFlow's OutOfRangeError) ends the iteration. For any other error of
+    the input or of `put`, `__next__` first returns the batches before the error, and then raises it at each call.
 
     While a Prefetcher is open, only its thread may use the input. After `close()`, the input may be up to `depth`
     batches ahead of `state`; call its `set_state(prefetcher.state)` or `reset()` before using it again.
@@ -63,7 +63,7 @@ class Prefetcher(Iterator[Prefetched]):
 
         Args:
           source: the input.
-          put: converts a batch of numpy arrays to the step's input, e.g. to global arrays. Called in the thread.
+          put: converts a batch of numpy arrays to what the step takes, e.g. to global arrays. The thread calls it.
           depth: number of batches to keep ready, 1 or more.
 
         Raises:
@@ -86,27 +86,27 @@ class Prefetcher(Iterator[Prefetched]):
 
     @property
     def state(self) -> bytes | None:
-        """The input's position after the last batch returned by `__next__`, or its initial position."""
+        """The input's position after the last batch that `__next__` returned, or its initial position before any batch."""
         return self._state
 
     @property
     def state_is_shared(self) -> bool:
-        """True if `state` is valid on any number of processes: the input's attribute, False by default."""
+        """True if `state` can be restored on any number of processes. It is the input's `state_is_shared`, or else False."""
         return self._state is None or bool(getattr(self._source, "state_is_shared", False))
 
     @property
     def waits_for_others(self) -> bool:
-        """True if this process's next batch is ready and another's isn't; False if the input doesn't report it."""
+        """True if this process's next batch is ready and another process's isn't; False if the input doesn't report it."""
         return bool(getattr(self._source, "waits_for_others", False))
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """Bad records that the input has left out, by source; empty if it doesn't count them."""
+        """Number of bad records that the input has left out, by source; empty if the input doesn't count them."""
         return getattr(self._source, "skipped", {})
 
     @property
     def seconds_for_others(self) -> float:
-        """Seconds that the input has waited for other processes' batches."""
+        """Seconds that the input has waited for other processes' batches; 0 if the input doesn't report it."""
         return float(getattr(self._source, "seconds_for_others", 0.0))
 
     def __next__(self) -> Prefetched:
@@ -114,9 +114,9 @@ class Prefetcher(Iterator[Prefetched]):
 
         Raises:
           StopIteration: the input has ended.
-          UserError, ValueError, RuntimeError: the thread failed. UserError and ValueError keep their type, other
-            errors become a RuntimeError. The message names the input, and the batch if the error did not name the
-            input itself. The cause is chained.
+          UserError, ValueError, RuntimeError: the input or `put` failed. UserError and ValueError keep their type, other
+            errors become a RuntimeError. The message names the input, and also the batch unless the original message
+            already names the input. The original error is chained.
           RuntimeError: the prefetcher is closed.
         """
         with self._changed:
@@ -129,16 +129,15 @@ class Prefetcher(Iterator[Prefetched]):
             return item
 
     def peek(self) -> Prefetched | None:
-        """Returns the next batch without taking it, or None at the end. Raises the same errors as `__next__`."""
+        """Returns the next batch without consuming it, or None at the end. Raises the same errors as `__next__`."""
         with self._changed:
             return self._wait_for_next()
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Stops the thread, waits up to `timeout` seconds for it to end, and drops the batches that are ready. May be
-        called twice.
+        """Stops the thread, waits up to `timeout` seconds for it to end, and drops the batches that are ready.
 
-        If the input blocks the thread for longer, a warning says where, and the daemon thread is abandoned; the
-        process can still exit. The input must not be used again then.
+        If the input blocks the thread for longer, logs a warning that says where, and abandons the thread; the process
+        can exit nevertheless, but must not use the input again. Further calls of `close` do nothing.
         """
         with self._changed:
             closed_before, self._closed = self._closed, True
@@ -207,7 +206,7 @@ class Prefetcher(Iterator[Prefetched]):
 
 
 def _where(thread: threading.Thread) -> str:
-    """Formats the line that a thread executes, e.g. 'at corpus.py:12 in get_next'."""
+    """Formats the source line that a thread is executing, e.g. 'at corpus.py:12 in get_next'."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "about to end"
@@ -222,8 +221,8 @@ def _state_of(source: Input) -> bytes | None:
 
 
 def is_end(error: BaseException) -> bool:
-    """True if an input's error means that it has ended."""
-    # TensorFlow's error is recognised by name, because importing TensorFlow takes seconds.
+    """Returns True if an exception raised by an input means that the input has ended."""
+    # TensorFlow's error is recognized by name, because importing TensorFlow takes seconds.
     return isinstance(error, StopIteration) or any(
         kind.__name__ == "OutOfRangeError" and kind.__module__.startswith("tensorflow") for kind in type(error).__mro__
     )

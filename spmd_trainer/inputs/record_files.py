@@ -1,8 +1,8 @@
 """TFRecord files, read by record number, without TensorFlow.
 
-A record is its length (8 bytes, little endian), a checksum of the length (4), the data, and a checksum of the data
-(4); the checksums are masked CRC-32C (tensorflow.org/tutorials/load_data/tfrecord). All lengths are read at the start,
-data on demand. The cache folder (`storage.local_copies`) keeps the index of a large file.
+In a file, a record consists of its length (8 bytes, little endian), a checksum of the length (4 bytes), the data, and a
+checksum of the data (4 bytes). The checksums are masked CRC-32C (tensorflow.org/tutorials/load_data/tfrecord). All lengths
+are read when the files are opened, data on demand. The index of a large file is kept in a cache (`storage.local_copies`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FRAME = _HEADER.size + _FOOTER.size
 _GZIP = b"\x1f\x8b"
 # Bytes per read while finding small records.
 _BLOCK = 2**20
-# Smaller files are faster to index again than to look up.
+# The index of a smaller file is not cached: making it again is faster.
 _CACHED_BYTES = 2**20
 # Record sizes per block of `checksum`.
 _SIZES_AT_ONCE = 2**20
@@ -41,11 +41,11 @@ _CUT_OFF = "the file ends inside it"
 
 
 class BrokenRecord(UserError):
-    """The data of one record don't match their checksum. Other records of the file may be intact."""
+    """The data of a record don't match its checksum. Other records of the file may be intact."""
 
 
 class RecordSource(IndexedFiles):
-    """Base of the sources over the records of TFRecord files. Several threads may read at a time."""
+    """Base of the classes that read the records of TFRecord files. Several threads may read at the same time."""
 
     kind = "tfrecord"
 
@@ -57,7 +57,7 @@ class RecordSource(IndexedFiles):
 
 
 class RecordFiles(RecordSource):
-    """The data of the records of TFRecord files, numbered from 0 in the order of the files."""
+    """Reads the records of TFRecord files by number. Records are numbered from 0 across all files, in the files' order."""
 
     max_record_bytes = sys.maxsize
     most_open = 64
@@ -66,11 +66,12 @@ class RecordFiles(RecordSource):
         """Finds the records of all files.
 
         Args:
-          source: paths, folders and glob patterns, one of them, or a function without arguments that returns them.
+          source: a list of paths, folders and glob patterns, a single one of these, or a function without arguments that
+            returns either.
 
         Raises:
-          UserError: there are no files or no records, or a file can't be read, is compressed or is broken (names the
-            file, the record and its byte).
+          UserError: there are no files or no records; or a file can't be read, is compressed or is broken. For a broken
+            file, the message names the file, the record and the byte at which it begins.
         """
         super().__init__(files.find_files(source))
 
@@ -84,7 +85,7 @@ class RecordFiles(RecordSource):
 
     @functools.cached_property
     def checksum(self) -> int:
-        """Checksum that changes when a file is added, removed or reordered, or when record sizes change."""
+        """Checksum of the sizes of all files and records. Content that changes without changing a size goes unnoticed."""
         crc = self.found.checksum
         for bounds in self._starts:
             for begin in range(0, len(bounds) - 1, _SIZES_AT_ONCE):
@@ -93,15 +94,15 @@ class RecordFiles(RecordSource):
         return crc
 
     def describe(self, record: int) -> str:
-        """Formats a record's place for messages: 'FILE, record 7 (at byte 1234)', counted from 0."""
+        """Formats where a record is, for messages: 'FILE, record 7 (at byte 1234)'. Both numbers count from 0."""
         return self.where(*self.shards.locate(record))
 
     def data(self, records: Sequence[int] | np.ndarray) -> list[bytes]:
-        """Returns the data of records [n], in any order.
+        """Returns the data of the records with the given numbers, [n] in any order.
 
         Raises:
-          BrokenRecord: a record doesn't match its checksum; names the file and the record.
-          UserError: a file can't be read, or has changed since it was found; names it.
+          BrokenRecord: a record doesn't match its checksum. The message names the file and the record.
+          UserError: a file can't be read, or has changed since it was indexed. The message names the file.
         """
         found = cast(list[Document], self.read(np.asarray(records, np.int64)))
         return [cast(bytes, one.content) for one in found]
@@ -112,16 +113,16 @@ class RecordFiles(RecordSource):
 
 
 def data_of(frame: bytes, size: int, where: Callable[[], str]) -> bytes:
-    """Checks a record's frame of `size` bytes (length, checksums and data), and returns its data.
+    """Checks the bytes of a record in a file, and returns the record's data.
 
     Args:
-      frame: the bytes read.
-      size: bytes that the frame had when the file was indexed.
-      where: returns the record's place, for errors.
+      frame: the record's bytes as read from the file: length, checksums and data.
+      size: number of bytes that the record had when the file was indexed.
+      where: returns where the record is, for error messages.
 
     Raises:
       BrokenRecord: the data don't match their checksum.
-      UserError: the bytes are no longer a frame of this size, because the file has changed.
+      UserError: `frame` is not a record of `size` bytes, because the file has changed.
     """
     if len(frame) != size or int.from_bytes(frame[:_LENGTH_BYTES], "little") != size - _FRAME:
         raise UserError(f"{where()} is no longer where this run found it; start the run again")
@@ -132,18 +133,18 @@ def data_of(frame: bytes, size: int, where: Callable[[], str]) -> bytes:
 
 
 def masked_crc(data: bytes) -> int:
-    """Returns the format's checksum: CRC-32C, rotated right by 15 bits, plus 0xa282ead8, modulo 2**32."""
+    """Returns TFRecord's checksum of `data`: CRC-32C, rotated right by 15 bits, plus 0xa282ead8, modulo 2**32."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def begins_with_record(head: bytes) -> bool:
-    """True if a file's first bytes are a TFRecord length and its checksum."""
+    """Returns True if a file's first bytes are a record's length and the matching checksum, as in a TFRecord file."""
     return len(head) >= _HEADER.size and _length(head) is not None
 
 
 def _length(frame: bytes) -> int | None:
-    """Returns the length in a frame's header, or None if its checksum is wrong."""
+    """Returns the length with which the bytes of a record begin, or None if the length doesn't match its checksum."""
     length, crc = _HEADER.unpack_from(frame)
     return length if crc == _length_crc(length) else None
 
@@ -154,14 +155,14 @@ def _length_crc(length: int) -> int:
 
 
 def bounds_of(path: str, total: int) -> np.ndarray:
-    """Returns the first byte of each record of a file of `total` bytes, and the end of the last: int64 [records + 1]."""
+    """Returns the offsets at which the records of a file of `total` bytes begin, and the last one ends: int64 [records + 1]."""
     if total < _CACHED_BYTES:
         return _find_records(path, total)
     return local_copies.cached_index(path, "records", lambda: _find_records(path, total))
 
 
 def _find_records(path: str, total: int) -> np.ndarray:
-    """Finds the records of a file of `total` bytes. Reads only the headers of large records."""
+    """Finds the offsets that `bounds_of` returns. Of large records, reads only the length and its checksum."""
     bounds = array.array("q", [0])
     if total:
         with epath.Path(path).open("rb") as file:
@@ -170,7 +171,7 @@ def _find_records(path: str, total: int) -> np.ndarray:
 
 
 def _walk(file: BinaryIO, path: str, total: int, bounds: array.array[int]) -> None:
-    """Appends the end of each record to `bounds`."""
+    """Appends the offset at which each record of the file ends to `bounds`, which begins with 0."""
     block = file.read(_BLOCK)
     if block[: len(_GZIP)] == _GZIP and (total < _FRAME or _length(block) is None):
         raise UserError(f"{path} is compressed, so its records can't be read by number; unpack it with `gunzip`")
@@ -197,7 +198,7 @@ def _walk(file: BinaryIO, path: str, total: int, bounds: array.array[int]) -> No
 
 
 def _broken(path: str, bounds: array.array[int], wrong: str) -> UserError:
-    """Returns the error for the record that begins at the last of `bounds`."""
+    """Returns the error for a broken record that begins at the last offset in `bounds`. `wrong` says what is wrong."""
     whole = len(bounds) - 1
     return UserError(
         f"{describe(path, whole, bounds[-1])} is broken: {wrong}. The {whole} records before it are whole. {_FIX}"
@@ -205,5 +206,5 @@ def _broken(path: str, bounds: array.array[int], wrong: str) -> UserError:
 
 
 def describe(path: str, number: int, offset: int) -> str:
-    """Formats a record's place for messages."""
+    """Formats where a record is, for messages: 'FILE, record 7 (at byte 1234)'."""
     return f"{path}, record {number} (at byte {offset})"

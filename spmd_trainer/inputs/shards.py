@@ -1,4 +1,4 @@
-"""Numbers the records of several shards, and keeps the recently used shards open."""
+"""Numbers the records of a data set that is split into shards (files), and keeps recently used files open."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs import files
 from spmd_trainer.storage import is_remote, reading
 
-# Most open files per source; a mixture has many sources.
+# Maximum number of open files per data source. It is small, because a mixture has many sources.
 MAX_OPEN = 8
 
 
 class ShardIndex:
-    """Maps record numbers across all shards to a shard and a number within it.
+    """Converts a record's number in the whole data set to its shard and its number within this shard, and vice versa.
 
     Attributes:
       counts: number of records in each shard, int64 [shards].
@@ -32,16 +32,16 @@ class ShardIndex:
         self._end_list: list[int] = self._ends.tolist()
 
     def __len__(self) -> int:
-        """Number of records in all shards."""
+        """Returns the number of records in all shards."""
         return self._end_list[-1] if self._end_list else 0
 
     def span(self, part: int) -> tuple[int, int]:
-        """Returns the number of a shard's first record, and of the first record after the shard."""
+        """Returns the records of shard `part` as a half-open range: (number of its first record, number after its last)."""
         end = self._end_list[part]
         return end - int(self.counts[part]), end
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Returns a record's shard and its number there."""
+        """Returns the shard of record `number`, and the record's number within this shard."""
         part = bisect.bisect_right(self._end_list, number)
         return part, number - self.span(part)[0]
 
@@ -49,7 +49,8 @@ class ShardIndex:
         """Groups record numbers, int64 [n] in any order, by shard.
 
         Yields:
-          The shard; the places of its records in `numbers`, int64 [m]; and their numbers in the shard, int64 [m].
+          For each shard with m of these records: the shard; the indices of its records in `numbers`, int64 [m]; and their
+          numbers within the shard, int64 [m].
         """
         numbers = np.asarray(numbers)
         if not len(numbers):
@@ -65,24 +66,24 @@ T = TypeVar("T")
 
 
 class LRUCache(Generic[T]):
-    """Opens objects by number and keeps the most recently used. Thread-safe.
+    """Opens objects, such as files, by number and keeps the most recently used ones. Thread-safe.
 
-    Evicted objects are not closed explicitly; they must close themselves when collected.
+    Evicted objects are not closed explicitly; they must close themselves when they are garbage-collected.
     """
 
     def __init__(self, most: int, *, size_of: Callable[[T], int] | None = None, most_size: int = 0):
-        """Keeps at most `most` (>= 1) objects. With `size_of`, several objects are kept only up to `most_size` in total."""
+        """Keeps at most `most` (>= 1) objects; with `size_of`, also at most `most_size` in total, but at least one object."""
         self._most, self._size_of, self._most_size = most, size_of, most_size
         self._kept: collections.OrderedDict[int, T] = collections.OrderedDict()
         self._lock = threading.Lock()
 
     @property
     def kept(self) -> list[int]:
-        """Numbers of the open objects, most recently used last."""
+        """Numbers of the objects in the cache, most recently used last."""
         return list(self._kept)
 
     def get(self, number: int, open_one: Callable[[int], T]) -> T:
-        """Returns object `number`, opened by `open_one` if necessary."""
+        """Returns object `number`; opens it by `open_one(number)` if it isn't in the cache."""
         with self._lock:
             if number not in self._kept:
                 while len(self._kept) >= self._most:
@@ -99,10 +100,10 @@ class LRUCache(Generic[T]):
 
 
 class OpenFile:
-    """A local file open for reading; closes itself when collected. Raises OSError if it can't be read.
+    """A local file that is open for reading, and is closed when this object is garbage-collected.
 
     Attributes:
-      number: its file descriptor.
+      number: the file descriptor.
     """
 
     def __init__(self, path: str):
@@ -114,19 +115,15 @@ class OpenFile:
 
 
 class OpenFiles:
-    """The files of a source, opened on first read. Raises UserError if a file's size changes. Thread-safe."""
+    """Reads byte ranges of a data source's files, which are opened at their first read. Thread-safe."""
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int], most: int = MAX_OPEN):
-        """`sizes`: bytes of each file when the source was opened. At most `most` files stay open."""
+        """Stores the paths. `sizes`: bytes of each file when the data source was opened. At most `most` files stay open."""
         self._paths, self._sizes = tuple(paths), tuple(sizes)
         self._open: LRUCache[OpenFile] = LRUCache(most)
 
     def read(self, index: int, start: int, stop: int) -> bytes:
-        """Returns the bytes of a file from `start` to `stop`.
-
-        Raises:
-          UserError: the file (named) can't be read, or its size has changed.
-        """
+        """Returns bytes [start, stop) of file `index`. Raises UserError if the file can't be read or has changed its size."""
         path = self._paths[index]
         with files.readable(path):
             content = reading.read(path, start, stop) if is_remote(path) else self._read_local(index, start, stop)
@@ -135,7 +132,7 @@ class OpenFiles:
         return content
 
     def _read_local(self, index: int, start: int, stop: int) -> bytes:
-        # Held, so that another thread doesn't close it during the read.
+        # This reference keeps the file open during the read if another thread evicts it from the cache.
         opened = self._open.get(index, lambda index: OpenFile(self._paths[index]))
         file = opened.number
         if os.fstat(file).st_size != self._sizes[index]:
@@ -147,5 +144,5 @@ class OpenFiles:
 
 
 def changed(path: str, size: int) -> UserError:
-    """Returns the error for a file that had `size` bytes when the source was opened, and has another size now."""
+    """Returns the error for a file that had `size` bytes when the data source was opened, and has another size now."""
     return UserError(f"{path} had {size} bytes when this run started, and has changed; start the run again")

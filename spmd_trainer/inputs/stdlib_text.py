@@ -1,7 +1,7 @@
-"""Source files of the running interpreter's standard library: real text that every machine has.
+"""Source files of the running Python's standard library, as real text that every machine has.
 
-About 12 MB in 700 files (Python 3.11). A checksum of a file's path relative to the library decides whether it is held
-out; about 1 in 20 is. A file therefore keeps its part when another Python version adds or drops other files.
+Python 3.11 has about 12 MB in 700 files. About 1 file in 20 is held out for evaluation, the others are for training. A
+checksum of a file's relative path decides, so a file stays in its set when a Python version adds or drops other files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import zlib
 
 from spmd_trainer.errors import UserError
 
-# Left out: tests, because they repeat the library's text; installed packages and caches, because they are not the library.
+# Left out: tests, because they repeat the library's text; installed packages and caches, which are not part of the library.
 _LEFT_OUT_DIRS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 # Generated when the interpreter was built; contain paths of the build machine.
 _BUILD_PREFIXES = ("config-", "_sysconfigdata")
@@ -20,25 +20,25 @@ _ONE_IN = 20
 
 
 def stdlib_train_files() -> tuple[str, ...]:
-    """Returns the paths of the training part, sorted. Raises the errors of `stdlib_files`."""
+    """Returns the sorted paths of the standard library's source files for training. Raises UserError as `stdlib_files`."""
     return tuple(path for relative, path in stdlib_files() if not is_heldout(relative))
 
 
 def stdlib_heldout_files() -> tuple[str, ...]:
-    """Returns the paths of the held-out part, sorted. Raises the errors of `stdlib_files`."""
+    """Returns the sorted paths of the standard library's held-out source files. Raises UserError as `stdlib_files`."""
     return tuple(path for relative, path in stdlib_files() if is_heldout(relative))
 
 
 def is_heldout(relative_path: str) -> bool:
-    """True if a file belongs to the held-out part. `relative_path` has '/' between its parts, e.g. 'json/decoder.py'."""
+    """Returns True if a library file is held out for evaluation. `relative_path` has '/' separators: 'json/decoder.py'."""
     return zlib.crc32(relative_path.encode()) % _ONE_IN == 0
 
 
 def stdlib_files(root: str | None = None) -> list[tuple[str, str]]:
-    """Lists the library's source files as (relative path with '/' between its parts, full path), sorted by the first.
+    """Returns (relative path with '/' as separator, full path) of the standard library's source files, sorted.
 
     Args:
-      root: the library's directory; None for the running interpreter's.
+      root: directory of the standard library; None for the directory of the running Python's library.
 
     Raises:
       UserError: there are no source files, e.g. because the library is in an archive.

@@ -1,7 +1,7 @@
 """Synthetic batches: random values of any shapes, or a small language that a model can learn. Uses numpy only.
 
-Each value is a hash of (seed, name, example, index in the example). A batch depends only on its position, not on the
-number of processes, numpy's version, or earlier batches.
+Each value is a hash of (seed, name of the array, number of the example, index in the example). An example's values depend
+neither on the number of processes, nor on numpy's version, nor on earlier batches.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class _SyntheticBase(indexed.IndexedInput):
     """Base of the synthetic inputs.
 
     Attributes:
-      num_examples: size of the set. None: endless, without repetition. Training repeats the set in the same order.
-        Evaluation gives each example once, fills up the last batch with rows of weight 0, then raises StopIteration.
+      num_examples: number of examples. Training repeats them in the same order. Evaluation gives each example once, fills up
+        the last batch with rows of weight 0, then raises StopIteration. None makes endlessly many different examples.
     """
 
     num_examples: int | None = None
@@ -40,7 +40,7 @@ class _SyntheticBase(indexed.IndexedInput):
         return indexed.ExampleOrder(self.num_examples, self.is_training or self.num_examples is None, seed=self.seed)
 
     def _sample_weights(self, position: int) -> np.ndarray:
-        """Returns the weights of the rows, float32 [B]: 0 after the end of a finite set."""
+        """Returns the weight of each row of batch `position`, float32 [B]: 1, or 0 after the end of a finite set."""
         examples = self.examples_at(position)
         if self.num_examples is None:
             return np.ones(self.batch_size, np.float32)
@@ -104,14 +104,14 @@ class SyntheticInput(_SyntheticBase):
 
 
 class SyntheticLmInput(_SyntheticBase):
-    """A language in which each token determines the next. Batches match `batches.lm_input_specs` and have no padding.
+    """A synthetic language in which each token determines the next one. Batches match `batches.lm_input_specs`.
 
-    Token t is followed by (5 t + 3) mod vocab_size; a row starts at a random token. A model that learns the table
-    reaches a loss near 0; a model that ignores its input stays near log(vocab_size).
+    Token t is followed by (5 t + 3) mod vocab_size; a row starts with a random token. A model that learns this rule reaches a
+    loss near 0; a model that ignores its input stays near log(vocab_size). Rows have no padding.
 
     Attributes:
       seq_len: tokens per row, T.
-      vocab_size: tokens are 0..vocab_size-1.
+      vocab_size: number of tokens; they are 0 to vocab_size - 1.
     """
 
     seq_len: int = 0
@@ -149,9 +149,7 @@ class SyntheticLmInput(_SyntheticBase):
 
 @functools.lru_cache(maxsize=8)
 def _powers_of_the_rule(vocab_size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns factors and offsets, int64 [length]: token t leads in i steps to (factors[i] * t + offsets[i]) mod
-    vocab_size.
-    """
+    """Returns (factors, offsets), both int64 [length]: i tokens after token t is (factors[i] * t + offsets[i]) % vocab_size."""
     factors, offsets = np.ones(length, np.int64), np.zeros(length, np.int64)
     for i in range(1, length):
         factors[i] = 5 * factors[i - 1] % vocab_size
@@ -160,13 +158,13 @@ def _powers_of_the_rule(vocab_size: int, length: int) -> tuple[np.ndarray, np.nd
 
 
 def random_bits(seed: int, name: str, examples: np.ndarray, count: int) -> np.ndarray:
-    """Returns splitmix64 hashes of (seed, name, example, index), uint64 [B, count].
+    """Returns random bits, uint64 [B, count]: splitmix64 hashes of (seed, name, example, index in the example).
 
     Args:
       seed: 0 or more.
-      name: name of a field, so that the fields of a batch differ.
-      examples: int64 [B].
-      count: values per example.
+      name: name of an array of the batch, so that the arrays of a batch differ.
+      examples: numbers of the examples, int64 [B].
+      count: number of values per example.
     """
     key = mix(np.array([seed % 2**64, zlib.crc32(name.encode())], np.uint64))
     rows = mix(examples.astype(np.uint64) + key[0] + key[1])

@@ -1,8 +1,8 @@
-"""Renders chat templates in a worker process, a program that `chat_template` starts.
+"""The program of the worker process that renders chat templates. The module `chat_template` starts it.
 
-A template is untrusted code. Its loops, strings and integers may grow without end, also inside C code, which cannot be
-interrupted from the same process. In this process, the kernel limits the processor time and the memory of a rendering. A
-request is a pickled `Request`, and its answer is JSON. The program imports nothing of the trainer, so that it starts quickly.
+A template is untrusted code. Its loops, strings and integers may grow without end, even inside C code that cannot be
+interrupted from the same process. In the worker process, the kernel limits the processor time and the memory of a rendering.
+A request is a pickled `Request`, and the answer is JSON. To start quickly, the program imports no module of the trainer.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import jinja2
 
-# Kinds of failures in an answer.
+# Values of 'failure' in an answer: why the template could not be compiled or rendered.
 SYNTAX, FORBIDDEN, FAILED, LENGTH, MEMORY, DEPTH = "syntax", "forbidden", "failed", "length", "memory", "depth"
 MARKS = "marks"
-# Address space for the interpreter and for what a template computes, and for each character of its text.
+# Limit of the worker's address space: a fixed part, and a part per character of the maximum length of a rendered text.
 _BYTES, _BYTES_PER_CHARACTER = 2**30, 32
-# Longest reason in an answer.
+# Maximum number of characters of 'reason' in an answer.
 _REASON = 2000
 
 
 class Request(NamedTuple):
-    """Request to compile a template, and to render it if there are variables.
+    """Request to compile a chat template, and to render it unless `variables` is None.
 
     Attributes:
-      text: the template.
-      variables: variables of the rendering; None only compiles the template. `strftime_now` is the date that the template's
-        function `strftime_now` formats, or None without a date.
-      is_marked: True locates the `{% generation %}` blocks.
-      max_seconds: limit of processor time, in seconds.
-      max_chars: limit of the rendered text, in characters.
+      text: source text of the template.
+      variables: variables of the template; None only compiles the template. The variable `strftime_now` is the date that the
+        template's function `strftime_now` formats; if it is None, a template that calls this function fails.
+      is_marked: True also returns where the `{% generation %}` blocks are in the rendered text.
+      max_seconds: maximum processor time, in seconds.
+      max_chars: maximum length of the rendered text, in characters.
     """
 
     text: str
@@ -52,16 +52,19 @@ class Request(NamedTuple):
 
 
 class _Failed(Exception):
-    """The rendering failed; the message is the kind of failure."""
+    """The rendering failed. The message is one of the kinds of failure, such as `LENGTH` or `MARKS`."""
 
 
-# What the `Generation` extension of all templates' environment notes while one is rendered: the characters written so far, and
+# State of the current rendering, which the jinja2 extension `Generation` updates: number of characters written so far, and
 # (start, content) of each `{% generation %}` block.
 _rendering = types.SimpleNamespace(length=0, blocks=[])
 
 
 def _answer(request: Request) -> dict[str, Any]:
-    """Returns {'has_marks': ...}, with 'text' and 'spans' if it was rendered; or {'failure': a kind, 'reason': ...}."""
+    """Compiles and renders a template. Returns the answer to a request.
+
+    The answer has 'has_marks', and also 'text' and 'spans' if the template was rendered; or 'failure' and 'reason'.
+    """
     import jinja2
 
     try:
@@ -90,7 +93,7 @@ def _failure(kind: str, reason: str = "") -> dict[str, Any]:
 
 
 def _rendered(template: jinja2.Template, given: Mapping[str, Any], longest: int) -> tuple[str, list[tuple[int, str]]]:
-    """Returns the text, and (start, content) of its `{% generation %}` blocks."""
+    """Returns the rendered text, and (start, content) of each `{% generation %}` block. `longest`: limit in characters."""
     variables = dict(given)
     if "strftime_now" in variables:
         variables["strftime_now"] = functools.partial(_formatted, variables["strftime_now"])
@@ -116,25 +119,25 @@ def _located(text: str, blocks: list[tuple[int, str]]) -> list[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(text: str) -> tuple[jinja2.Template, bool]:
-    """Returns the compiled template, and True if it has `{% generation %}`."""
+    """Returns the compiled template, and whether it has `{% generation %}` blocks."""
     import jinja2
 
     environment = _environment()
     calls = environment.parse(text).find_all(jinja2.nodes.CallBlock)
-    # No other block of these templates calls an extension.
+    # Only `{% generation %}` blocks call an extension.
     has_marks = any(isinstance(block.call.node, jinja2.nodes.ExtensionAttribute) for block in calls)
     return environment.from_string(text), has_marks
 
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """Returns the jinja2 environment of all templates, with the settings that transformers uses."""
+    """Returns the sandboxed jinja2 environment for all chat templates, with the settings that transformers uses."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}...{% endgeneration %}`: marks the assistant's text without changing it."""
+        """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's text without changing it."""
 
         tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
@@ -189,7 +192,7 @@ def _serve_one(content: bytes) -> bytes:
         limit = _BYTES + _BYTES_PER_CHARACTER * request.max_chars
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
-        # Its signal ends this process in the midst of C code too. Waiting for the processor does not count.
+        # The timer's signal ends this process even inside C code. The timer doesn't count time without the processor.
         signal.setitimer(signal.ITIMER_PROF, request.max_seconds)
         return json.dumps(_answer(request)).encode()
     except MemoryError:
@@ -201,12 +204,12 @@ def _serve_one(content: bytes) -> bytes:
 
 
 def main() -> None:
-    """Answers requests until the trainer closes the pipe.
+    """Answers the trainer's requests until the trainer closes the pipe.
 
-    The arguments of the program are the file descriptor of the pipe, and the entries of the trainer's `sys.path`.
+    The program's command-line arguments are the file descriptor of the pipe, and the entries of the trainer's `sys.path`.
     """
     sys.path[:] = sys.argv[2:]
-    _environment()  # imports jinja2, which counts for no template
+    _environment()  # imports jinja2 before the first template's time limit begins
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with Connection(int(sys.argv[1])) as pipe, contextlib.suppress(EOFError, ConnectionError):
         while True:

@@ -1,4 +1,4 @@
-"""Imports TensorFlow on first use, and keeps it quiet."""
+"""Imports TensorFlow when an input first needs it, and suppresses TensorFlow's log messages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _LEVEL_OF_JAX = "1"
 
 
 def keep_quiet() -> None:
-    """Sets TensorFlow's environment variables unless the user has set them. Call it before TensorFlow is imported."""
-    # Importing JAX sets a lower level. If JAX was imported first, as in notebooks, the user did not ask for it.
+    """Sets environment variables that suppress TensorFlow's log messages, unless the user has set these variables.
+
+    It must be called before TensorFlow is imported.
+    """
+    # Importing JAX sets a lower log level. If JAX was imported first, as in notebooks, the user did not choose this level.
     if "jax" in sys.modules and os.environ.get("TF_CPP_MIN_LOG_LEVEL") == _LEVEL_OF_JAX:
         del os.environ["TF_CPP_MIN_LOG_LEVEL"]
     for name, value in _ENVIRONMENT.items():
@@ -30,7 +33,7 @@ def keep_quiet() -> None:
 
 
 def check_tensorflow_installed() -> None:
-    """Raises UserError with the install command if TensorFlow can't be imported. Does not import it."""
+    """Raises UserError with the install command if TensorFlow is not installed. Does not import TensorFlow."""
     if importlib.util.find_spec("tensorflow") is None:
         raise UserError(
             "this input needs TensorFlow, which is not installed. Install it with: "
@@ -40,11 +43,7 @@ def check_tensorflow_installed() -> None:
 
 @functools.cache  # hiding the GPUs again would take as long as parsing a small batch
 def import_tensorflow() -> Any:
-    """Imports TensorFlow without its log messages, and hides the GPUs from it, because JAX uses them.
-
-    Raises:
-      UserError: TensorFlow is not installed.
-    """
+    """Imports TensorFlow without its log messages, and hides the GPUs from it. Raises UserError if it is not installed."""
     check_tensorflow_installed()
     keep_quiet()
     import tensorflow as tf
@@ -55,5 +54,5 @@ def import_tensorflow() -> Any:
 
 
 def plain(error: Any) -> str:
-    """Returns TensorFlow's message without the names of operations."""
+    """Returns the message of a TensorFlow error without the names of operations."""
     return re.sub(r"^\{\{.*?\}\} |Name: <unknown>, | \[Op:\w+\]$| name: *$", "", error.message).strip()

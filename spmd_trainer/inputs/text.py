@@ -1,12 +1,12 @@
-"""Text files as tokens: windows and packed documents for training and evaluation, prompts for decode.
+"""Text files as tokens: windows and packed documents for training and evaluation, prompts for decoding.
 
 Without a tokenizer, a token is a byte (0 to 255) or `eos_id`, end-of-text. The tokens of the files, in order and with
-one end-of-text after each file, form one stream s[0], s[1], ..., s[N-1]; s[-1] is end-of-text too. Window w of T
+one end-of-text after each file, form one stream s[0], s[1], ..., s[N-1]; let s[-1] be end-of-text too. Window w of T
 tokens has the labels s[wT : (w+1)T] and the ids s[wT-1 : (w+1)T-1]: each position sees the token before the one it
 predicts, and every token is predicted exactly once. If N is not a multiple of T, the end of the last window has weight
-0. With `start='bos'`, the tokens of each file begin with beginning-of-text, an ordinary token of the stream.
+0. With `start='bos'`, the tokens of each file begin with beginning-of-text, which is an ordinary token of the stream.
 
-Example, T = 4, one file holding b"hello", so that the stream is h e l l o EOS:
+Example for T = 4 and a single file that contains b"hello", so that the stream is h e l l o EOS:
     window 0: ids EOS h e l, labels h e l l, weights 1 1 1 1
     window 1: ids l o 0 0, labels o EOS 0 0, weights 1 1 0 0
 """
@@ -30,22 +30,22 @@ from spmd_trainer.inputs.corpus.file_source import FileSource
 from spmd_trainer.inputs.corpus.tokens import fetch
 from spmd_trainer.inputs.tokenizers import ByteTokenizer
 
-# Bytes read initially per token of a prompt. Most texts have fewer bytes per token.
+# Bytes to read at first for each token of a prompt. Most texts have fewer bytes per token.
 _BYTES_PER_TOKEN = 8
 
 
 class PromptRows(text_base.TokenizedFiles):
-    """Prompts for `LanguageModel.decode`, each one once and in order, then StopIteration.
+    """Base of inputs of prompts for `LanguageModel.decode`: gives each prompt once, in order, then raises StopIteration.
 
     A batch of B rows is a NestedMap of numpy arrays: `ids` int32 [B, P], prompts at the left; `paddings` float32 [B, P], 1
-    after the end of the prompt; `weights` float32 [B, P], 1 for the prompt's tokens and 0 after them; `prefix_lengths` int32 [B],
-    tokens of the prompt; `prompt_index` int32 [B], the prompt's number; `eval_sample_weights` float32 [B], 1 for a prompt. Rows
-    that fill up the last batch hold one token; their `weights` and `eval_sample_weights` are 0, their `prompt_index` is -1.
+    after the end of the prompt; `weights` float32 [B, P], 1 for the prompt's tokens and 0 after them; `prefix_lengths` int32
+    [B], number of tokens in the prompt; `prompt_index` int32 [B], the prompt's number; `eval_sample_weights` float32 [B], 1 for
+    a prompt. Rows that fill up the last batch hold one token, with `weights` and `eval_sample_weights` 0 and `prompt_index` -1.
 
     A subclass implements `num_available` and `tokens_of_prompt`.
 
     Attributes:
-      prefix_len: most tokens in a prompt, P.
+      prefix_len: maximum number of tokens in a prompt, P.
       num_prompts: use only the first `num_prompts` prompts; None uses all.
     """
 
@@ -66,7 +66,7 @@ class PromptRows(text_base.TokenizedFiles):
         raise NotImplementedError
 
     def tokens_of_prompt(self, index: int) -> np.ndarray:
-        """Returns the tokens of a prompt, integers [n], 1 <= n <= prefix_len."""
+        """Returns the tokens of prompt `index`: integers [n], where 1 <= n <= prefix_len."""
         raise NotImplementedError
 
     @property
@@ -113,12 +113,12 @@ class PromptRows(text_base.TokenizedFiles):
 
 
 class TextInput(text_base.TokenizedFiles):
-    """Language-model input over text files; the module docstring defines a window.
+    """Language-model input over text files, whose tokens form one stream that is cut into windows of T tokens.
 
     Training (`is_training=True`) is endless: each epoch gives every window once, in an order drawn from (input_random_seed,
-    epoch). Evaluation gives every window once, in the order of the files, then raises StopIteration until `reset()`. Reading by
-    byte works with text of any encoding. SentencePiece and Hugging Face tokenizers need UTF-8. All files are read before the
-    first batch.
+    epoch). Evaluation gives every window once, in the order of the files, then raises StopIteration until `reset()`. Without a
+    tokenizer, each byte is a token, so text may have any encoding. SentencePiece and Hugging Face tokenizers need UTF-8. All
+    files are read before the first batch.
 
     A batch of B rows is a NestedMap of numpy arrays: `ids`, `labels`, `segment_ids`, `segment_pos` int32 [B, T]; `paddings`,
     `weights` float32 [B, T]; `eval_sample_weights` float32 [B]. Each row is one segment (1). Where `weights` is 0, `paddings`
@@ -144,9 +144,9 @@ class TextInput(text_base.TokenizedFiles):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in one epoch: those of the windows used, including one end-of-text per file."""
+        """Number of tokens in all windows of one epoch, including one end-of-text per file."""
         if self.num_windows < self._windows_of_stream:
-            return self.num_windows * self.seq_len  # the last window, which may be short, is not used
+            return self.num_windows * self.seq_len  # the stream's last window, which may be short, is not used
         return self._stream_len
 
     @property
@@ -184,24 +184,24 @@ class TextInput(text_base.TokenizedFiles):
         return -(-self._stream_len // self.seq_len)
 
     def _numbers(self, windows: np.ndarray) -> np.ndarray:
-        """Returns the windows of the stream that some windows of the input stand for, int64 [n].
+        """Converts numbers of windows among the windows used to their numbers in the whole stream, int64 [n].
 
-        Window `num_windows`, the one after the input's last, stands for the window after the stream's last.
+        Window `num_windows`, one past the last window used, becomes the number one past the stream's last window.
         """
         return windows * self._windows_of_stream // self.num_windows
 
     @functools.cached_property
     def _windows(self) -> np.ndarray:
-        """The windows used and an empty one, `token_dtype` [windows + 1, T + 1].
+        """The tokens of the windows used, `token_dtype` [num_windows + 1, T + 1]. The last row is an empty window.
 
-        Each row is the token before a window, and the window's tokens.
+        Each row has the token before a window, followed by the window's T tokens.
         """
         stream = np.zeros((self._windows_of_stream + 1) * self.seq_len + 1, self.token_dtype)
         stream[0] = self.tokenizer.eos_id
         np.concatenate(self._tokens_of_files, out=stream[1 : self._stream_len + 1])
         del self._tokens_of_files  # the stream has a copy
         windows = np.lib.stride_tricks.sliding_window_view(stream, self.seq_len + 1)[:: self.seq_len]
-        # All of them are a view of the stream.
+        # If all windows are used, no copy is needed: they are a view of the stream.
         all_used = self.num_windows == self._windows_of_stream
         return windows if all_used else windows[self._numbers(np.arange(self.num_windows + 1))]
 
@@ -227,18 +227,18 @@ class PromptInput(PromptRows):
     """Prompts for `LanguageModel.decode`: the beginning of each file, one prompt per file.
 
     A row holds the start token (end-of-text, as in training, unless `start` says otherwise) and the first tokens of
-    the file, up to `prefix_len` together. `prefix_lengths` includes the start token, and `prompt_index` is the index
-    in `paths`. Batches are those of `PromptRows`.
+    the file, together at most `prefix_len` tokens. `PromptRows` describes the batches, in which `prefix_lengths` includes
+    the start token, and `prompt_index` is the index of the file in `paths`.
 
     Attributes:
       files, tokenizer, eos_id, start, allow_binary: see `text_base.TokenizedFiles`.
-      prefix_len: most tokens in a prompt, including the start token, P.
-      num_prompts: number of files to use, from the first one; None uses all.
+      prefix_len: maximum number of tokens in a prompt, including the start token.
+      num_prompts: use only the first `num_prompts` files; None uses all.
     """
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The files of the prompts, in the order of `prompt_index`."""
+        """Paths of the files whose beginnings are the prompts, in the order of `prompt_index`."""
         return self.found.paths[: self.num_prompts]
 
     @property
@@ -246,10 +246,10 @@ class PromptInput(PromptRows):
         return len(self.found.paths)
 
     def tokens_of_prompt(self, index: int) -> np.ndarray:
-        """Returns the start token and the first tokens of a file.
+        """Returns the start token, if `start` gives one, and the first tokens of file `index`.
 
         Raises:
-          UserError: the file can't be read, or it is empty and `start` gives no token; names the file.
+          UserError: the file can't be read, or it is empty and `start` gives no token. The message names the file.
         """
         first = [] if self.start_id is None else [self.start_id]
         tokens = self._beginning(index, self.prefix_len - len(first))
@@ -269,24 +269,24 @@ class PromptInput(PromptRows):
             tokens = self.tokenizer.encode(text, self.paths[index], cut=len(text) == limit)[:count]
             if len(text) < limit or self.tokenizer.bytes_per_token == 1:
                 return tokens
-            # The limit may cut a word in two and so change its tokens: read further until the tokens stay the same.
+            # The byte limit may cut a word in two and so change its tokens: read more until the tokens stay the same.
             if before is not None and len(tokens) == count and np.array_equal(tokens, before):
                 return tokens
             before, limit = tokens, 2 * limit
 
 
 class DocumentPrompts(PromptRows):
-    """Prompts for `LanguageModel.decode`: the beginnings of the first documents of a corpus, of any kind of file.
+    """Prompts for `LanguageModel.decode`: the beginnings of the first documents of a corpus.
 
-    A row holds the start token and the first tokens of a document, up to `prefix_len` together and at most half of the
-    document, so that the model has something to continue. Documents without text and records that can't be read are left out.
-    Batches are those of `PromptRows`.
+    A row holds the start token and the first tokens of a document, together at most `prefix_len` tokens. At most half of a
+    document's tokens are used, so that the model has something to continue. Documents without text and records that can't be
+    read are left out. `PromptRows` describes the batches.
 
     Attributes:
-      source: the corpus; `files` is ignored.
+      source: the corpus, with files of any kind that `Documents` supports; the field `files` is ignored.
       tokenizer, eos_id, start: see `text_base.TokenizedInput`.
-      prefix_len: most tokens in a prompt, including the start token, P.
-      num_prompts: number of documents to use, from the first one.
+      prefix_len: maximum number of tokens in a prompt, including the start token.
+      num_prompts: use only the first `num_prompts` documents.
     """
 
     source: Documents | None = None
@@ -304,7 +304,7 @@ class DocumentPrompts(PromptRows):
         return len(self._prompts)
 
     def tokens_of_prompt(self, index: int) -> np.ndarray:
-        """Returns the start token and the first tokens of a document."""
+        """Returns the start token, if `start` gives one, and the first tokens of document `index`."""
         return self._prompts[index]
 
     @functools.cached_property
@@ -327,14 +327,14 @@ class DocumentPrompts(PromptRows):
 
 
 class PackedTextInput(CorpusInput):
-    """Language-model input over short documents in text files, packed into rows, each document a segment (see `CorpusInput`).
+    """Language-model input over short documents in text files. Several documents share a row, each as a separate segment.
 
-    A document's tokens and one end-of-text are cut into pieces of at most T tokens. Each piece is one segment of one row:
-    attention stays within the segment, and positions in it count from 0. A segment's first id is the token before its
-    first label: end-of-text at a document's beginning (beginning-of-text with `start='bos'`). Every token is therefore
-    predicted exactly once.
+    A document's tokens, followed by one end-of-text, are cut into pieces of at most T tokens. Each piece is one segment of a
+    row: attention stays within the segment, and positions count from 0 in each segment. A segment's first id is the token
+    before its first label: end-of-text at a document's beginning (beginning-of-text with `start='bos'`). Every token is
+    therefore predicted exactly once. `CorpusInput` describes order and batches.
 
-    Example, T = 8, documents b"hello", b"a":
+    Example for T = 8 and the documents b"hello" and b"a":
         ids         EOS h e l l o EOS a
         labels        h e l l o EOS a EOS
         segment_ids   1 1 1 1 1 1 2 2
@@ -344,8 +344,8 @@ class PackedTextInput(CorpusInput):
       files, allow_binary: see `text_base.TokenizedFiles`.
       tokenizer, eos_id, start: see `text_base.TokenizedInput`.
       seq_len, packing, shuffle, window_rows, bad_records: see `CorpusInput`.
-      separator: text between the documents of a file, e.g. a newline, not part of them; None makes each file one
-        document. Empty documents are left out.
+      separator: text that separates the documents of a file, e.g. a newline; it belongs to no document. None makes each file
+        one document. Empty documents are left out.
     """
 
     files: Any = None

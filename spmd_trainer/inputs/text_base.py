@@ -1,4 +1,4 @@
-"""Bases of the inputs over text: the tokenizer (`TokenizedInput`), and the files (`TokenizedFiles`)."""
+"""Base classes of the inputs over text: with a tokenizer (`TokenizedInput`), and also with text files (`TokenizedFiles`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD_BYTES = file_formats.HEAD_BYTES
 
 
 def reads_texts(input_p: Any) -> bool:
-    """Returns True for the config of a `TokenizedInput`."""
+    """Returns True if `input_p` is the config of a `TokenizedInput` or of a subclass."""
     kind = fdl.get_callable(input_p) if isinstance(input_p, fdl.Buildable) else None
     return isinstance(kind, type) and issubclass(kind, TokenizedInput)
 
@@ -27,16 +27,16 @@ class TokenizedInput(indexed.IndexedInput):
     """Base of inputs whose rows hold the tokens of texts.
 
     Attributes:
-      tokenizer: None reads by byte. Otherwise the path of a SentencePiece .model file, of a Hugging Face
+      tokenizer: None makes each byte a token. Otherwise the path of a SentencePiece .model file, of a Hugging Face
         tokenizer.json or of a folder that holds one; a `tokenizers.Tokenizer` or a fast tokenizer of transformers; or
-        an object with the methods of `spmd_trainer.inputs.tokenizers.Tokenizer`, or its config. After construction,
-        the tokenizer.
-      eos_id: end-of-text. None is 256 when reading by byte (a vocabulary of 257), or the tokenizer's own. Settable
-        only for bytes and Hugging Face tokenizers.
+        an object with the methods of `spmd_trainer.inputs.tokenizers.Tokenizer`, or its config. After construction, this
+        attribute is the tokenizer object.
+      eos_id: id of end-of-text. None is 256 for byte tokens (a vocabulary of 257), or else the tokenizer's own id. It can be
+        set only for byte tokens and Hugging Face tokenizers.
       start: the token before the first token of each text. 'eos': end-of-text, as in Pax. 'bos': the tokenizer's
         beginning-of-text. 'none': no token: a prompt begins with its own first token, and in training a text follows
-        the previous end-of-text. 'tokenizer': 'bos' or 'none', as a Hugging Face tokenizer's post-processor does, like
-        transformers.
+        the previous end-of-text. 'tokenizer': as transformers does, that is 'bos' if a Hugging Face tokenizer's
+        post-processor adds beginning-of-text, and 'none' if it doesn't.
     """
 
     tokenizer: Any = None
@@ -52,24 +52,23 @@ class TokenizedInput(indexed.IndexedInput):
 
     @property
     def encoded_vocab_size(self) -> int:
-        """Vocabulary size that a model needs, without special tokens that occur only if a text spells them."""
+        """Vocabulary size that a model needs for ordinary texts, which don't spell out any special tokens."""
         of_text = getattr(self.tokenizer, "encoded_vocab_size", self.vocab_size)
         return of_text if self.start_id is None else max(of_text, self.start_id + 1)
 
     def limit_vocabulary(self, model_vocab_size: int) -> None:
-        """Rejects tokens >= `model_vocab_size`, which the model can't embed. Call it before the first batch."""
+        """Makes tokens >= `model_vocab_size`, which the model can't embed, an error. It is called before the first batch."""
         self._model_vocab_size = model_vocab_size
 
     def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
-        """Decodes the first lengths[b] ids of each row b of ids [B, T]. End-of-text and tokens without text are dropped."""
+        """Decodes the first lengths[b] ids of each row b of `ids` [B, T]. Drops end-of-text and tokens without text."""
         del key
         return self.tokenizer.decode(ids, lengths)
 
     def make_tokenizer(self) -> None:
-        """Makes the tokenizer from its setting, and finds `start_id`. A subclass calls it at construction.
+        """Sets `tokenizer` to the tokenizer object, and `start_id`. Subclasses call it at construction.
 
-        Raises:
-          UserError: a setting is invalid.
+        Raises UserError if the setting `tokenizer`, `eos_id` or `start` is invalid.
         """
         self.tokenizer = tokenizer_field.make_tokenizer(self.tokenizer, self.eos_id)
         self.start_id = tokenizer_field.start_token(self.tokenizer, self.start)
@@ -79,11 +78,11 @@ class TokenizedFiles(TokenizedInput):
     """Base of inputs over text files.
 
     Attributes:
-      files: paths, folders and glob patterns ('corpus/*.txt', 'corpus/**/*.txt', sorted), one of them, or a function without
-        arguments that returns them.
+      files: a list of paths, folders and glob patterns ('corpus/*.txt' or 'corpus/**/*.txt', whose matches are sorted), a
+        single one of these, or a function without arguments that returns either.
       tokenizer, eos_id, start: see `TokenizedInput`.
       allow_binary: True reads any file. False refuses files whose first bytes show a format that isn't text (Parquet,
-        gzip, TFRecord, ...), files of JSON by their names or first bytes and, with a tokenizer that reads UTF-8, files
+        gzip, TFRecord, ...), files whose name or first bytes show that they are JSON and, if the tokenizer needs UTF-8, files
         with NUL bytes.
     """
 
@@ -102,22 +101,18 @@ class TokenizedFiles(TokenizedInput):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The files, in the order of the tokens."""
+        """Paths of the files, in the order in which their tokens follow each other."""
         return self.found.paths
 
     def refuse_unknown_ids(self, tokens: np.ndarray, path: str) -> None:
-        """Checks tokens [n] of a file against `limit_vocabulary`.
-
-        Raises:
-          UserError: a token is outside the model's vocabulary; names the file.
-        """
+        """Raises UserError, which names the file `path`, if one of its tokens [n] is not below the model's vocabulary size."""
         limit = self._model_vocab_size
         if limit is not None and len(tokens) and tokens.max() >= limit:
             raise self.error(f"{path} {tokenizers.unknown_token(tokens.max(), limit)}")
 
     @property
     def token_dtype(self) -> Any:
-        """Smallest unsigned dtype that holds every token."""
+        """Smallest unsigned integer dtype that holds every token."""
         return tokenizers.token_dtype(self.vocab_size)
 
     @property
@@ -125,12 +120,13 @@ class TokenizedFiles(TokenizedInput):
         return self.is_training
 
     def tokens_of_file(self, index: int) -> np.ndarray:
-        """Returns the tokens of a file and one end-of-text, `token_dtype` [n], after the start token if `start` gives
-        one.
+        """Returns the tokens of file `index` followed by end-of-text, `token_dtype` [n].
+
+        They begin with the start token if `start` gives one that is not end-of-text.
 
         Raises:
           UserError: the file can't be read, the tokenizer can't encode it, or a token is outside the model's
-            vocabulary; names the file.
+            vocabulary. The message names the file.
         """
         tokens = self.tokenizer.encode(self.found.read(index), self.found.paths[index])
         self.refuse_unknown_ids(tokens, self.found.paths[index])
@@ -148,11 +144,7 @@ class TokenizedFiles(TokenizedInput):
 
 
 def refuse_unless_text(found: text_files.TextFiles, tokenizer: tokenizers.Tokenizer) -> None:
-    """Raises UserError if a file isn't text for the tokenizer, by its name and its first `HEAD_BYTES` bytes.
-
-    Raises:
-      UserError: one (named) is of another format.
-    """
+    """Raises UserError, which names the file, if the name or first `HEAD_BYTES` bytes of a file show that it isn't text."""
     is_utf8 = isinstance(tokenizer, tokenizer_field.UTF8_TOKENIZERS)
     for index, path in enumerate(found.paths):
         head = found.read(index, limit=HEAD_BYTES)

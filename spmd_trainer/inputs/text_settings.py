@@ -1,4 +1,4 @@
-"""Settings of the modes that read text and need no experiment: `--mode=tokenise` and `--mode=tokenizer`."""
+"""Command-line settings of the modes that read text and need no experiment: `--mode=tokenise` and `--mode=tokenizer`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _text = functools.partial(setting, group="Text (--mode=tokenise and --mode=tokenizer)")
 _conversations = functools.partial(setting, group="Conversations (--mode=tokenise and --mode=tokenizer)")
-# Suffix of an output that is a SentencePiece model.
+# Suffix of an output path that selects a SentencePiece model.
 MODEL_SUFFIX = ".model"
 _TEMPLATE_HELP = (
     "Name, path or text of the chat template. Default: the tokenizer's own. With --mode=tokenizer: path or text of the one to "
@@ -25,10 +25,10 @@ _TEMPLATE_HELP = (
 
 @dataclasses.dataclass(frozen=True)
 class _TextConfig(Settings):
-    """Which text is read, and where the result goes.
+    """Settings that both modes share: the text to read, and where to write the result.
 
     Attributes:
-      files: paths, globs or directories, local, gs://, s3:// or hf://: the command's arguments.
+      files: the command's positional arguments: paths, globs or directories, local or with gs://, s3:// or hf://.
     """
 
     files: Sequence[str]
@@ -63,7 +63,7 @@ class _TextConfig(Settings):
             raise UserError(f"give the files to read, e.g. spmd-trainer ... --output={self.output} 'web/*.parquet'")
 
     def documents(self) -> Documents:
-        """Returns the corpus."""
+        """Returns the corpus that the settings describe."""
         from spmd_trainer.inputs.corpus.documents import Documents  # imports NumPy, which --help doesn't need
 
         return Documents(tuple(self.files), column=self.column, kind=self.kind, separator=self.separator)
@@ -71,7 +71,7 @@ class _TextConfig(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class TokeniseConfig(_TextConfig):
-    """Settings of `--mode=tokenise`."""
+    """Settings of `--mode=tokenise`, which writes the tokens of a corpus to a folder."""
 
     tokenizer: str | None = _text(
         None,
@@ -104,14 +104,14 @@ class TokeniseConfig(_TextConfig):
             )
 
     def of_conversations(self) -> dict[str, Any]:
-        """Returns the fields of `inputs.Chat` that were given."""
+        """Returns {name: value} of the settings for `inputs.Chat` that were given: `seq_len`, `chat_template`, ..."""
         found = {name: getattr(self, name) for name in ("seq_len", "chat_template", "turns", "too_long")}
         return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig(_TextConfig):
-    """Settings of `--mode=tokenizer`."""
+    """Settings of `--mode=tokenizer`, which trains a tokenizer."""
 
     vocab_size: int = _text(
         4096,

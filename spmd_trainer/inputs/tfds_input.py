@@ -1,6 +1,6 @@
-"""Prepared TensorFlow Datasets, with examples read by number. Needs the package tensorflow-datasets: extra `tfds`.
+"""Input over prepared TensorFlow Datasets (TFDS). Needs the package tensorflow-datasets (pip extra `tfds`).
 
-Numbers and images are read without TensorFlow, from TFRecord and from ArrayRecord files.
+Numbers and images are read without TensorFlow, from TFRecord or ArrayRecord files.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from spmd_trainer.storage.paths import file_or_pattern
 
 
 class TfdsInput(examples_lib.ExamplesInput):
-    """Input over a prepared dataset; see `ExamplesInput` for order, batches and `transform`.
+    """Input over a prepared dataset of TensorFlow Datasets (TFDS); see `ExamplesInput` for order, batches and `transform`.
 
-    Never downloads: prepare the dataset first, e.g. `tfds build mnist --data_dir=DIR`, as tfrecord or array_record.
+    It never downloads: prepare the dataset first as tfrecord or array_record, e.g. `tfds build mnist --data_dir=DIR`.
 
     Attributes:
       dataset: name of the dataset ('mnist', 'mnist:3.0.1', 'glue/cola'), or the directory of a prepared version.
-      split: split in TFDS' syntax: 'train', 'train[:80%]', 'train+test'.
-      data_dir: directory of prepared datasets; None is TFDS' default.
-      features: names of features to use, or {name in the batch: feature}; None uses all numeric features of a fixed
+      split: split in TFDS's syntax: 'train', 'train[:80%]', 'train+test'.
+      data_dir: directory that holds the prepared datasets; None is TFDS's default.
+      features: names of features to use, or {name in the batch: feature}; None uses all numeric features with a fixed
         shape.
-      example_fn: a function from one example (a dict of all its features, numpy) to one with arrays of a fixed shape,
-        e.g. to crop images of different sizes. If given, `features` is ignored, and one example is read to find the
-        shapes.
+      example_fn: a function from an example (a dict of numpy arrays, with all features) to a dict of arrays with fixed
+        shapes, e.g. to crop images of different sizes. If given, `features` is ignored, and one example is read to find
+        the shapes.
     """
 
     dataset: str | os.PathLike[str] = ""
@@ -45,7 +45,7 @@ class TfdsInput(examples_lib.ExamplesInput):
 
     @functools.cached_property
     def builder(self) -> Any:
-        """The dataset's builder. Raises UserError if tensorflow-datasets isn't installed or the dataset isn't prepared."""
+        """The dataset's TFDS builder. Raises UserError if TFDS isn't installed or the dataset isn't prepared."""
         try:
             import tensorflow_datasets as tfds
         except ImportError as error:
@@ -68,7 +68,7 @@ class TfdsInput(examples_lib.ExamplesInput):
 
     @functools.cached_property
     def _read(self) -> tuple[int, Callable[[int], dict[str, Any]]]:
-        """Returns the number of examples, and a function that reads an example by number."""
+        """The number of examples in the split, and a function that returns an example given its number."""
         splits = self.builder.info.splits
         try:
             split = splits[self.split]
@@ -136,11 +136,11 @@ class TfdsInput(examples_lib.ExamplesInput):
 
 
 def _tfrecord_reader(instructions: list[Any], features: Any) -> Callable[[int], dict[str, Any]]:
-    """Returns a function that reads an example of a split prepared as TFRecord.
+    """Returns a function that returns an example of a split, given its number. The split is prepared as TFRecord files.
 
     Args:
-      instructions: the split's file instructions (tfds).
-      features: the dataset's features, which decode an example.
+      instructions: the `file_instructions` of the TFDS split.
+      features: the dataset's TFDS features, which decode an example.
 
     Raises:
       UserError: a file is missing or broken, or its number of records differs from the dataset's metadata.

@@ -1,4 +1,4 @@
-"""TFRecord files of tf.train.Example, read by record number: any position is reached without reading earlier records."""
+"""Input over TFRecord files of tf.train.Example. Restoring a position doesn't read the records before it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Feature:
     """Description of one feature of a tf.train.Example.
 
     Attributes:
-      shape: shape of one example's array.
-      dtype: dtype of the array. With 'numbers', a value that doesn't fit is an error.
-      encoding: 'numbers': a list of floats (for a float dtype) or integers (for others) that fills `shape`. 'raw': one
-        string, the array's bytes in row-major order, little endian. 'image': one string, a PNG, JPEG, GIF or BMP image
-        of `shape` [height, width, channels], uint8.
-      key: the feature's key in the Example; None is its name in the batch.
+      shape: shape of the feature's array in one example.
+      dtype: dtype of the array. With encoding 'numbers', a value that doesn't fit this dtype is an error.
+      encoding: how the Example holds the array. 'numbers': a list of floats (for a float dtype) or integers (for other
+        dtypes) that fills `shape`. 'raw': one string with the array's bytes in row-major order, little endian. 'image': one
+        string with a PNG, JPEG, GIF or BMP image, whose `shape` is [height, width, channels] and `dtype` uint8.
+      key: the feature's key in the Example; None means the same as the feature's name in the batch.
     """
 
     shape: tuple[int, ...] = ()
@@ -39,12 +39,12 @@ class Feature:
 
 
 class TfRecordInput(examples_lib.ExamplesInput):
-    """Input over TFRecord files. Needs TensorFlow. See `ExamplesInput` for order, batches and `transform`.
+    """Input over TFRecord files of tf.train.Example. Needs TensorFlow. See `ExamplesInput` for order, batches, `transform`.
 
     Example: `features={'image': Feature((28, 28, 1), 'uint8', 'image', key='image/encoded'), 'label': Feature((), 'int32')}`
-    gives B rows: `image` uint8 [B, 28, 28, 1], `label` int32 [B] and `eval_sample_weights` float32 [B].
+    gives batches of B rows: `image` uint8 [B, 28, 28, 1], `label` int32 [B] and `eval_sample_weights` float32 [B].
 
-    A broken file is an error: at the start if a record's length is wrong, otherwise when the broken record is read.
+    A broken file is an error: when the files are opened if a record's length is wrong, otherwise when the record is read.
 
     Attributes:
       files: a path, folder or glob pattern ('records/*.tfrecord', whose matches are sorted), a list of these, or a
@@ -66,7 +66,7 @@ class TfRecordInput(examples_lib.ExamplesInput):
 
     @functools.cached_property
     def records(self) -> record_files.RecordFiles:
-        """The files' records. Raises UserError if a file can't be read or is broken, or all are empty."""
+        """The records of all files. Raises UserError if a file can't be read or is broken, or all files are empty."""
         with self.naming():
             return record_files.RecordFiles(self.files)
 
@@ -107,17 +107,17 @@ class ExampleParser:
     """Parses batches of serialized tf.train.Examples with TensorFlow."""
 
     def __init__(self, features: Mapping[str, Feature], describe: Callable[[int], str]):
-        """`features` is {name in the batch: Feature}; `describe` names row i of a batch in errors."""
+        """`features` is {name in the batch: Feature}; `describe(i)` names the record of row i in error messages."""
         # A shape may be a list, which doesn't equal an image's.
         self._features = {name: dataclasses.replace(x, shape=tuple(x.shape)) for name, x in features.items()}
         self._describe = describe
 
     def parse(self, serialized: list[bytes]) -> dict[str, np.ndarray]:
-        """Returns arrays [B, ...] by name for B serialized Examples.
+        """Returns {name in the batch: array [B, ...]} for B serialized Examples.
 
         Raises:
-          UserError: a record is not an Example, or a feature is missing or has another type, size or range; names the file
-            and the record.
+          UserError: a record is not an Example, or one of its features is missing or doesn't match its `Feature`. The
+            message names the record.
         """
         tf = import_tensorflow()
         wanted = {feature.key or name: _parsed_as(tf, feature) for name, feature in self._features.items()}
@@ -154,7 +154,7 @@ class ExampleParser:
         return cast
 
     def _explain(self, tf: Any, serialized: list[bytes], wanted: dict[str, Any]) -> UserError:
-        """Finds the row that TensorFlow could not parse: its error for a batch names no row."""
+        """Returns the error for the row that TensorFlow could not parse: its own error for a batch doesn't name the row."""
         for row, record in enumerate(serialized):
             try:
                 tf.io.parse_example([record], wanted)
@@ -169,7 +169,7 @@ class ExampleParser:
 
 @functools.lru_cache(maxsize=16)
 def _compiled_parser(wanted: tuple[tuple[str, Any], ...]) -> Any:
-    """Compiles `tf.io.parse_example` for these features, which saves a third of its time."""
+    """Returns `tf.io.parse_example` compiled for the features `wanted`, which takes a third less time per call."""
     tf = import_tensorflow()
     signature = [tf.TensorSpec([None], tf.string)]
     parser = tf.function(lambda records: tf.io.parse_example(records, dict(wanted)), input_signature=signature)

@@ -1,7 +1,7 @@
-"""The bytes that each token of a tokenizer stands for.
+"""Finds the bytes that each token of a tokenizer stands for.
 
-The text of a token sequence is the concatenation of these bytes. A tokenizer's own `decode` differs: it leaves special
-tokens out, and some tokenizers drop a space at the beginning of the text.
+The text of a token sequence is the concatenation of the tokens' bytes. A tokenizer's own `decode` differs: it leaves special
+tokens out, and for some tokenizers it drops a space at the beginning of the text.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
-    """Returns the bytes of each token from 0 to vocab_size - 1.
+    """Returns the bytes that each token stands for, from token 0 to token vocab_size - 1.
 
     Special tokens of Hugging Face tokenizers have the bytes of their spelling. Unused ids, end-of-text of a
-    `ByteTokenizer` and control pieces of a SentencePiece model are empty.
+    `ByteTokenizer` and control pieces of a SentencePiece model have no bytes.
 
     Raises:
-      UserError: a token's text depends on its neighbours, or the kind of tokenizer is unsupported.
+      UserError: a token's text depends on the neighboring tokens, or the kind of tokenizer is unsupported.
     """
     if isinstance(tokenizer, tokenizers.ByteTokenizer):
         known = range(tokenizers.BYTE_VALUES)
@@ -56,15 +56,19 @@ def _steps(decoder: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
 
 
 def _bytes_of(spelling: str, steps: Sequence[Mapping[str, Any]], alphabet: Mapping[str, int], name: str) -> bytes:
-    """Applies the decoder steps of a tokenizer.json to a token."""
+    """Returns the bytes of a token with this spelling.
+
+    `steps`: the decoder's steps in the tokenizer.json. `alphabet`: {symbol: byte} of byte-level tokenizers. `name`: name of
+    the tokenizer, for error messages.
+    """
     fused = False
     for step in steps:
         kind = step["type"]
         pattern = step.get("pattern", {})
         if kind is None:
-            spelling = f" {spelling}"  # without a decoder, the library joins tokens with spaces
+            spelling = f" {spelling}"  # without a decoder, Hugging Face's library joins tokens with spaces
         elif kind == _BYTE_LEVEL and not fused:
-            # As in the library: a token with a symbol outside the alphabet is text.
+            # As in Hugging Face's library, a token with a symbol outside the alphabet is text.
             if all(symbol in alphabet for symbol in spelling):
                 return bytes(alphabet[symbol] for symbol in spelling)
         elif kind == _BYTE_FALLBACK and not fused:
@@ -85,10 +89,10 @@ def _bytes_of(spelling: str, steps: Sequence[Mapping[str, Any]], alphabet: Mappi
 
 
 def _byte_of_symbol() -> dict[str, int]:
-    """Maps each symbol of GPT-2's byte-level alphabet to its byte.
+    """Returns {symbol: byte} for GPT-2's byte-level alphabet.
 
-    Printable Latin-1 characters stand for their own byte. The characters from U+0100 on stand for the other 68 bytes, in
-    ascending order.
+    Printable Latin-1 characters stand for the byte with their own code. The characters from U+0100 on stand for the other
+    68 bytes, in ascending order.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]

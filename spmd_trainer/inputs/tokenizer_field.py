@@ -1,4 +1,4 @@
-"""Makes a tokenizer from the `tokenizer` field of a text input."""
+"""Makes the tokenizer of a text input from the input's fields `tokenizer`, `eos_id` and `start`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def make_tokenizer(given: Any, eos_id: int | None = None) -> tokenizers.Tokenize
     """Makes a tokenizer from the value of an input's `tokenizer` field.
 
     Args:
-      given: a path, an object or a config, see `text_base.TokenizedInput`; None reads by byte.
-      eos_id: end-of-text, for bytes and Hugging Face tokenizers only; None is 256, or the tokenizer's own.
+      given: a path, a tokenizer object or its config, see `text_base.TokenizedInput`; None makes each byte a token.
+      eos_id: id of end-of-text, for byte tokens and Hugging Face tokenizers only. None is 256 for byte tokens, or else the
+        tokenizer's own id.
 
     Raises:
       UserError: `given` is not a tokenizer or can't be read, or the tokenizer does not accept `eos_id`.
@@ -91,12 +92,12 @@ def start_token(tokenizer: tokenizers.Tokenizer, start: str) -> int | None:
 
 
 def default_start(tokenizer: tokenizers.Tokenizer) -> str:
-    """Returns the default `start`: 'tokenizer' for a Hugging Face tokenizer, otherwise 'eos'."""
+    """Returns the `start` that suits a tokenizer: 'tokenizer' for a Hugging Face tokenizer, otherwise 'eos'."""
     return "tokenizer" if isinstance(tokenizer, HuggingFaceTokenizer) else "eos"
 
 
 def _is_sentencepiece(path: str) -> bool:
-    """Returns True for any file that is not JSON, False for a folder. Raises UserError if the path can't be read."""
+    """Returns False for a folder or a JSON file, True for any other file. Raises UserError if the path can't be read."""
     path = file_or_pattern("tokenizer", path)
     if not reading.exists(path):
         hint = "" if path.endswith((".model", ".json")) else ". Tokenizers are not downloaded"

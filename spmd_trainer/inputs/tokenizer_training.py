@@ -1,8 +1,8 @@
 """`--mode=tokenizer`: trains a tokenizer on a corpus, for `HuggingFaceTokenizer` or `SentencePieceTokenizer`.
 
 Decoding restores every text byte for byte: text is not normalized, spaces are kept, and a character without a token is encoded as
-bytes. Two exceptions: a special token that a text spells is left out, and in a SentencePiece model U+2581, its mark of a space,
-becomes a space. The same files and settings give the same tokenizer.
+bytes. There are two exceptions. A special token that a text spells is left out, and with a SentencePiece model U+2581, which
+SentencePiece uses as its mark for a space, becomes a space. The same files and settings give the same tokenizer.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ _Made = TypeVar("_Made")
 
 # SentencePiece skips longer sentences, so longer lines are split.
 _MAX_LINE_CHARACTERS = 1024
-# Characters that a tokenizer of Hugging Face gets at a time.
+# Maximum number of characters that the Hugging Face trainer gets at a time.
 _BLOCK_CHARACTERS = 2**20
+# Seconds between progress lines.
 _LINE_EVERY = 10.0
-# Score of tokens of a unigram model that text must not become while it has any other.
+# Score of tokens in a unigram model that are used only if no other tokens can encode the text.
 _NEVER = -1e9
 _EOS, _SENTENCEPIECE_EOS = "<|endoftext|>", "</s>"
-# Tokens of SentencePiece's own.
+# Names of tokens that SentencePiece makes itself.
 _UNKNOWN_OR_NEWLINE, _BYTE = ("<unk>", "\n"), re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -88,10 +89,10 @@ def train_tokenizer(config: TokenizerConfig) -> None:
 
 
 def _with_special_tokens(config: TokenizerConfig, eos: str) -> TokenizerConfig:
-    """Returns the settings with end-of-text set (default: `eos`), and without it among the other special tokens.
+    """Returns the settings with `eos` as end-of-text if none is given, and end-of-text left out of `special_tokens`.
 
     Raises:
-      UserError: a special token has the name of a piece that SentencePiece makes itself.
+      UserError: a special token has the name of a token that SentencePiece makes itself.
     """
     eos = config.eos or eos
     special = tuple(dict.fromkeys(token for token in config.special_tokens if token != eos))
@@ -105,30 +106,22 @@ def _with_special_tokens(config: TokenizerConfig, eos: str) -> TokenizerConfig:
 
 
 class Texts(Iterable[str]):
-    """The texts of a corpus. Logs the number of documents read."""
+    """Iterates over the texts of a corpus, and logs how many documents it has read."""
 
     def __init__(self, config: TokenizerConfig):
-        """Opens the corpus.
-
-        Raises:
-          UserError: it can't be read, or holds tokens.
-        """
+        """Opens the corpus. Raises UserError if it can't be read, or holds tokens in place of text."""
         require_one_of("bad_records", config.bad_records, encoding.BAD_RECORDS)
         self._skips = config.bad_records == encoding.SKIP
         source = open_documents(config.documents())
         if isinstance(source, TokenStore):
             raise UserError(f"{listed(config.files)} holds tokens, not text; give the files that it was made of")
         if source.kind == "text" and config.separator is None:
-            source.max_record_bytes = source.num_bytes  # a file counts as one document only to be read
+            source.max_record_bytes = source.num_bytes  # each file is one document, however large
         self._source = source
         self._documents = self._bytes = self._skipped = 0
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the texts.
-
-        Raises:
-          UserError: a file can't be read, or a record is bad and `bad_records` is 'raise'.
-        """
+        """Yields the texts. Raises UserError if a file can't be read, or a record is bad and `bad_records` is 'raise'."""
         self._documents = self._bytes = self._skipped = 0
         last = time.monotonic()
         for chunk in range(self._source.num_chunks):
@@ -154,13 +147,13 @@ class Texts(Iterable[str]):
         logging.info("%s read; the vocabulary is being made", self.counted())
 
     def counted(self) -> str:
-        """Returns the amount of text read so far: '21 documents, 15,000 bytes'."""
+        """Returns how much text has been read so far, as text: '21 documents, 15,000 bytes'."""
         left_out = f", {self._skipped:,} left out" if self._skipped else ""
         return f"{count_text(self._documents, 'document')}, {self._bytes:,} bytes{left_out}"
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of texts; long lines are split."""
+    """Yields the lines of texts. Lines of more than `_MAX_LINE_CHARACTERS` are split."""
     for text in texts:
         for line in text.split("\n"):
             for start in range(0, len(line), _MAX_LINE_CHARACTERS):
@@ -168,7 +161,7 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _blocks(texts: Iterable[str]) -> Iterator[str]:
-    """Yields texts. Long texts are split into parts, each of which ends with a line where possible."""
+    """Yields texts. A text of more than `_BLOCK_CHARACTERS` is split into blocks, at ends of lines where possible."""
     for text in texts:
         start = 0
         while start < len(text):
@@ -182,12 +175,13 @@ def _blocks(texts: Iterable[str]) -> Iterator[str]:
 def train_sentencepiece(texts: Iterable[str], config: TokenizerConfig, **more: Any) -> bytes:
     """Trains a SentencePiece model and returns the content of its `.model` file.
 
-    Its pieces are unknown (0), end-of-text (1), a newline, the special tokens, 256 bytes, and the learned pieces.
+    The model's tokens are, in this order: unknown (0), end-of-text (1), a newline, the special tokens, one token for each of the
+    256 bytes, and the learned tokens.
 
     Args:
       texts: the texts.
       config: algorithm, vocabulary size and special tokens.
-      **more: further settings of SentencePiece.
+      **more: further settings of SentencePiece's trainer.
 
     Raises:
       UserError: the text is too small for `vocab_size`.
@@ -198,7 +192,7 @@ def train_sentencepiece(texts: Iterable[str], config: TokenizerConfig, **more: A
     settings = {
         "character_coverage": 1.0,
         "eos_piece": config.eos or _SENTENCEPIECE_EOS,
-        "num_threads": 1,  # more would change the last digits of the scores of unigram
+        "num_threads": 1,  # more threads would change the last digits of a unigram model's scores
         **more,
     }
     try:
@@ -229,10 +223,10 @@ def train_sentencepiece(texts: Iterable[str], config: TokenizerConfig, **more: A
 
 
 def train_huggingface(texts: Iterable[str], config: TokenizerConfig) -> huggingface.Tokenizer:
-    """Trains a tokenizer of Hugging Face's library. Its special tokens begin with end-of-text.
+    """Trains a tokenizer of Hugging Face's library. End-of-text is the first of its special tokens.
 
     Raises:
-      UserError: the library is missing, or the text is too small for `vocab_size`.
+      UserError: the package tokenizers is missing, or the text is too small for `vocab_size`.
     """
     needed = "a tokenizer.json needs Hugging Face's tokenizers: pip install 'spmd-trainer[hf]'"
     huggingface = imported("tokenizers", needed)
@@ -260,10 +254,13 @@ def train_huggingface(texts: Iterable[str], config: TokenizerConfig) -> huggingf
 
 
 def _unigram(huggingface: ModuleType, texts: Iterable[str], config: TokenizerConfig) -> huggingface.Tokenizer:
-    """Trains with SentencePiece, because the trainer of Hugging Face's library gives other tokens each time."""
+    """Trains a unigram model with SentencePiece and converts it to a Hugging Face tokenizer.
+
+    Hugging Face's own unigram trainer is not used, because its results differ from run to run.
+    """
     import sentencepiece
 
-    # A text that spells a byte's token, '<0x0A>', has other tokens for it only if these characters do.
+    # A text that spells the token of a byte, '<0x0A>', can be encoded by other tokens only if these characters have tokens.
     required = f"<>x{string.digits}ABCDEF"
     content = train_sentencepiece(
         texts, config, eos_piece=config.eos or _EOS, required_chars=required, character_coverage=0.9995
@@ -282,13 +279,13 @@ def _unigram(huggingface: ModuleType, texts: Iterable[str], config: TokenizerCon
 
 
 def _in_thread(train: Callable[[], _Made]) -> _Made:
-    """Calls `train` in a thread, so that the main thread notices Ctrl-C, and returns its result."""
+    """Calls `train` in a separate thread, so that Ctrl-C interrupts the main thread, and returns the result."""
     done: concurrent.futures.Future[_Made] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             done.set_result(train())
-        except BaseException as error:  # for whoever waits
+        except BaseException as error:  # raised again by `done.result()`
             done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
@@ -296,9 +293,9 @@ def _in_thread(train: Callable[[], _Made]) -> _Made:
 
 
 def _refuse_other_files(folder: epath.Path, *, has_template: bool) -> None:
-    """Raises UserError if a folder holds files besides an earlier tokenizer, e.g. a model.
+    """Raises UserError if a folder holds files other than an earlier tokenizer's.
 
-    The model's tokenizer would be replaced.
+    For example, in the folder of a model, the new tokenizer would replace the model's own tokenizer.
     """
     own = {TOKENIZER_FILE, STATING_FILES[0], *([TEMPLATE_FILE] if has_template else [])}
     held = reading.names(os.fspath(folder)) if folder.exists() else []
@@ -307,12 +304,12 @@ def _refuse_other_files(folder: epath.Path, *, has_template: bool) -> None:
 
 
 def _write_folder(folder: epath.Path, made: huggingface.Tokenizer, eos: str, template: str | None) -> None:
-    """Writes the files that `HuggingFaceTokenizer` and transformers read. Raises OSError if they can't be written."""
+    """Writes a tokenizer's files for `HuggingFaceTokenizer` and transformers. Raises OSError if they can't be written."""
     found = HuggingFaceTokenizer(made, eos=eos)
     usual = {"eos_token": found.eos_id, "bos_token": found.bos_id, "pad_token": found.pad_id}
     stated = {name: made.id_to_token(index) for name, index in usual.items() if index is not None}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **stated}
-    # The larger one first: if the disk has no room for it, an earlier tokenizer stays whole.
+    # The larger file first: if the disk has no room for it, the files of an earlier tokenizer stay unchanged.
     contents = {TOKENIZER_FILE: made.to_str(), STATING_FILES[0]: json.dumps(settings, indent=2)}
     for name, content in (
         contents | ({} if template is None else {TEMPLATE_FILE: template.removesuffix("\n")})

@@ -1,7 +1,7 @@
-"""Tokenizers for text files: by byte, or with a SentencePiece model.
+"""Tokenizers for text files: one that makes each byte a token, and one that uses a SentencePiece model.
 
-Hugging Face tokenizers are in `huggingface_tokenizer`; `tokenizer_field` makes a tokenizer from an input's field.
-`--mode=tokenizer` trains tokenizers (`tokenizer_training`).
+The module `huggingface_tokenizer` has Hugging Face tokenizers; `tokenizer_field` makes a tokenizer from an input's settings;
+`tokenizer_training` trains tokenizers (`--mode=tokenizer`).
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ _MAX_SENTENCEPIECE_BYTES = 2**30
 
 
 class Tokenizer(Protocol):
-    """The interface that text inputs use. All results are pure functions of the tokenizer's settings."""
+    """The interface of a tokenizer for text inputs. The same settings and arguments always give the same results."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens: 0..vocab_size-1."""
+        """Number of tokens; their ids are 0 to vocab_size - 1."""
 
     @property
     def eos_id(self) -> int:
-        """End-of-text: precedes the first token of a text and follows its last."""
+        """Id of end-of-text, the token that follows the last token of a text, and by default precedes its first token."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of the longest token."""
+        """Byte length of the longest token."""
 
     def encode(self, text: bytes, path: str, *, cut: bool = False) -> np.ndarray:
         """Returns the tokens of a text, integers [n], without end-of-text.
 
         Args:
           text: a file's content, or its beginning.
-          path: the file, for errors.
+          path: path of the file, for error messages.
           cut: True ignores an incomplete character at the end of the text.
 
         Raises:
-          UserError: this tokenizer can't encode the text; names the file and the byte.
+          UserError: this tokenizer can't encode the text. The message names the file and the byte.
         """
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
-        """Decodes the first lengths[b] ids of each row b of ids [B, T]. End-of-text is dropped."""
+        """Decodes the first lengths[b] ids of each row b of `ids` [B, T]. Drops end-of-text."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns everything that decides the tokens, as JSON values."""
+        """Returns settings and checksums of everything that decides a text's tokens, as JSON values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
-    """Tokenizer whose tokens are bytes, 0 to 255, and `eos_id`. Texts may be any bytes, not only UTF-8.
+    """Tokenizer that makes each byte a token, 0 to 255. Texts may be any bytes, not only UTF-8.
 
     Attributes:
-      eos_id: end-of-text; 256 gives a vocabulary of 257.
+      eos_id: id of end-of-text; 256 gives a vocabulary of 257 tokens.
     """
 
     eos_id: int = BYTE_VALUES
@@ -84,12 +84,12 @@ class ByteTokenizer:
         return 1
 
     def encode(self, text: bytes, path: str = "", *, cut: bool = False) -> np.ndarray:
-        """Returns the bytes, uint8 [n]."""
+        """Returns the bytes of a text as tokens, uint8 [n]. Ignores `path` and `cut`."""
         del path, cut
         return np.frombuffer(text, np.uint8)
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
-        """See `decode_bytes`."""
+        """Decodes the first lengths[b] ids of each row b of `ids` [B, T]. Drops end-of-text; invalid UTF-8 becomes U+FFFD."""
         return decode_bytes(ids, lengths, self.eos_id)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -100,8 +100,8 @@ class ByteTokenizer:
 class SentencePieceTokenizer:
     """Wraps a SentencePiece model (Kudo and Richardson, 2018). Texts are UTF-8.
 
-    With a model of `--mode=tokenizer`, decoding restores the encoded text byte for byte, except that
-    U+2581, SentencePiece's mark of a space, becomes a space. Other models may normalize the text.
+    With a model that `--mode=tokenizer` has trained, decoding restores the encoded text byte for byte, except that U+2581,
+    SentencePiece's mark for a space, becomes a space. Other models may normalize the text.
 
     Attributes:
       model: path of the trained `.model` file, which is read at construction.
@@ -140,49 +140,49 @@ class SentencePieceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of pieces of the model."""
+        """Number of pieces (tokens) of the model."""
         return self._processor.get_piece_size()
 
     @property
     def eos_id(self) -> int:
-        """The model's end-of-text piece."""
+        """Id of the model's end-of-text piece."""
         return self._processor.eos_id()
 
     @property
     def bos_id(self) -> int | None:
-        """The model's beginning-of-text piece, or None."""
+        """Id of the model's beginning-of-text piece, or None if the model has none."""
         found = self._processor.bos_id()
         return found if found >= 0 else None
 
     @functools.cached_property
     def bytes_per_token(self) -> int:
-        """Bytes of the model's longest piece."""
+        """Byte length of the model's longest piece."""
         return max(len(self._processor.id_to_piece(i).encode()) for i in range(self.vocab_size))
 
     def encode(self, text: bytes, path: str, *, cut: bool = False) -> np.ndarray:
-        """Returns the tokens of a text, int32 [n].
+        """Returns the tokens of a text, int32 [n]. `cut`: ignore an incomplete character at the end of the text.
 
         Raises:
-          UserError: the text isn't UTF-8, or is too large; names the file, and the byte and its line.
+          UserError: the text is too large or isn't UTF-8. The message names the file `path`, and the byte and line that
+            aren't UTF-8.
         """
         return np.asarray(self._processor.encode(_checked(text, path, cut=cut), out_type=int), np.int32)
 
     def encode_batch(self, texts: Sequence[bytes], wheres: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of each text, int32 [n]. Uses all cores. `wheres` name the texts in errors.
+        """Returns the tokens of each text, int32 [n]. Uses all cores.
 
-        Raises:
-          UserError: see `encode`; names the first bad text.
+        Raises UserError as `encode` does. `wheres` are the texts' names in error messages.
         """
         decoded = [_checked(text, where) for text, where in zip(texts, wheres, strict=True)]
         return [np.asarray(ids, np.int32) for ids in self._processor.encode(decoded, out_type=int)]
 
     def decode(self, ids: Any, lengths: Any) -> list[str]:
-        """Returns the text of the first lengths[b] ids of each row b, without control pieces and ids outside the vocabulary."""
+        """Decodes the first lengths[b] ids of each row b of `ids` [B, T]. Drops control pieces and ids out of range."""
         rows = ids_of_text(ids, lengths, self.vocab_size, self.eos_id)
         return [self._processor.decode(row.tolist()) for row in rows]
 
     def piece_bytes(self) -> list[bytes]:
-        """Returns the bytes of each piece; empty for control, unknown and unused pieces."""
+        """Returns the bytes that each piece stands for; b'' for control, unknown and unused pieces."""
         model = self._processor
         found = []
         for index in range(self.vocab_size):
@@ -196,7 +196,7 @@ class SentencePieceTokenizer:
         return found
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns a checksum of the model's content."""
+        """Returns a checksum of the model file's content."""
         return {"sentencepiece_model": zlib.crc32(self._content)}
 
 
@@ -208,15 +208,15 @@ def _checked(text: bytes, path: str, *, cut: bool = False) -> str:
 
 
 def decode_utf8(text: bytes, path: str, *, cut: bool = False) -> str:
-    """Decodes a file's content.
+    """Decodes a file's content from UTF-8.
 
     Args:
       text: the content, or its beginning.
-      path: the file, for errors.
+      path: path of the file, for error messages.
       cut: True ignores an incomplete character at the end of `text`.
 
     Raises:
-      UserError: the text isn't UTF-8; names the file, the byte and its line.
+      UserError: the text isn't UTF-8. The message names the file, the byte and its line.
     """
     try:
         return text.decode("utf-8")
@@ -231,25 +231,25 @@ def decode_utf8(text: bytes, path: str, *, cut: bool = False) -> str:
 
 
 def decode_bytes(ids: Any, lengths: Any, eos_id: int = BYTE_VALUES) -> list[str]:
-    """Decodes byte tokens. Drops tokens that are not bytes; invalid UTF-8 becomes U+FFFD.
+    """Decodes tokens that are bytes to texts. Drops tokens that are not bytes; invalid UTF-8 becomes U+FFFD.
 
     Args:
-      ids: integers [B, T].
+      ids: tokens of B rows, integers [B, T].
       lengths: number of tokens to decode in each row, integers [B].
-      eos_id: end-of-text, dropped even if it is below 256.
+      eos_id: id of end-of-text, which is dropped even if it is below 256.
     """
     rows = ids_of_text(ids, lengths, BYTE_VALUES, eos_id)
     return [row.astype(np.uint8).tobytes().decode("utf-8", errors="replace") for row in rows]
 
 
 def ids_of_text(ids: Any, lengths: Any, limit: int, eos_id: int) -> list[np.ndarray]:
-    """Returns the first lengths[b] ids of each row b of ids [B, T], without end-of-text and ids outside 0 to `limit` - 1."""
+    """Returns the first lengths[b] ids of each row b of `ids` [B, T], without end-of-text and ids not in 0 to `limit` - 1."""
     rows = [np.asarray(row)[: int(length)] for row, length in zip(ids, lengths, strict=True)]
     return [row[(row >= 0) & (row < limit) & (row != eos_id)] for row in rows]
 
 
 def unknown_token(token: int, limit: int) -> str:
-    """Returns a clause for errors: a text gives `token`, and the model's vocabulary has only `limit` tokens."""
+    """Returns a clause for an error message: a text has `token`, but the model's vocabulary has only `limit` tokens."""
     return (
         f"gives token {token}, and the model's vocabulary is 0 to {limit - 1}. The text spells a special token: take it out, "
         "make the model's vocabulary larger, or read special tokens like other text with "
@@ -258,5 +258,5 @@ def unknown_token(token: int, limit: int) -> str:
 
 
 def token_dtype(vocab_size: int) -> Any:
-    """Returns the smallest unsigned dtype, uint16 or uint32, that holds every token; inputs store tokens in it."""
+    """Returns the dtype in which inputs store tokens: uint16 if it holds every token of the vocabulary, otherwise uint32."""
     return np.uint16 if vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32

@@ -1,6 +1,6 @@
-"""Worker processes, which tokenise, decode images or render chat templates for the trainer.
+"""Worker processes, which tokenize, decode images or render chat templates for the trainer.
 
-Requests and answers are bytes in a pipe. When the trainer ends, the pipe closes, and the worker ends too.
+Requests and answers are bytes in a pipe. When the trainer ends, the pipe closes, and the worker process ends too.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-# How long a process may take to end once it has closed its pipe.
+# Seconds that a worker process may take to end after it has closed its pipe.
 _GRACE_SECONDS = 5
 
 
 class EndedError(Exception):
-    """A process ended instead of answering. The message says how: 'ended with status 1'.
+    """A worker process ended instead of answering. The message says how: 'ended with status 1'.
 
     Attributes:
-      status: its exit status, negative for a signal; None if it could not be started, was stopped before its start, or closed
-        its pipe but kept running.
+      status: the process's exit status, negative for a signal; None if the process could not be started, was stopped before
+        its start, or closed its pipe but kept running.
     """
 
     def __init__(self, how: str, status: int | None = None):
@@ -34,7 +34,7 @@ class EndedError(Exception):
 
     @classmethod
     def of_status(cls, status: int) -> EndedError:
-        """Returns the error of a process that has ended by itself."""
+        """Returns the error for a process that has ended with this exit status, which is negative for a signal."""
         if status >= 0:
             return cls(f"ended with status {status}", status)
         name = next((one.name for one in signal.Signals if one == -status), f"signal {-status}")
@@ -43,19 +43,19 @@ class EndedError(Exception):
 
 
 class WorkerProcess:
-    """A process that starts with its first request, and starts again with the next request after it has ended.
+    """A worker process that starts at its first request, and starts again at the next request if it has ended.
 
-    It runs in a separate session, so that Ctrl-C in a terminal reaches only the trainer.
+    The process runs in a separate session, so that Ctrl-C in a terminal reaches only the trainer.
     """
 
     def __init__(self, command: Sequence[str], arguments: Sequence[str] = (), *, first: bytes = b"", **settings: Any):
         """Prepares the process without starting it.
 
         Args:
-          command: the program. Its first argument is the number of the pipe's file descriptor.
-          arguments: the program's further arguments, read when the process starts.
-          first: bytes to send before the first request; empty sends nothing.
-          **settings: arguments of `subprocess.Popen`.
+          command: the program to run. The number of the pipe's file descriptor is appended to it as an argument.
+          arguments: further arguments, which come after this number. The list is read when the process starts.
+          first: bytes to send to each new process before its first request; empty sends nothing.
+          **settings: further arguments of `subprocess.Popen`.
         """
         self._command, self._arguments, self._first, self._settings = command, arguments, first, settings
         self._process: subprocess.Popen[bytes] | None = None
@@ -67,22 +67,22 @@ class WorkerProcess:
     def of_module(
         cls, module: str, first: bytes, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> WorkerProcess:
-        """Prepares a process that runs a Python module, which calls `pipe_of_trainer`.
+        """Prepares a process that runs a Python module, which gets its requests from `pipe_of_trainer()`.
 
-        The process can import all modules that this process can, because it may unpickle objects of the user's classes. JAX uses
-        only the CPU in it.
+        The process can import all modules that this process can, because it may unpickle objects of the user's classes. In the
+        new process, JAX uses only the CPU.
 
         Args:
           module: name of the module.
           first, arguments: see `WorkerProcess`.
-          environment: further environment variables.
+          environment: further environment variables for the process.
         """
         own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "JAX_PLATFORMS": "cpu"}
         env = {**os.environ, **own, **(environment or {})}
         return cls([sys.executable, "-P", "-m", module], arguments, first=first, env=env)
 
     def ask(self, request: bytes) -> bytes:
-        """Returns the answer to a request. Raises EndedError if the process ends. Concurrent calls wait for each other."""
+        """Sends a request and returns the answer. Concurrent calls take turns. Raises EndedError if the process ends."""
         with self._lock:
             try:
                 if self._pipe is None:
@@ -96,7 +96,7 @@ class WorkerProcess:
                 raise
 
     def stop(self) -> None:
-        """Kills the process at once, and prevents a new start. Any thread may call it."""
+        """Kills the process at once, and makes sure that it doesn't start again. Any thread may call this."""
         self._is_over = True
         if (process := self._process) is not None:
             process.kill()
@@ -111,17 +111,14 @@ class WorkerProcess:
             command = [*self._command, str(number), *self._arguments]
             pipes: dict[str, Any] = {"pass_fds": [number], "stdin": subprocess.DEVNULL}
             self._process = subprocess.Popen(command, start_new_session=True, **pipes, **self._settings)
-        if self._is_over:  # since a moment ago, by another thread
+        if self._is_over:  # another thread called `stop` in the meantime
             self._process.kill()
         if self._first:
             ours.send_bytes(self._first)
         return ours
 
     def _ended(self, error: Exception) -> EndedError:
-        """Returns the error for a process that has closed its pipe or could not start.
-
-        `error`: the exception of the pipe or of the start.
-        """
+        """Returns the error for a process that could not start or has closed its pipe, which raised `error`."""
         status, has_started = None, self._process is not None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -132,7 +129,7 @@ class WorkerProcess:
         return EndedError("closed its pipe and went on" if has_started else f"could not be started ({error})")
 
     def _end(self) -> None:
-        """Kills the process if there is one, and closes the pipe."""
+        """Kills the process and closes the pipe, if there are any."""
         process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
         if pipe is not None:
             pipe.close()
@@ -142,5 +139,8 @@ class WorkerProcess:
 
 
 def pipe_of_trainer() -> Connection:
-    """Returns the pipe to the trainer, in a process of `WorkerProcess.of_module`. Reads raise EOFError once the trainer ends."""
+    """Returns this worker process's pipe to the trainer. Reading from it raises EOFError once the trainer has ended.
+
+    The trainer must have started this process by `WorkerProcess.of_module`.
+    """
     return Connection(int(sys.argv[1]))

@@ -1,8 +1,8 @@
 """`--mode=chat`: answers prompts with any checkpoint that evaluation can read, on any mesh.
 
 An answer is generated in pieces of a few tokens, so that text appears while the rest is computed. Each piece is one call of the
-compiled step with all tokens so far. With a chat template, the prompt is the whole conversation; without a template, the model
-continues each prompt alone.
+compiled step with all tokens so far. With a chat template, the model's prompt is the whole conversation. Without a template,
+the model continues each prompt separately.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spmd_trainer.training import averages, checkpoints
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 
-# Tokens of a piece.
+# Number of tokens per piece of an answer.
 _PIECE = 16
 # Rows are padded to this many tokens, or twice, four times, ... as many, so that a conversation compiles few programs.
 _LEAST_WIDTH = 128
@@ -42,7 +42,7 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends."
 
 
 def chat(job: Job) -> None:
-    """Answers `--prompt`, the whole text of a pipe, or each line that is typed. Called by every process.
+    """Runs `--mode=chat`: answers `--prompt`, the whole text of a pipe, or each line that is typed. Called by every process.
 
     Raises:
       UserError: see `Talk.of_job`; or there is no prompt.
@@ -100,7 +100,7 @@ class Talk:
     Attributes:
       step: the training step of the checkpoint.
       has_template: True if prompts are written with the tokenizer's chat template.
-      cut: where the last answer was cut before its end, and what allows more, for messages; '' if it was at its end.
+      cut: if the last answer was cut before its end: a clause that says where, and how to allow longer answers; otherwise ''.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Talk:
         self._messages = list(self._first)
 
     def answer(self, text: str) -> Iterator[str]:
-        """Yields the answer to a text, piece by piece, and adds both to the conversation.
+        """Yields the answer to a text, piece by piece. With a template, adds text and answer to the conversation.
 
         Raises:
           UserError: the prompt is too long for the model's rows, or the template can't render the conversation.
@@ -187,7 +187,7 @@ class Talk:
             self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": shown}]
 
     def _texts_of(self, prompt: list[int]) -> Iterator[str]:
-        """Yields the whole text so far after each piece, without an end that may still become part of a stop string."""
+        """Yields the whole answer so far after each piece, except final characters that may be the start of a stop string."""
         room = self._requests.max_length
         piece = min(_PIECE, self._settings.max_tokens)
         if len(prompt) > room - piece:
@@ -202,7 +202,7 @@ class Talk:
         held = max((len(stop) - 1 for stop in self._settings.stop), default=0)
         most = min(self._settings.max_tokens, room - len(prompt))
         while len(made) < most:
-            # The last piece may be longer than what is left: a shorter one would be a program of its own.
+            # The last piece may go beyond the limit, as another program would have to be compiled for a shorter piece.
             number = min(_PIECE, room - len(prompt) - len(made))
             tokens = self._continued(Prompt((*prompt, *made), occurrence), number, is_first=not made)
             made = [*made, *tokens][:most]
@@ -213,7 +213,7 @@ class Talk:
                 self.cut = "" if ends or len(made) < most or made[-1] in self._ends else self._cut_text(most)
                 yield text[: min(ends)] if ends else text
                 return
-            # A character may have only a part of its bytes yet.
+            # The last character may be incomplete, because some of its bytes are in the next token.
             yield text[: max(0, len(text) - held)].rstrip("\N{REPLACEMENT CHARACTER}")
 
     def _cut_text(self, made: int) -> str:
@@ -222,7 +222,7 @@ class Talk:
         return f"after {count_text(made, 'token')}, where a row of this model ends ({self._requests.max_length} tokens)"
 
     def _continued(self, prompt: Prompt, number: int, *, is_first: bool) -> list[int]:
-        """Returns the next `number` tokens, or fewer at the end of the text. The first call reports that it may compile."""
+        """Returns the next `number` tokens, or fewer at the text's end. With `is_first`, reports that it may be compiling."""
         settings = dataclasses.replace(self._settings, max_tokens=number, stop=())
         length, width = len(prompt.tokens), _LEAST_WIDTH
         while width < length:

@@ -1,4 +1,4 @@
-"""Runs the lm-eval harness on train states: loads tasks, and writes the results in lm-eval's format and as metrics."""
+"""Runs the lm-eval harness on train states: loads tasks, and writes results in lm-eval's format and as summary metrics."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _YAML = (".yaml", ".yml")
 
 
 def check_installed() -> str:
-    """Checks that lm-eval can be imported, and returns its folder.
+    """Checks that lm-eval is installed and new enough, and returns its folder.
 
     Raises:
       UserError: lm-eval is missing or too old; the message says how to install it.
@@ -93,7 +93,7 @@ class Tasks:
         self.names = tuple(dict.fromkeys(found))
 
     def load(self) -> list[Any]:
-        """Loads lm-eval's task and group objects with their datasets. Each evaluation needs new ones, as they hold its requests.
+        """Loads lm-eval's task and group objects with their datasets. They hold requests, so each evaluation needs new objects.
 
         Raises:
           UserError: a task can't be loaded; the message names the task.
@@ -147,7 +147,7 @@ def _matching(given: str, manager: TaskManager) -> list[str]:
 
 
 class HarnessRunner:
-    """Evaluates train states on tasks. Steps are compiled for the first state, and reused for others.
+    """Evaluates train states on lm-eval tasks. Programs are compiled for the first state, and reused for later states.
 
     Attributes:
       requests: runs requests on the mesh.
@@ -171,7 +171,7 @@ class HarnessRunner:
 
         Args:
           settings: the settings of the evaluation.
-          task, partitioner: the job's task and its partitioner, set up.
+          task, partitioner: the job's task, and its partitioner after setup.
           tokenizer: the tokenizer.
           start_id: the token before each text in training, or None.
           batch: ShapeDtypeStructs of the global training batch.
@@ -231,7 +231,7 @@ class HarnessRunner:
 
         Raises:
           UserError: a task can't be loaded or run, or the results can't be written.
-          CheckpointError: another process could not load the tasks or write the results; has that process' message.
+          CheckpointError: another process could not load the tasks or write the results; has the message of that process.
         """
         from lm_eval.utils import make_table
 
@@ -262,7 +262,7 @@ class HarnessRunner:
         return {f"{name}/{metric}": value for name, values in metrics.items() for metric, value in values.items()}
 
     def _identity(self, state: TrainState) -> str:
-        """Returns a fingerprint of the variables and the model's settings, which is the same on any mesh."""
+        """Returns a fingerprint of the model's variables and settings. It is the same on any mesh."""
         settings = lines_of(self._config_lines, ("task.model", "task.lora"))
         return request_key(settings, int(state.step), checksum(state.mdl_vars))
 
@@ -300,9 +300,9 @@ class HarnessRunner:
 
 @contextlib.contextmanager
 def _harness_settings() -> Iterator[None]:
-    """Context for a call of lm-eval: keeps it from forking, and sends its output to stderr.
+    """Context manager for a call to lm-eval: keeps lm-eval from forking, and sends its output to stderr.
 
-    Restores the random states afterwards, which lm-eval seeds.
+    On exit, restores the state of the random generators of Python and numpy, which lm-eval seeds.
     """
     before = random.getstate(), np.random.get_state(), os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
@@ -321,7 +321,7 @@ def _harness_settings() -> Iterator[None]:
 def scalars(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Extracts {task or group: {metric: value}} from lm-eval's results.
 
-    Names of metrics are those of lm-eval, e.g. 'acc' and 'acc_stderr'; with a filter, e.g. 'exact_match/strict-match'.
+    Metrics have lm-eval's names, e.g. 'acc' and 'acc_stderr', or with a filter's name, e.g. 'exact_match/strict-match'.
     """
     found: dict[str, dict[str, float]] = {}
     for name, entries in {**results["results"], **results.get("groups", {})}.items():
@@ -338,7 +338,7 @@ def scalars(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 def _write_results(results: dict[str, Any], tracker: Any, directory: epath.Path, *, samples: bool) -> None:
     """Writes `results_DATE.json`, and optionally `samples_TASK_DATE.jsonl`, with lm-eval's own writer.
 
-    The writer supports only local files, and logs its errors instead of raising them.
+    lm-eval's writer supports only local files, and logs its errors instead of raising them.
     """
     examples = results.pop("samples", {})
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Evaluates the model on lm-eval's tasks during training."""
+"""Callback that evaluates the model on lm-eval's tasks during training."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class LmEval(Callback):
 
         task_p.train.callbacks = [Config(LmEval, tasks="my_task", every_steps=500, tokenizer="models/llama")]
 
-    Metrics go to the summaries `lm_eval_TASK`, files to `lm_eval/step_N` of the run. Training waits for the
-    evaluation; its time is excluded from the steps per second. A step that is due to be saved is saved first. A run
-    killed during an evaluation continues from its last checkpoint; at the same step with the same variables, it runs
-    only the unanswered requests. If the run starts at a checkpoint whose evaluation is due and has no results, that
-    step is evaluated before training continues. A run that ends early has no evaluation of its own last step:
-    `--mode=lm_eval` evaluates its checkpoint.
+    Metrics go to the summaries `lm_eval_TASK`, files to `lm_eval/step_N` in the run's directory. Training waits for
+    the evaluation, whose time is excluded from the steps per second. A step that is due to be saved is saved first. A
+    run killed during an evaluation continues from its last checkpoint. When it reaches the same step with the same
+    variables, it runs only the unanswered requests. If a run starts at a checkpoint whose evaluation is due and has no
+    results, that step is evaluated before training continues. If a run ends before `num_train_steps`, its last step is
+    not evaluated, but `--mode=lm_eval` can evaluate its checkpoint.
 
     Attributes:
       metrics: {'TASK/metric': value} of the last evaluation.
@@ -47,8 +47,8 @@ class LmEval(Callback):
           tasks: names of tasks, 'a,b' or a tuple.
           every_steps: steps between two evaluations.
           tokenizer: as the `tokenizer` of text inputs: a path, a tokenizer or its config; None uses bytes as tokens.
-          start: the token before each text, as the `start` of text inputs; None is 'tokenizer' for a Hugging Face
-            tokenizer and 'eos' for others.
+          start: the token before each text, as the `start` of text inputs; None means 'tokenizer' for a Hugging Face
+            tokenizer, and 'eos' for others.
           settings: all settings, instead of `tasks` and `options`.
           **options: further fields of `LmEvalSettings`.
 

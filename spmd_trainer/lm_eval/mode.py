@@ -24,8 +24,8 @@ from spmd_trainer.training.summary_writers import SummaryWriters
 def evaluate(job: Job) -> dict[str, float]:
     """Evaluates one checkpoint, `--restore_checkpoint_step` or the newest, on `--tasks`. Called by every process.
 
-    Writes `lm_eval/step_N/results_DATE.json` and the metrics. A killed and restarted job runs only the unanswered
-    requests.
+    Writes `lm_eval/step_N/results_DATE.json` and the metrics. If the job was killed, the same command runs only the
+    requests that have no answer.
 
     Returns:
       {'TASK/metric': value}.

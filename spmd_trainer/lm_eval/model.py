@@ -20,7 +20,7 @@ from spmd_trainer.lm_eval.texts import Texts
 
 # Default number of generated tokens, as in lm-eval's `hf` backend.
 _MAX_GEN_TOKS = 256
-# A task's settings (besides `until` and the names of max_gen_toks) and their fields in `GenerationSettings`.
+# Settings of a task that are fields of `GenerationSettings` with the same name, and the fields' types.
 _FIELDS = {"top_k": int, "top_p": float, "repetition_penalty": float}
 # Unsupported settings, with the values that have no effect and are accepted.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):
           requests: runs requests on the mesh.
           texts: converts between texts and tokens.
           generation: defaults for settings that a task leaves out; None for a model that can't generate.
-          info: description of the model in the results.
+          info: description of the model, for lm-eval's results.
         """
         super().__init__()
         self._requests = requests
@@ -64,38 +64,38 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Token before texts without a context."""
+        """Token id put before texts without a context."""
         return self._texts.prefix_id
 
     @property
     def max_length(self) -> int:
-        """Longest row in tokens."""
+        """Maximum number of tokens in a row."""
         return self._requests.max_length
 
     @property
     def tokenizer_name(self) -> str:
-        """Identifies the tokenizer and the chat template."""
+        """Text that identifies the tokenizer and the chat template."""
         return f"{self._texts.tokenizer.fingerprint()}{self.chat_template(True)}"
 
     def get_model_info(self) -> dict[str, Any]:
         return dict(self._info)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """See `Texts.encode`."""
+        """Returns the tokens of a text, see `Texts.encode`."""
         del kwargs
         return self._texts.encode(string, special=add_special_tokens)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Text of the chat template in use, or None."""
+        """Returns the text of the chat template in use, or None without one."""
         del chat_template
         return None if self._texts.template is None else self._texts.template.text
 
     def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """See `Texts.chat`."""
+        """Renders a conversation by the chat template, see `Texts.chat`."""
         return self._texts.chat(chat_history, add_generation_prompt=add_generation_prompt)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Returns (log-probability, whether greedy decoding gives it) of continuations. `args`: (context, continuation).
+        """Returns each continuation's log-probability, and whether greedy decoding gives it. `args`: (context, continuation).
 
         Raises:
           UserError: a continuation has no tokens, or is longer than `max_length`.
@@ -126,7 +126,7 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def _rows(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
-        """Returns rows to score. Cuts the beginning off contexts that are too long, and logs the number of such contexts."""
+        """Makes rows to score from (context, continuation) pairs. Cuts off the beginning of overlong contexts and warns."""
         longest, cut, rows = self.max_length + 1, 0, []
         for context, continuation in pairs:
             if len(continuation) > self.max_length:
@@ -188,7 +188,7 @@ class HarnessModel(TemplateLM):
         return prompts
 
     def _settings(self, given: Mapping[str, Any]) -> tuple[GenerationSettings, tuple[str, ...]]:
-        """Converts a task's settings. Returns the generation settings, and the strings before which the result is cut."""
+        """Converts a task's settings to `GenerationSettings`. Also returns the strings at which generated text is cut."""
         rest = dict(normalize_gen_kwargs(dict(given), _MAX_GEN_TOKS))
         eos = self._texts.spelling(self.eot_token_id)
         until = tuple(handle_stop_sequences(list(rest.pop("until")), eos=eos or None))

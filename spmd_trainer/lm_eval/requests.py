@@ -1,7 +1,7 @@
-"""Runs requests on the mesh: scores given continuations, and generates continuations of prompts. Texts are token ids.
+"""Runs requests on the mesh: scores given continuations, or generates continuations of prompts. All texts are token ids.
 
 Equal requests run once, and answers on disk are reused. Only sums of log-probabilities, one bool per row and generated
-tokens are copied from the devices.
+tokens are copied from the devices to the host.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def request_key(*parts: Any) -> str:
 
 
 class Answers:
-    """A file of a model state's answers, lines {"key": ..., "answer": ...}. Only one process may create this object."""
+    """The file with one model state's answers, as lines {"key": ..., "answer": ...}. Only one process may create the object."""
 
     def __init__(self, directory: epath.Path):
         """Reads the file in `directory`, ignoring incomplete lines. If the file does not exist, the first answer creates it."""
@@ -73,14 +73,14 @@ class Answers:
         self._known.update(answers)
 
     def flush(self) -> None:
-        """Makes all answers visible in an object store."""
+        """Makes all answers visible to other programs if the file is in an object store."""
         self._file.flush()
 
 
 # Bytes of answers per broadcast from process 0.
 _MESSAGE_BYTES = 2**19
 
-# (activity, number of batches) -> context manager with `advance()`
+# (activity, number of batches) -> context manager that yields an object with `advance()`, called after each batch.
 Progress = Callable[[str, int], Any]
 
 
@@ -95,7 +95,7 @@ class Scored(NamedTuple):
 
     Attributes:
       tokens: the context, followed by the continuation.
-      scored: number of tokens of the continuation.
+      scored: number of tokens in the continuation.
     """
 
     tokens: tuple[int, ...]
@@ -107,7 +107,7 @@ class Prompt(NamedTuple):
 
     Attributes:
       tokens: the prompt.
-      occurrence: index among equal prompts, which get different random numbers.
+      occurrence: index among equal prompts; it gives each of them different random numbers.
     """
 
     tokens: tuple[int, ...]
@@ -120,8 +120,8 @@ class Source:
 
     Attributes:
       state: a train state without optimizer states.
-      identity: identifies the variables and settings of the model, as part of the keys of `answers`.
-      answers: the answers on disk; None on all processes except process 0, and where answers are not stored.
+      identity: text that identifies the variables and settings of the model; it is part of the keys of `answers`.
+      answers: the answers on disk, for process 0; None on the other processes, and if answers are not stored.
       progress: makes the context manager around a series of batches, see `Progress`.
     """
 
@@ -137,8 +137,8 @@ class Requests:
     Each batch shape is compiled once. The compiled step is used for every model state that is evaluated.
 
     Attributes:
-      max_length: longest row in tokens.
-      compiled: number of compiled steps so far: one for each batch shape in scoring, and one for each pair of batch shape and
+      max_length: maximum number of tokens in a row.
+      compiled: number of steps compiled so far: one for each batch shape in scoring, and one for each pair of batch shape and
         `GenerationSettings` in generation.
       computed: number of requests that ran on the devices so far.
     """
@@ -157,10 +157,10 @@ class Requests:
 
         Args:
           task: the task.
-          partitioner: the partitioner, set up.
-          tokens_per_batch: tokens of a full batch.
-          max_length: longest row in tokens.
-          batch_size: rows of a full batch of any length; None: as many as `tokens_per_batch` allows.
+          partitioner: the partitioner, after setup.
+          tokens_per_batch: number of tokens in a full batch.
+          max_length: maximum number of tokens in a row.
+          batch_size: rows of a full batch, whatever their length; None: as many as `tokens_per_batch` allows.
           tokenizer: the tokenizer, for stop strings.
         """
         self.max_length = max_length
@@ -184,8 +184,8 @@ class Requests:
           source: the model state.
 
         Returns:
-          For each row the sum of the log-probabilities of its continuation, and True if greedy decoding would give the
-            continuation.
+          For each row, the sum of the log-probabilities of its continuation's tokens, and True if greedy decoding would give
+            the continuation.
         """
         keys = [request_key(source.identity, "score", row.tokens, row.scored) for row in rows]
         distinct = dict(zip(keys, rows, strict=True))
@@ -209,7 +209,7 @@ class Requests:
           prompts: at most `max_length` - `settings.max_tokens` tokens each.
           settings: the generation settings.
           source: the model state.
-          least_width: compile for rows of this many tokens or more.
+          least_width: minimum width, in tokens, of the rows for which the step is compiled.
 
         Returns:
           The generated tokens of each prompt, including the token that ended the text.
@@ -254,7 +254,7 @@ class Requests:
         return max(devices, -(-wanted // devices) * devices if self._batch_size else wanted // devices * devices)
 
     def _with_known_stops(self, settings: GenerationSettings) -> GenerationSettings:
-        """Removes stop strings from the settings if generation can't detect them. Callers cut the text at them afterwards."""
+        """Removes the stop strings from the settings if generation can't detect them. Callers cut the text at them anyway."""
         if not settings.stop or self._tokenizer is None:
             return dataclasses.replace(settings, stop=())
         try:
@@ -271,7 +271,7 @@ class Requests:
         return self._steps[name]
 
     def _answers(self, run: _Run, source: Source) -> dict[str, Any]:
-        """Returns each request's answer by key: from disk if it is there, otherwise computed and stored."""
+        """Returns {key: answer} for all requests. Reads answers that are on disk, and computes and stores the others."""
         multihost.agree(f"the {run.what}", request_key(list(run.lengths)))
         found = _from_process_0(None if source.answers is None else source.answers.known(run.lengths))
         # Shapes are chosen for all requests, so that a resumed job compiles the same ones.
@@ -319,15 +319,15 @@ class Requests:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The requests of one call.
+    """The requests of one call to `Requests`, and how to run them.
 
     Attributes:
       what: description of the requests, for the log.
-      lengths: tokens of each distinct request, by key.
+      lengths: {key: number of tokens} of the distinct requests.
       arrays: (keys, shape) -> a batch of numpy arrays.
       step: (batch, shape) -> the compiled step.
       answer: (outputs on the host, row) -> the row's answer, a JSON value.
-      limit: longest row in tokens.
+      limit: maximum number of tokens in a row.
     """
 
     what: str

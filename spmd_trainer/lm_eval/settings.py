@@ -1,4 +1,4 @@
-"""Settings of evaluations with lm-eval, with the names and meanings of the lm-eval command, and of `--mode=chat`."""
+"""Settings of `--mode=chat`, and of evaluations with lm-eval, whose names and meanings are those of the lm-eval command."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.settings import Settings, setting, split_names
 
-# Statistics without a closed form for their standard error are resampled this often. lm-eval takes 100,000, in processes that
-# it forks; a process that runs JAX must not be forked.
+# Number of bootstrap samples for the standard error of statistics without a closed form. lm-eval takes 100,000, in processes
+# that it forks, but a process that runs JAX must not be forked.
 BOOTSTRAP_ITERS = 1000
 
 
@@ -21,12 +21,12 @@ class ModelArgs:
     """How the harness uses the model: the counterpart of lm-eval's --model_args.
 
     Attributes:
-      tokenizer: path of a tokenizer; None: that of the experiment's inputs.
-      batch_size: rows of a batch; None: as many as have the tokens of a (mini)batch of training.
-      max_length: the longest row in tokens. None: the model's `max_positions`, or the length of a training row.
-      add_bos_token: put beginning-of-text before every text, or before none; None: as the experiment's inputs do.
-      prefix_token_id: the token before texts without a context; None: the token that texts begin with, or
-        beginning-of-text, or end-of-text.
+      tokenizer: path of a tokenizer; None: the tokenizer of the experiment's inputs.
+      batch_size: rows per batch; None: as many rows as have the number of tokens in a training batch or minibatch.
+      max_length: maximum number of tokens in a row; None: the model's `max_positions`, or the length of a training row.
+      add_bos_token: True puts beginning-of-text before every text, False before none; None: as the experiment's inputs do.
+      prefix_token_id: the token before texts without a context; None: the first of these that exists: the token put before
+        all texts, beginning-of-text, end-of-text.
     """
 
     tokenizer: str | None = None
@@ -52,12 +52,12 @@ _chat = functools.partial(
 
 
 def _read_tasks(flag: str, value: Any) -> tuple[str, ...]:
-    """Returns the names in 'a,b', or in several such texts, each once."""
+    """Returns the task names in 'a,b', or in several such texts. Each name is returned once."""
     return split_names([value] if isinstance(value, str) else value)
 
 
 def _read_template(flag: str, value: Any) -> bool | str:
-    """Reads 'true' and 'false'; other texts are names of templates."""
+    """Converts 'true' and 'false' to bool; other texts are names of templates, and stay the same."""
     return {"true": True, "false": False, "": False}.get(str(value).lower(), value)
 
 
@@ -79,7 +79,7 @@ def _read_model_args(flag: str, value: Any) -> ModelArgs:
 
 @dataclasses.dataclass(frozen=True)
 class LmEvalSettings(Settings):
-    """What to judge a model with."""
+    """Settings of an evaluation with lm-eval: which tasks to judge the model with, and how."""
 
     tasks: tuple[str, ...] = _judging(
         (),
@@ -167,7 +167,7 @@ def _literal(text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ChatSettings(Settings):
-    """What to say to a model, and how it answers. None: as `task.model.generation` says."""
+    """Settings of `--mode=chat`: what to say to a model, and how it answers. Defaults: `task.model.generation`."""
 
     prompt: str | None = _chat(
         None,

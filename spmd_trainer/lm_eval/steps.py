@@ -21,11 +21,11 @@ from spmd_trainer.step import step_fns
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.train_states import PyTree, TrainState
 
-# Most shapes for the requests of one kind.
+# Maximum number of batch shapes for the requests of one kind.
 MAX_SHAPES = 8
 # Use fewer shapes while at most this fraction of the tokens is padding.
 _ENOUGH = 0.1
-# Widths are multiples of this number, and of more where there would be more candidates than _CANDIDATES.
+# Row widths are multiples of this number, or of a larger one if there would be more than _CANDIDATES candidate widths.
 _MULTIPLE = 8
 _CANDIDATES = 256
 
@@ -43,11 +43,11 @@ class Shape(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Requests that run together.
+    """Requests that run together in one batch.
 
     Attributes:
       shape: shape of the batch.
-      requests: indices of at most `shape.rows` requests.
+      requests: indices of the requests, at most `shape.rows`.
     """
 
     shape: Shape
@@ -61,8 +61,8 @@ def choose_shapes(
 
     Args:
       lengths: number of tokens of each request.
-      limit: longest row in tokens.
-      rows_of: width -> most rows of a batch.
+      limit: maximum number of tokens in a row.
+      rows_of: width of a row -> maximum number of rows in a batch.
       num_devices: number of devices; the number of rows is a multiple of it.
 
     Returns:
@@ -71,7 +71,7 @@ def choose_shapes(
     found: list[Shape] = []
     sizes, before = np.sort(np.asarray(lengths, int))[::-1], 0
     for width, next_width in itertools.pairwise([*reversed(_widths(sizes, limit)), 0] if len(sizes) else []):
-        # Remaining requests of this width; some may have filled the last batch of the width before.
+        # Number of remaining requests of this width; some may already fill up the last batch of the previous, larger width.
         count = int(np.count_nonzero(sizes > next_width)) - before
         if count <= 0:
             continue
@@ -83,7 +83,7 @@ def choose_shapes(
 
 
 def batches(lengths: Sequence[int], shapes: Sequence[Shape]) -> list[Batch]:
-    """Divides requests into batches, the longest first. Only the last batch may have unused rows.
+    """Divides requests into batches, the longest requests first. Only the last batch may have unused rows.
 
     Args:
       lengths: number of tokens of each request.
@@ -99,7 +99,7 @@ def batches(lengths: Sequence[int], shapes: Sequence[Shape]) -> list[Batch]:
 
 
 def _widths(found: npt.NDArray[np.int64], limit: int) -> list[int]:
-    """Returns widths for rows of these lengths, ascending: the fewest with at most 10 % padding, at most MAX_SHAPES."""
+    """Returns row widths, ascending, for rows of the lengths `found`: the fewest with at most 10% padding, up to MAX_SHAPES."""
     multiple = _MULTIPLE * max(1, -(-int(found.max()) // (_MULTIPLE * _CANDIDATES)))
     rounded = np.minimum(-(-found // multiple) * multiple, limit)
     candidates, counts = np.unique(rounded, return_counts=True)
@@ -131,7 +131,7 @@ _NEEDED = ("per_example_argmax", "per_sequence_xent")
 def score_step(
     layout: Layout, state: TrainState, key: jax.Array, inputs: NestedMap, *rest: Any
 ) -> tuple[None, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Scores the labels of a batch that have nonzero weights. A step for `Partitioner.partition`.
+    """Scores the labels of a batch that have nonzero weights. A step function for `Partitioner.partition`.
 
     Args:
       layout, state, key: as in `step_fns.eval_step`.
@@ -155,7 +155,7 @@ def score_step(
 
 
 def _with_model(layout: Layout, **settings: Any) -> Layout:
-    """Returns the layout with other settings of the model, whose variables stay the same."""
+    """Returns the layout with changed settings of its model. The changes must not affect the model's variables."""
     return dataclasses.replace(layout, task=layout.task.with_model(layout.task.model.clone(**settings)))
 
 
@@ -184,7 +184,7 @@ def generate_step(
     settings: GenerationSettings,
     tokenizer: Tokenizer | None,
 ) -> tuple[None, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Continues the prompts of a batch. A step for `Partitioner.partition`.
+    """Continues the prompts of a batch. A step function for `Partitioner.partition`.
 
     Args:
       layout, state, key, inputs, *rest: as in `score_step`.
@@ -206,10 +206,10 @@ def generate_step(
 
 
 def training_rows(batch: PyTree) -> tuple[int, int]:
-    """Returns the numbers of rows and of tokens per row of a training batch, as the model sees it.
+    """Returns (rows, tokens per row) of a training batch as the model reads it: a preference pair is two rows.
 
     Raises:
-      UserError: the batch is not one of a language model.
+      UserError: the batch is not the batch of a language model.
     """
     chosen = batch.get("chosen") if isinstance(batch, Mapping) else None
     # The model reads a batch of pairs as one batch of the chosen and the rejected answers.

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     import yaml
 
 _CODE_TAG = "!function"
-# With a slash it is the program of a folder, or of someone's space of Hugging Face. lm-eval asks there for what it doesn't know.
+# A metric whose name has a slash is code in a folder or a Hugging Face space, which lm-eval runs if it doesn't know the name.
 _METRIC = "metric"
-# At any depth: a mapping may be merged into another.
+# Looked for at any depth, because a mapping may be merged into another.
 _INCLUDE = "include"
 
 
 def refuse(directory: str | None, files: Iterable[str], library: str) -> None:
-    """Raises UserError for a task file that names code to run, before lm-eval loads any file.
+    """Raises UserError if a task file names code to run. Call this before lm-eval loads any file.
 
     lm-eval's own task files are allowed to name code. With `--confirm_run_unsafe_code`, the caller skips this check.
 
@@ -40,7 +40,7 @@ def refuse(directory: str | None, files: Iterable[str], library: str) -> None:
         if path in seen or path.is_relative_to(own):
             continue
         seen.add(path)
-        if not path.is_file():  # a missing include is lm-eval's to refuse
+        if not path.is_file():  # lm-eval itself refuses a missing include
             continue
         for what, value in _named(path):
             if what == _INCLUDE:
@@ -56,7 +56,7 @@ def _named(path: pathlib.Path) -> Iterator[tuple[str, str]]:
     """Yields the code and files that a task file names, e.g. ('!function', 'utils.f') and ('include', 'base.yaml')."""
     import yaml
 
-    # The parser that lm-eval takes; here it makes no objects.
+    # The parser that lm-eval uses. `compose` makes no Python objects, so it runs no code.
     loader = yaml.CSafeLoader if getattr(yaml, "__with_libyaml__", False) else yaml.SafeLoader
     try:
         root = yaml.compose(path.read_bytes(), Loader=loader)
@@ -69,7 +69,7 @@ def _named(path: pathlib.Path) -> Iterator[tuple[str, str]]:
 
 
 def _of_nodes(root: yaml.Node) -> Iterator[tuple[str, str]]:
-    """See `_named`. Visits each node once, even if aliases repeat it, and without recursion, so nesting may be deep."""
+    """Yields the code and files that a YAML tree names, see `_named`. Visits each node once, even if aliases repeat it."""
     import yaml
 
     waiting, seen = [root], set[int]()

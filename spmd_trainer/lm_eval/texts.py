@@ -23,8 +23,8 @@ class Texts:
 
     Attributes:
       tokenizer: the tokenizer.
-      prefix_id: token before a text without a context.
-      template: the chat template; None without one.
+      prefix_id: token id put before a text without a context.
+      template: the chat template; None if none is used.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Texts:
         return self._encode(text, self.prefix_id if special is None else None, special is not False)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Returns the tokens of a text to be continued; an empty text becomes `prefix_id`."""
+        """Returns the tokens of a text that the model is to continue, or `[prefix_id]` if the text gives no tokens."""
         return self._encode(text, self._bos_id, True) or [self.prefix_id]
 
     def _encode(self, text: str, spelled: int | None, special: bool) -> list[int]:
@@ -95,8 +95,8 @@ class Texts:
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Returns the tokens of a context and of its continuation.
 
-        Spaces at the end of the context belong to the continuation. Both are encoded together, and split after as many
-        tokens as the context alone has.
+        Spaces at the end of the context count as part of the continuation. Context and continuation are encoded together,
+        and split after as many tokens as the context alone has.
 
         Raises:
           UserError: see `encode`; or the continuation has no tokens.
@@ -116,11 +116,11 @@ class Texts:
         return pair
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decodes generated tokens, without special tokens."""
+        """Returns the text of generated tokens, without special tokens."""
         return self.tokenizer.decode(np.asarray(tokens, np.int32)[None], [len(tokens)])[0]
 
     def spelling(self, token: int | None) -> str:
-        """Returns the text of a token in the vocabulary; '' for None, or if it is unknown."""
+        """Returns the text that the vocabulary has for a token; '' for None, or if the text is unknown."""
         if token is None or not isinstance(self.tokenizer, HuggingFaceTokenizer):
             return ""
         return self._spellings.get(token, "")
@@ -133,7 +133,7 @@ class Texts:
     def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """Renders a conversation by the chat template.
 
-        If the template refuses it, system messages are left out with a warning, as in lm-eval.
+        If the template can't render it, system messages are left out with a warning, as in lm-eval.
 
         Args:
           messages: the conversation.
@@ -156,7 +156,7 @@ class Texts:
 
 
 def _up_to_last_message(text: str, last: str) -> str:
-    """Returns the rendered text up to the end of the last message. Templates may strip the spaces around a message."""
+    """Returns `text` up to the end of the last message, `last`. Templates may strip the spaces around a message."""
     found = text.rfind(last.strip())
     if found < 0:
         raise UserError(
@@ -168,7 +168,7 @@ def _up_to_last_message(text: str, last: str) -> str:
 
 
 def _template(tokenizer: Tokenizer, chosen: bool | str) -> ChatTemplate:
-    """Returns the tokenizer's default template (True), or the template of this name. Doesn't accept a path or template text."""
+    """Returns the tokenizer's default template if `chosen` is True, or else its template of that name (not a path or text)."""
     if isinstance(chosen, str):
         owner = str(getattr(tokenizer, "name", type(tokenizer).__name__))
         choose(getattr(tokenizer, "chat_templates", {}), chosen, has_tools=False, owner=owner)

@@ -2,7 +2,7 @@
 
     task_p.model = Config(models.NnxModel, module=Config(MyNet, features=64), inputs="images", loss=my_loss)
 
-Everything around the model is the same for all kinds: split mappings, padding, strategies, partitioners, checkpoints.
+Sharding, padding, partitioners and checkpoints work in the same way for all kinds of models.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""The interface between a step and its model, for praxis models and models of other libraries."""
+"""The interface between a training, evaluation or decode step and its model, for praxis models and other libraries' models."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.train_states import NestedJTensor, PyTree
 
-# ((weighted scalars, outputs per example, clu metrics if there are some), collections that were written)
+# ((weighted scalars, outputs per example, clu metrics if there are any), collections that the model has written)
 ForwardResult: TypeAlias = tuple[tuple[Any, ...], Mapping[str, PyTree]]
-# (the module's output, the batch) -> metrics; see `loss_metrics`
+# Function from (the module's output, the batch) to metrics; see `loss_metrics`.
 LossFn: TypeAlias = Callable[[Any, PyTree], Any]
 LOSS = "loss"
 _FORM = "return (loss, weight), or {'loss': (loss, weight), ...}, all scalars"
 
 
 class Model(Protocol):
-    """The interface of a model that a step calls. JAX must be able to trace all methods."""
+    """The interface of a model that training, evaluation and decode steps call. JAX must be able to trace all methods."""
 
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
-        """Returns the variables by collection. A variable with a declared sharding is a praxis BoxedParam with WeightHParams.
+        """Returns the initial variables as {collection: variables}, nested dicts.
+
+        A variable with a declared sharding is a praxis `BoxedParam`, whose `WeightHParams` hold the sharding.
 
         Args:
-          key: PRNG key of the initialisation.
+          key: PRNG key for the initialization.
           inputs: a batch.
         """
         ...
@@ -45,21 +47,22 @@ class Model(Protocol):
         """Runs the model and computes its metrics.
 
         Args:
-          mdl_vars: the variables by collection.
+          mdl_vars: the variables as {collection: variables}.
           inputs: a batch.
           key: PRNG key of this step.
           do_eval: True in evaluation, False in training.
-          mutable: collections that may be written.
+          mutable: names of the collections that the model may write.
 
         Returns:
-          (weighted scalars, outputs per example, and clu metrics if there are any), and the collections that were written.
+          Two items: a tuple (weighted scalars, outputs per example, and clu metrics if there are any), and the collections that
+          the model has written.
         """
         ...
 
     def decode(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, mutable: Sequence[str]
     ) -> ForwardResult:
-        """Decodes a batch; arguments and results as for `forward`."""
+        """Decodes a batch. Arguments and results are those of `forward`."""
         ...
 
 
@@ -75,7 +78,7 @@ def praxis_rngs(key: jax.Array) -> dict[str, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class PraxisModel:
-    """A praxis model as a `Model`. praxis reads `do_eval` from its context, which the step sets.
+    """Wraps a praxis model as a `Model`. It ignores `do_eval`: praxis layers read it from praxis' context, which the step sets.
 
     Attributes:
       model: the praxis model.
@@ -106,13 +109,13 @@ class PraxisModel:
 
 @dataclasses.dataclass(frozen=True)
 class GatheredVariables:
-    """How a model gathers variables that a partitioner passes sharded, in boxes.
+    """When a model gathers (all-gathers) the variables that a partitioner passes to it sharded, each in a Flax box.
 
     Attributes:
-      where_read: True if the module gets the boxes, and each layer gathers the variables that it reads; False if the model
+      where_read: True if the module gets the boxes, so that each layer gathers a variable when it reads it; False if the model
         gathers all variables before it calls the module.
-      stacked_dims: number of leading dimensions of a variable of rank 2 or more that a loop such as `nn.scan` may run over; the
-        partitioner must not split them.
+      stacked_dims: number of leading dimensions over which a loop such as `nn.scan` may run, for variables of rank 2 or more;
+        the partitioner must not split these dimensions.
     """
 
     where_read: bool
@@ -120,31 +123,32 @@ class GatheredVariables:
 
 
 class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCMeta):  # type: ignore[misc]  # untyped
-    """A model of a library other than praxis. Its trainable variables are the collection 'params', the others 'non_trainable'.
+    """Base of models of libraries other than praxis. Trainable variables are in the collection 'params', all other variables
+    in 'non_trainable'.
 
     Attributes:
       inputs: source of the module's arguments: the name of an entry of the batch, several names, a function of the batch that
         returns one value or a tuple, or None for the whole batch.
-      loss: (the module's output, the batch) -> (loss, weight), or {name: (mean value, weight)} with an entry 'loss'. All are
+      loss: function (module's output, batch) -> (loss, weight), or -> {name: (mean value, weight)} with an entry 'loss'. All are
         scalars: a mean over the batch's examples, and the weight of this mean, e.g. the number of examples. The learner's
-        `loss_name` names the entry to minimise, 'loss' if it is not set. If the function returns only a scalar loss, its weight
+        `loss_name` names the entry to minimize; the default is 'loss'. If the function returns only a scalar loss, its weight
         is the number of rows of the batch, padding rows included. Entries may also be clu metrics, a clu `Collection` stands
         for its metrics, and the loss may be a clu `Average`. clu metrics are merged over batches, minibatches and devices, and
         computed on the host, so their `compute` must return a scalar or a dict of scalars. Give them the rows' weights as `mask`.
-      per_example: (the module's output, the batch) -> arrays with the batch as dimension 0, which evaluations can write; or
-        None.
-      generate: (variables, batch, key) -> arrays with the batch as dimension 0, for `--mode=decode`; or None. NNX models get
-        the module, in evaluation mode, as `variables`.
-      logical_axis_rules: [(logical axis, mesh axis, tuple of mesh axes, or None), ...] for modules whose variables are
-        annotated with logical axes. Empty: annotations name mesh axes.
-      ici_mesh_shape: size of each mesh axis within a slice or host; None: one axis 'data' over all devices.
-      dcn_mesh_shape: size of each mesh axis across slices or hosts; None: one slice.
+      per_example: function (module's output, batch) -> arrays with the batch as dimension 0, which evaluations can write to
+        files; or None.
+      generate: function (variables, batch, PRNG key) -> arrays with the batch as dimension 0, for `--mode=decode`; or None. For
+        NNX models, the first argument is the module in evaluation mode.
+      logical_axis_rules: for modules that annotate their variables with logical axes: a list of (logical axis, target), where
+        the target is a mesh axis, a tuple of mesh axes, or None. If the list is empty, annotations name mesh axes.
+      ici_mesh_shape: size of each mesh axis within a slice or host; None is a single axis 'data' over all devices.
+      dcn_mesh_shape: size of each mesh axis across slices or hosts; None is a single slice.
       mesh_axis_names: names of the mesh axes.
       fprop_dtype: bfloat16 casts the float32 parameters and the float32 arguments of the module. The loss gets the batch
         uncast, and other variables keep their dtypes. None casts nothing.
     """
 
-    # Name of the loss if the learner has none.
+    # Name of the loss if the learner's `loss_name` is not set.
     default_loss_name: ClassVar[str] = LOSS
     gathered_variables: ClassVar[GatheredVariables] = GatheredVariables(where_read=False)
 
@@ -167,17 +171,17 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
 
     @abc.abstractmethod
     def init_variables(self, key: jax.Array, inputs: PyTree) -> NestedJTensor:
-        """See `Model`."""
+        """Returns the initial variables as {collection: variables}; see `Model.init_variables`."""
 
     @abc.abstractmethod
     def run(
         self, mdl_vars: NestedJTensor, arguments: tuple[Any, ...], key: jax.Array, *, do_eval: bool
     ) -> tuple[Any, PyTree]:
-        """Calls the module. Returns its output, and the new collection 'non_trainable'."""
+        """Calls the module. Returns the module's output and the new value of the collection 'non_trainable'."""
 
     @abc.abstractmethod
     def for_generate(self, mdl_vars: NestedJTensor) -> Any:
-        """Returns the first argument of `generate`."""
+        """Returns what the function `generate` gets as its first argument: the variables, or the module that holds them."""
 
     def forward(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, do_eval: bool, mutable: Sequence[str]
@@ -203,7 +207,7 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
             )
         found = self.generate(self.for_generate(mdl_vars), inputs, key)
         _check_per_example(found, inputs, "task.model.generate")
-        if "eval_sample_weights" in inputs:  # 0 for rows that only fill a batch
+        if "eval_sample_weights" in inputs:  # 0 for padding rows
             rows = jnp.sum(inputs["eval_sample_weights"].astype(jnp.float32))
         else:
             rows = jnp.asarray(_num_rows(inputs), jnp.float32)
@@ -213,11 +217,7 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
         return x.astype(self.fprop_dtype) if self.fprop_dtype and x.dtype == jnp.float32 else x
 
     def arguments(self, batch: PyTree) -> tuple[Any, ...]:
-        """Returns the module's arguments.
-
-        Raises:
-          UserError: the batch lacks an entry that `inputs` names.
-        """
+        """Returns the module's arguments for a batch. Raises UserError if the batch lacks an entry that `inputs` names."""
         if self.inputs is None:
             return (batch,)
         if callable(self.inputs):
@@ -228,9 +228,9 @@ class ModuleModel(base_hyperparams.FiddleBaseParameterizable, metaclass=abc.ABCM
 
 
 def vocabulary_size(task: Any) -> int | None:
-    """Returns the size of the model's vocabulary; None for a model without one.
+    """Returns the vocabulary size in a task's config; None if the model has no vocabulary.
 
-    It is `task.model.lm_tpl.vocab_size`, or `task.model.lm_tpl.spec.vocab_size` of a `decoder`.
+    It is `task.model.lm_tpl.vocab_size`, or `task.model.lm_tpl.spec.vocab_size` for models of `spmd_trainer.decoder`.
     """
     lm_p = getattr(task.model, "lm_tpl", None)
     vocab_size = getattr(lm_p, "vocab_size", None) or getattr(getattr(lm_p, "spec", None), "vocab_size", None)
@@ -238,14 +238,13 @@ def vocabulary_size(task: Any) -> int | None:
 
 
 def loss_metrics(found: Any) -> tuple[dict[str, tuple[jax.Array, jax.Array]], dict[str, clu_metrics.Metric]]:
-    """Returns the metrics of a loss function as {name: (mean value, weight)} and {name: clu metric}. `found`: the result of
-    `task.model.loss`.
+    """Splits the result of `task.model.loss` into {name: (mean value, weight)} and {name: clu metric}.
 
-    clu's averages (`Average`, `Accuracy`, ...) become (mean value, weight), so that a loss can be an average. The metrics of a
-    clu `Collection` have the names of its fields.
+    clu's averages (`Average`, `Accuracy`, ...) become (mean value, weight), so that a loss can be an average. Each metric in a
+    clu `Collection` is named after its field.
 
     Raises:
-      UserError: a metric has another form; the message names the metric and its shape.
+      UserError: a metric has none of the supported forms. The message names the metric and its shape.
     """
     if isinstance(found, tuple) and len(found) == 2:
         found = {LOSS: found}
@@ -271,7 +270,7 @@ def loss_metrics(found: Any) -> tuple[dict[str, tuple[jax.Array, jax.Array]], di
 
 
 def _with_weight(found: Any, batch: PyTree, *, do_eval: bool) -> Any:
-    """Returns a loss function's result. A scalar without a weight gets the number of the batch's rows as its weight."""
+    """Returns a loss function's result `found`. If it is a scalar without a weight, adds the batch's number of rows as weight."""
     if not jax.tree_util.all_leaves([found]) or jnp.shape(found):
         return found
     if do_eval and isinstance(batch, Mapping) and "eval_sample_weights" in batch:
@@ -283,7 +282,7 @@ def _with_weight(found: Any, batch: PyTree, *, do_eval: bool) -> Any:
 
 
 def _each(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the metrics by name; a clu Collection yields its metrics one by one."""
+    """Yields (name, metric) for each metric. For a clu Collection, yields each of its metrics."""
     for name, value in found.items():
         if isinstance(value, clu_metrics.Collection):
             # The only field with an underscore is clu's own counter.
@@ -293,7 +292,7 @@ def _each(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_average(value: Any) -> bool:
-    """Returns True for a clu metric that is total / count, and is merged by adding totals and counts."""
+    """Returns True for a clu metric that computes total / count, and that is merged by adding totals and counts."""
     own, average = type(value), clu_metrics.Average
     return isinstance(value, average) and own.compute is average.compute and own.merge is average.merge
 
@@ -312,15 +311,15 @@ def _pair(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _written(path: tuple[Any, ...], new: Any, old: jax.Array) -> jax.Array:
-    """Returns the new value of a variable that the forward pass wrote, in the variable's dtype.
+    """Returns the value of a variable that the forward pass has written, cast to the variable's dtype.
 
     Args:
       path: the variable's path, as keys of `jax.tree_util`.
-      new: the new value.
+      new: the value that the forward pass has written.
       old: the value before the forward pass.
 
     Raises:
-      UserError: the forward pass changed its shape.
+      UserError: the forward pass has changed the variable's shape.
     """
     if jnp.shape(new) != old.shape:
         raise UserError(
@@ -331,11 +330,7 @@ def _written(path: tuple[Any, ...], new: Any, old: jax.Array) -> jax.Array:
 
 
 def _check_per_example(found: PyTree, batch: PyTree, what: str) -> None:
-    """Checks that arrays have the batch as dimension 0.
-
-    Raises:
-      UserError: an array has another dimension 0; the message names it, its shape and the number of rows.
-    """
+    """Raises UserError if dimension 0 of an array in `found` is not the batch's rows. `what` names the source of `found`."""
     rows = _num_rows(batch)
     for path, leaf in jax.tree_util.tree_leaves_with_path(found):
         shape = jnp.shape(leaf)
@@ -347,18 +342,13 @@ def _check_per_example(found: PyTree, batch: PyTree, what: str) -> None:
 
 
 def _num_rows(batch: PyTree) -> int:
-    """Returns the number of rows of a batch, from `eval_sample_weights` or else from its first array that isn't a scalar."""
+    """Returns the number of rows of a batch, from `eval_sample_weights` or else from the first array that isn't a scalar."""
     weights = batch.get("eval_sample_weights") if isinstance(batch, Mapping) else None
     arrays = [weights] if weights is not None else [x for x in jax.tree.leaves(batch) if x.ndim]
     return int(arrays[0].shape[0])
 
 
 def _entry(batch: PyTree, name: str, field: str) -> Any:
-    """Returns an entry of a batch.
-
-    Raises:
-      UserError: the batch lacks this entry.
-    """
     if name not in batch:
         raise UserError(f"{field}: the batch has no entry {name!r}{did_you_mean(name, list(batch))}")
     return batch[name]

@@ -1,4 +1,4 @@
-"""Selects lines of a resolved config, e.g. those that describe the model, and compares the configs of two starts or runs."""
+"""Selects lines of a resolved config, e.g. the lines about the model, and compares two configs, e.g. of two runs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# A job's devices don't change its results.
+# Settings that depend on a job's devices, which don't change its results.
 _DEVICES = re.compile(r"\.(ici_mesh_shape|dcn_mesh_shape|mesh_axis_names|contiguous_submeshes|infeed_host_index): ")
 _MAX_VALUE_CHARS = 120
 
 
 def without_addresses(text: str) -> str:
-    """Removes memory addresses from the text of a setting."""
+    """Removes memory addresses (' at 0x7f...') from the text of a setting."""
     return _ADDRESS.sub("", text)
 
 
 def lines_of(lines: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
-    """Returns the lines that begin with one of `beginnings`, without those about devices, and without memory addresses.
+    """Returns the lines of a config that begin with one of `beginnings`, without memory addresses.
+
+    Leaves out lines about devices and the mesh, which don't change a run's results.
 
     Args:
-      lines: lines of a config, 'task.model.name: value'.
+      lines: lines of a config, such as 'task.model.name: value'.
       beginnings: e.g. ('task.model', 'task.lora').
     """
     return [without_addresses(line) for line in lines if line.startswith(beginnings) and not _DEVICES.search(line)]
@@ -29,12 +31,12 @@ def lines_of(lines: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One changed setting.
+    """A setting that differs between two configs, an earlier and a later one.
 
     Attributes:
       path: the setting, e.g. 'task.train.num_train_steps'.
-      before: its value as text in the last run, or None if the setting did not exist.
-      now: its value as text, or None if the setting no longer exists.
+      before: the setting's value as text in the earlier config, or None if it did not exist.
+      now: the setting's value as text in the later config, or None if it no longer exists.
     """
 
     path: str
@@ -42,7 +44,7 @@ class Change:
     now: str | None
 
     def shortened(self) -> tuple[str | None, str | None]:
-        """Returns `before` and `now`. Long values are cut to the part around their first difference."""
+        """Returns (before, now). Values of more than 120 characters are cut to the part around their first difference."""
         return around_difference(self.before, self.now), around_difference(self.now, self.before)
 
     def __str__(self) -> str:
@@ -55,7 +57,7 @@ class Change:
 
 
 def changes(before: Sequence[str], now: Sequence[str]) -> list[Change]:
-    """Returns the changes between two lists of 'path: value' lines, sorted by path; memory addresses are ignored."""
+    """Returns the changes between two configs, given as 'path: value' lines, sorted by path. Ignores memory addresses."""
     return compare(settings(before), settings(now))
 
 
@@ -65,9 +67,9 @@ def is_flag_of_some(path: str, all_settings: Sequence[Mapping[str, str]]) -> boo
 
 
 def compare(old: Mapping[str, str], new: Mapping[str, str]) -> list[Change]:
-    """Returns the changes between two results of `settings`, sorted by path.
+    """Returns the changes between two configs, given as results of `settings`, sorted by path.
 
-    A flag ('--flag') that only one of them has doesn't count as a change, because versions of the trainer differ in their flags.
+    A flag ('--flag') that only one config has doesn't count as a change, because versions of the trainer have different flags.
     """
     paths = sorted(path for path in {**old, **new} if not is_flag_of_some(path, (old, new)))
     return [Change(path, old.get(path), new.get(path)) for path in paths if old.get(path) != new.get(path)]
@@ -88,7 +90,7 @@ def settings(lines: Iterable[str]) -> dict[str, str]:
 
 
 def around_difference(value: str | None, other: str | None) -> str | None:
-    """Returns the value. A long value is cut to the part around the first difference from `other`."""
+    """Returns `value`. If it is longer than 120 characters, returns the part around its first difference from `other`."""
     if value is None or len(value) <= _MAX_VALUE_CHARS:
         return value
     pairs = enumerate(zip(value, other or "", strict=False))

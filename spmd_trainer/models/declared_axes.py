@@ -1,4 +1,4 @@
-"""Converts the sharding that a module declares for its variables to praxis' WeightHParams."""
+"""Converts the sharding that a Flax module declares for its variables to praxis' WeightHParams."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from praxis import base_layer
 
 from spmd_trainer.errors import UserError, did_you_mean
 
-# Statistics and counters are kept in their own dtype: in bfloat16 a counter stops at 256.
+# Statistics and counters keep their own dtype: a bfloat16 counter could not count past 256.
 _NOT_TRAINABLE = (
     base_layer.WeightHParamsCollection.NON_TRAINABLE,
     base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION,
 )
-# Under the partitioner with written-out collectives, each device computes statistics of its own rows.
+# With the `shard_map` partitioner, each device computes statistics of its own rows, so they must be averaged over devices.
 _MEAN = (*_NOT_TRAINABLE, base_layer.WeightHParamsCollection.REQUIRES_MEAN_SYNC)
 
 
@@ -27,12 +27,13 @@ def boxed(
     rules: Sequence[tuple[str, Any]],
     trainable: bool,
 ) -> base_layer.BoxedParam:
-    """Boxes a variable with the sharding that its module declares.
+    """Returns a variable in a praxis `BoxedParam` that holds the sharding which the variable's module declares.
 
     Args:
-      value: the variable.
-      names: the module's annotation of the variable, an axis name (or None) per dimension; None without an annotation.
-      path: the variable's path, for messages.
+      value: the variable's value.
+      names: the module's annotation of the variable: for each dimension, an axis name, several names, or None. If the
+        variable has no annotation, `names` is None.
+      path: the variable's path, for error messages.
       rules: `ModuleModel.logical_axis_rules`.
       trainable: True if the optimizer updates the variable.
 
@@ -72,7 +73,7 @@ def _mesh_axes(names: Sequence[Any], rules: Sequence[tuple[str, Any]], path: str
     found = [*spec, *[None] * (len(names) - len(spec))]
     first = dict(reversed(list(rules)))
     for name, axes in zip(names, found, strict=True):
-        # A later rule of the axis, (name, None), says that this is meant.
+        # A later rule (name, None) for this axis says that leaving it unsplit is intended.
         if (
             name is not None
             and axes is None

@@ -1,8 +1,9 @@
-"""Settings that describe a decoder-only language model. Model families differ only in their values of these settings.
+"""Settings that describe a decoder-only language model. Model families differ only in the values of these settings.
 
-The table lists a model's variables, below `params/lm/`. V is the size of the vocabulary, D the model's width, N and K the numbers
-of query heads and of key/value heads, H the width of a head, F the feed-forward width, and E the number of experts. Q, R and U
-are the widths in `LatentSpec`, and P is rotary_dims. G, J, A, B and W are the sizes in `DeltaSpec`.
+The table lists a model's variables, below `params/lm/`. V is the vocabulary size, D the model's width, N and K the numbers of
+query heads and of key/value heads, H the width of a head, F the width of a feed-forward layer or expert, E the number of
+experts, and P rotary_dims. Q, R and U are query_dims, key_value_dims and value_dims of `LatentSpec`. G, J, A, B and W are
+num_heads, values_per_head, key_dims, value_dims and conv_width of `DeltaSpec`.
 
 | variable | shape | present if |
 |---|---|---|
@@ -10,7 +11,7 @@ are the widths in `LatentSpec`, and P is rotary_dims. G, J, A, B and W are the s
 | `position_emb/w` | [max_positions, D] | positions='learned' |
 | LAYER/`attention_norm/scale`, LAYER/`mlp_norm/scale` | [D] | norm_placement 'pre' or 'pre_and_post' |
 | LAYER/`attention_post_norm/scale`, LAYER/`mlp_post_norm/scale` | [D] | norm_placement 'post' or 'pre_and_post' |
-| LAYER/`attention/query/w` | [D, N, H]; with Q [Q, N, H] | always |
+| LAYER/`attention/query/w` | [D, N, H]; [Q, N, H] if Q > 0 | always |
 | LAYER/`attention/key/w`, LAYER/`attention/value/w` | [D, K, H] | no latent; no value if global_heads.values_are_keys |
 | LAYER/`attention/query/b`; `.../key/b`, `.../value/b` | [N, H]; [K, H] | qkv_bias |
 | LAYER/`attention/query_down/w`, `.../query_down_norm/scale` | [D, Q], [Q] | latent, Q > 0 |
@@ -49,12 +50,12 @@ A layer of kind 'linear' has the following variables below LAYER/`attention` ins
 | `norm/scale` | [B] |
 | `output/w` | [G, J, B, D] |
 
-A norm of kind 'layer' also has a `/bias` of the same shape as its scale. Below `non_trainable/lm/` are LAYER/`layer_scale`, [1],
-with layer_scale, and LAYER/`moe/router/choice_bias`, [E], with moe.choice_bias. K and H of global layers are those of
+A norm of kind 'layer' also has a `/bias` of the same shape as its scale. Below `non_trainable/lm/` are LAYER/`layer_scale` [1],
+if layer_scale is set, and LAYER/`moe/router/choice_bias` [E], if moe.choice_bias is set. For global layers, K and H are those of
 `global_heads`, if it is given.
 
-LAYER depends on the layer. Let dense = moe.dense_layers (0 without moe), period = the least common multiple of len(layer_pattern)
-and moe.every (1 without moe), and repeats = (num_layers - dense) // period.
+LAYER stands for a layer's path. Let dense = moe.dense_layers (0 without moe), period = the least common multiple of
+len(layer_pattern) and moe.every (1 without moe), and repeats = (num_layers - dense) // period.
 
 - The first `dense` layers, which have no experts, are separate: `first_layers_{j}` is layer j.
 - The next repeats * period layers are stacked: `layers/sub/layer_{p}` for p < period. Its variables have a leading dimension of
@@ -102,54 +103,55 @@ class DecoderSpec:
       model_dims: width of the residual stream, D.
       hidden_dims: width of the feed-forward layers, F. With `moe`, only the layers without experts use it.
       num_layers: number of layers.
-      num_heads: query heads, N.
-      num_kv_heads: key and value heads, K; divides num_heads.
+      num_heads: number of query heads, N.
+      num_kv_heads: number of key and value heads, K; it must divide num_heads.
       head_dims: width of a head's queries and keys, H; without `latent` also of its values.
-      global_heads: K and H of the global layers if they differ there, or None.
+      global_heads: K and H of the global layers, if they differ from those of the other layers; otherwise None.
       activation: activation of the feed-forward layers: 'silu', 'gelu', 'gelu_tanh' (the approximation) or 'relu'.
       gated: the feed-forward layer is down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
       norm: 'rms' (root mean square, only a scale) or 'layer' (mean and variance, scale and bias).
-      norm_epsilon: added to the mean square or variance.
-      norm_scale_offset: added to the scale variable; 1 for Gemma, whose variables hold the scale minus 1.
-      norm_placement: 'pre': at the input of attention and feed-forward layer; 'post': at their output, before the residual
-        addition; 'pre_and_post': both.
+      norm_epsilon: number that is added to the mean square or variance.
+      norm_scale_offset: number that is added to the scale variable; 1 for Gemma, whose variables hold the scale minus 1.
+      norm_placement: where attention and feed-forward layers have norms. 'pre': at their input. 'post': at their output,
+        before the residual addition. 'pre_and_post': at input and output.
       qkv_bias: query, key and value projections have biases.
       output_bias: the attention's output projection has a bias.
       mlp_bias: the feed-forward layers have biases.
-      query_key_norm: RMS norm of queries and keys before the rotary embedding: None, 'head' (over a head's width, the same
-        scale for all heads) or 'all' (over all heads together); or 'unit': after the rotary embedding, over a head's width,
-        without a scale, and only in layers with rotary embeddings.
+      query_key_norm: RMS norm of queries and keys. None: no norm. 'head': over a head's width, with the same scale for all
+        heads. 'all': over all heads together. 'head' and 'all' come before the rotary embedding. 'unit': after the rotary
+        embedding, over a head's width, without a scale, and only in layers with rotary embeddings.
       value_norm: values are divided by their root mean square over a head's width.
-      query_scale: factor of the attention logits; None for head_dims ** -0.5.
-      temperature: attention that gets sharper with the position in layers without rotary embeddings, or None.
+      query_scale: multiplier of the attention logits; None for head_dims ** -0.5.
+      temperature: makes attention sharper at later positions, in layers without rotary embeddings; or None.
       gated_attention: the output of each head is multiplied by a sigmoid of another projection of the token (arXiv:2505.06708).
       attention_sinks: each head has one more, learned logit in its softmax, whose probability is discarded (arXiv:2309.17453).
       positions: 'rotary' embeddings in attention, or 'learned' embeddings that are added to the token embeddings.
-      max_positions: longest sequence. With positions='learned' it is a dimension of a variable; otherwise it is only
+      max_positions: maximum sequence length. With positions='learned' it is a dimension of a variable; otherwise it is only
         informative.
-      rotary_dims: number of rotated dimensions of a head: the first ones, or with `latent` the last ones; 0: all (not with
-        `latent`).
-      rotary_pairs_adjacent: dimensions 2i and 2i + 1 are rotated as a pair; otherwise i and i + n, of 2n rotated dimensions.
+      rotary_dims: number of a head's dimensions that are rotated: the first ones, or with `latent` the last ones. 0 rotates
+        all dimensions (not allowed with `latent`).
+      rotary_pairs_adjacent: True rotates dimensions 2i and 2i + 1 as a pair; False rotates i and i + n, of 2n rotated
+        dimensions.
       rotary_base: base of the rotary frequencies (rope theta).
       rotary_scaling: scaling of the frequencies for long sequences; None for no scaling.
-      local_rotary_base: rotary base of the local layers, whose frequencies are then not scaled; None: local layers have the
-        frequencies of the global layers.
+      local_rotary_base: rotary base of the local layers, to which rotary_scaling then doesn't apply. None: local layers have
+        the same frequencies as global layers.
       unrotated_kinds: kinds of layers without rotary embeddings.
       layer_pattern: kinds of the layers, 'global', 'local', 'chunked' or 'linear'; the pattern is repeated over all layers.
       window: a token of a local layer sees itself and the window - 1 tokens before it. A chunked layer divides each text into
         chunks of `window` tokens; a token sees itself and the tokens before it in its chunk.
-      attention_softcap: attention logits x become cap * tanh(x / cap); None for no cap.
-      final_softcap: as attention_softcap, for the logits of the vocabulary.
-      tied_embeddings: the token embedding is also the weight of the logits.
-      mtp_layers: number of layers that predict further tokens, the first of them the token after the next one (multi-token
-        prediction, arXiv:2412.19437). They add a loss in training and evaluation, and are not used in decoding.
-      mtp_weight: weight of the mean of these layers' losses in the total loss. Each is a mean over its own tokens, so with
-        minibatches of different numbers of them it is not exactly that of the whole batch.
-      embedding_scale: factor of the token embeddings.
-      layer_scale: the residual stream is multiplied by a number after each layer, which does not learn.
-      moe: mixture of experts in place of the feed-forward layers, or None.
+      attention_softcap: attention logits x become cap * tanh(x / cap), where cap is this number; None for no cap.
+      final_softcap: like attention_softcap, for the logits of the vocabulary.
+      tied_embeddings: the token embedding matrix also computes the logits of the vocabulary.
+      mtp_layers: number of multi-token prediction layers (arXiv:2412.19437). The first predicts the token after the next one,
+        each further layer one token later. They add a loss in training and evaluation, and are not used in decoding.
+      mtp_weight: weight of the mean of these layers' losses in the total loss. A layer's loss is a mean over the tokens that
+        it predicts. If minibatches differ in the number of such tokens, it is therefore not exactly that of the whole batch.
+      embedding_scale: multiplier of the token embeddings.
+      layer_scale: after each layer, the residual stream is multiplied by a number, a variable that is not trained.
+      moe: mixture of experts in place of feed-forward layers, or None.
       latent: multi-head latent attention, or None. It needs num_kv_heads = num_heads.
-      delta: linear attention of the layers of kind 'linear', or None.
+      delta: linear attention in the layers of kind 'linear', or None if there are no such layers.
       dropout: dropout probability of the embeddings, and of the outputs of attention and feed-forward layers.
       attention_dropout: dropout probability of the attention probabilities.
       initializer_range: standard deviation of the initial values of weights and embeddings.
@@ -209,28 +211,28 @@ class DecoderSpec:
 
     @property
     def first_layers(self) -> tuple[LayerSpec, ...]:
-        """The first `moe.dense_layers` layers."""
+        """The first `moe.dense_layers` layers, which have no experts; empty without `moe`."""
         return self.layers[: self._num_first]
 
     @property
     def repeated_layers(self) -> tuple[LayerSpec, ...]:
-        """The layers of one repetition of the pattern, which begins after the first layers."""
+        """The layers of one period, after which the layers' kinds and experts repeat. It begins after `first_layers`."""
         period = math.lcm(len(self.layer_pattern), 1 if self.moe is None else self.moe.every)
         return tuple(self._layer(self._num_first + index) for index in range(period))
 
     @property
     def num_repeats(self) -> int:
-        """Number of whole repetitions of the pattern after the first layers."""
+        """Number of whole periods (see `repeated_layers`) after `first_layers`."""
         return (self.num_layers - self._num_first) // len(self.repeated_layers)
 
     @property
     def last_layers(self) -> tuple[LayerSpec, ...]:
-        """The layers after the last whole repetition of the pattern."""
+        """The layers after the last whole period (see `repeated_layers`)."""
         return self.layers[self._num_first + self.num_repeats * len(self.repeated_layers) :]
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """Kinds of all layers, in order."""
+        """The kinds of all layers ('global', 'local', ...), in order."""
         return tuple(layer.kind for layer in self.layers)
 
     @property
@@ -242,16 +244,16 @@ class DecoderSpec:
 
     @property
     def has_query_key_scales(self) -> bool:
-        """True if the norms of queries and keys have scales, which are variables."""
+        """True if the norms of queries and keys have learned scales."""
         return self.query_key_norm in ("head", "all")
 
     def heads_of(self, kind: str) -> HeadSpec:
-        """Returns the key and value heads of the layers of a kind."""
+        """Returns the key and value heads of the layers of kind `kind`, e.g. 'local'."""
         usual = HeadSpec(self.num_kv_heads, self.head_dims)
         return self.global_heads if kind == "global" and self.global_heads is not None else usual
 
     def value_dims_of(self, kind: str) -> int:
-        """Returns the width of a head's values in the layers of a kind."""
+        """Returns the width of a head's values in the layers of kind `kind`, e.g. 'local'."""
         return self.heads_of(kind).head_dims if self.latent is None else self.latent.value_dims
 
     @property
@@ -262,12 +264,14 @@ class DecoderSpec:
     def matrix_flops(self, num_params: float, num_frozen: float, length: int) -> float:
         """Returns the FLOPs per token of all matrix products, forward and backward, without embedding lookups.
 
+        In global layers, a token attends to half of the row on average; in local layers, to at most its window; in chunked
+        layers, to half of its chunk. A linear layer counts three products with each state: reading the key's value, writing a
+        value, and reading the output.
+
         Args:
           num_params: number of trainable parameters that a token uses.
           num_frozen: number of frozen parameters that a token uses; their gradients are not computed.
-          length: tokens of a row. A token sees half of them on average, at most its window in a local layer, and half of its
-            chunk in a chunked layer. Attention counts only the tokens that are seen. A linear layer counts three products with
-            each state: it reads the value of the key and the output, and writes a value.
+          length: number of tokens in a row.
         """
         lookups = 0 if self.tied_embeddings else self.vocab_size * self.model_dims
         lookups += self.max_positions * self.model_dims if self.positions == "learned" else 0
@@ -284,7 +288,7 @@ class DecoderSpec:
         }
         delta = self.delta or DeltaSpec()
         attention["linear"] = 6.0 * 3 * delta.num_heads * delta.values_per_head * delta.key_dims * delta.value_dims
-        # The lookup is of a variable that learns, or of one that doesn't.
+        # The embedding is trainable if there are no frozen parameters, otherwise it is frozen.
         params, frozen = (num_params, num_frozen - lookups) if num_frozen else (num_params - lookups, 0.0)
         output_layer = (4.0 if num_frozen else 6.0) * self.vocab_size * self.model_dims
         further = attention[self.layer_kinds[-1]] + output_layer
@@ -293,7 +297,7 @@ class DecoderSpec:
         )
 
     def problems(self) -> list[str]:
-        """Returns the problems with the settings, one sentence each, which begins with the field's name."""
+        """Returns the problems with the settings: one sentence each, which begins with the name of the field."""
         sizes = ["vocab_size", "model_dims", "num_layers", "num_heads", "num_kv_heads", "head_dims"]
         has_dense = self.moe is None or self.moe.dense_layers or self.moe.every > 1
         found = not_positive(self, [*sizes, "hidden_dims"] if has_dense else sizes)
@@ -320,11 +324,7 @@ class DecoderSpec:
         return found
 
     def check(self, where: str = "spec") -> None:
-        """Checks the settings. `where`: path of the spec, for the message.
-
-        Raises:
-          UserError: a setting is invalid; the message names all invalid settings.
-        """
+        """Raises UserError if settings are invalid. The message names `where`, the path of this spec, and all problems."""
         if found := self.problems():
             raise UserError(f"{where} can't be built: " + "; ".join(found))
 

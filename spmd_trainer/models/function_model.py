@@ -1,4 +1,4 @@
-"""Models made of plain functions on dicts of arrays, for hand-written JAX, Equinox and Haiku."""
+"""Models that consist of plain functions on dicts of arrays, for hand-written JAX, Equinox and Haiku."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from spmd_trainer.train_states import NestedJTensor, PyTree
 
 
 class FunctionModel(ModuleModel):
-    """A model made of two functions, `init` and `apply`.
+    """A model that consists of two functions, `init` and `apply`.
 
     Attributes:
-      init: PRNG key -> parameters, nested dicts of arrays. With `has_state`, -> (parameters, state); the optimizer doesn't update
-        the state.
-      apply: (parameters, *inputs) -> outputs. With `has_state`, (parameters, state, *inputs) -> (outputs, new state). An argument
-        named `key` gets the step's PRNG key; an argument named `train` is True in training.
-      has_state: True if `init` and `apply` use a state.
+      init: function from a PRNG key to the parameters, nested dicts of arrays. With `has_state`, it returns (parameters, state);
+        the optimizer doesn't update the state.
+      apply: function (parameters, *inputs) -> outputs. With `has_state`, (parameters, state, *inputs) -> (outputs, new state). If
+        it has an argument `key`, this is the step's PRNG key; if it has an argument `train`, this is True in training.
+      has_state: True if `init` and `apply` use a state, e.g. statistics of batch norm.
     """
 
     init: Callable[[jax.Array], PyTree] | None = None
@@ -54,10 +54,9 @@ class FunctionModel(ModuleModel):
     def run(
         self, mdl_vars: NestedJTensor, arguments: tuple[Any, ...], key: jax.Array, *, do_eval: bool
     ) -> tuple[Any, PyTree]:
-        """See `ModuleModel`.
+        """Calls `apply`. Returns its outputs and the new state, {} without `has_state`.
 
-        Raises:
-          UserError: the new state has another tree structure than the old state.
+        Raises UserError if the new state has another tree structure than the old state.
         """
         assert self.apply is not None
         known = inspect.signature(self.apply).parameters
@@ -73,6 +72,6 @@ class FunctionModel(ModuleModel):
         return outputs, new
 
     def for_generate(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        # A partitioner may give variables that are gathered where they are read.
+        # A partitioner may pass variables in boxes, which gather a variable when it is unboxed.
         unboxed: NestedJTensor = meta.unbox(mdl_vars[base_layer.PARAMS])
         return unboxed

@@ -1,4 +1,4 @@
-"""Settings of parts of a decoder's layers: positions, experts, latent and linear attention; fields of `DecoderSpec`."""
+"""Groups of settings for a decoder's layers (positions, experts, latent and linear attention), used as `DecoderSpec` fields."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class RotaryScaling:
 
     Attributes:
       kind: 'linear' divides all frequencies by `factor` (arXiv:2306.15595). 'llama3' divides low frequencies by `factor`, keeps
-        high ones, and interpolates between them. 'yarn' (arXiv:2309.00071) does so too, and also scales sine and cosine.
-        'proportional' (Gemma 4) rotates the given share of a head's pairs, divides their frequencies by `factor`, and leaves the
-        other pairs as they are.
-      factor: new length / original length.
-      original_max_positions: sequence length of pretraining. 'llama3' and 'yarn' need it.
-      low_freq_factor, high_freq_factor: 'llama3': frequencies of fewer than low_freq_factor rotations in the original length
-        are divided by `factor`; frequencies of more than high_freq_factor rotations stay.
-      beta_fast, beta_slow: 'yarn': frequencies of more than beta_fast rotations in the original length stay; frequencies of
-        fewer than beta_slow rotations are divided by `factor`.
-      attention_factor: 'yarn': factor of sine and cosine; None computes it from factor, mscale and mscale_all_dim.
-      mscale, mscale_all_dim: 'yarn': coefficients of log(factor) in the numerator and the denominator of attention_factor. If
-        either is 0, attention_factor is 0.1 log(factor) + 1.
-      share: 'proportional': share of the pairs that is rotated, those of the highest frequencies.
-      truncate: 'yarn': round the bounds of the interpolation to whole dimensions.
+        high ones, and interpolates between them. 'yarn' (arXiv:2309.00071) does so with bounds of its own, and also scales sine
+        and cosine. 'proportional' (Gemma 4) rotates only the fraction `share` of a head's dimension pairs, and divides the
+        frequencies of these pairs by `factor`.
+      factor: new sequence length divided by the original one.
+      original_max_positions: sequence length in pretraining, the original length. 'llama3' and 'yarn' need it.
+      low_freq_factor, high_freq_factor: for 'llama3'. Frequencies with fewer than low_freq_factor rotations in the original
+        length are divided by `factor`; frequencies with more than high_freq_factor rotations are kept.
+      beta_fast, beta_slow: for 'yarn'. Frequencies with more than beta_fast rotations in the original length are kept;
+        frequencies with fewer than beta_slow rotations are divided by `factor`.
+      attention_factor: for 'yarn': multiplier of sine and cosine; None computes it from factor, mscale and mscale_all_dim.
+      mscale, mscale_all_dim: for 'yarn': coefficients of log(factor) in the numerator and the denominator of attention_factor.
+        If either is 0, attention_factor is 0.1 log(factor) + 1.
+      share: for 'proportional': fraction of the dimension pairs that is rotated, the pairs with the highest frequencies.
+      truncate: for 'yarn': True rounds the bounds of the interpolation to whole dimensions.
     """
 
     kind: str = "linear"
@@ -47,11 +47,11 @@ class RotaryScaling:
     truncate: bool = True
 
     def log_scale(self, mscale: float) -> float:
-        """Returns YaRN's scale 0.1 mscale log(factor) + 1, for sine and cosine, and for attention logits in DeepSeek V3."""
+        """Returns YaRN's scale of sine and cosine, 0.1 * mscale * log(factor) + 1, which `query_scale` uses too."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def query_scale(self, head_dims: int) -> float:
-        """Returns the factor of the attention logits in DeepSeek V3, for heads of this width."""
+        """Returns DeepSeek V3's multiplier of the attention logits, for heads of width `head_dims`."""
         scale: float = head_dims**-0.5 * self.log_scale(self.mscale_all_dim) ** 2
         return scale
 
@@ -73,12 +73,12 @@ class RotaryScaling:
 
 @dataclasses.dataclass
 class HeadSpec:
-    """The key and value heads of a kind of layer.
+    """Number and width of the key and value heads in the layers of one kind.
 
     Attributes:
-      num_kv_heads: key and value heads, K; divides `DecoderSpec.num_heads`.
+      num_kv_heads: number of key and value heads, K; it must divide `DecoderSpec.num_heads`.
       head_dims: width of a head, H.
-      values_are_keys: a head's values are its keys before their norm and rotary embedding, so there is no projection for them.
+      values_are_keys: a head's values are its keys before their norm and rotary embedding, so values have no projection.
     """
 
     num_kv_heads: int = 0
@@ -95,8 +95,8 @@ class LayerSpec:
     """One layer of a decoder.
 
     Attributes:
-      kind: kind of its attention, see `DecoderSpec.layer_pattern`.
-      has_experts: True if it has a mixture of experts in place of the feed-forward layer.
+      kind: kind of the layer's attention, see `DecoderSpec.layer_pattern`.
+      has_experts: True if the layer has a mixture of experts in place of a feed-forward layer.
     """
 
     kind: str
@@ -105,13 +105,13 @@ class LayerSpec:
 
 @dataclasses.dataclass
 class TemperatureSpec:
-    """Attention that gets sharper with the position (arXiv:2501.19399), of the layers without rotary embeddings.
+    """Makes attention sharper at later positions (arXiv:2501.19399), in layers without rotary embeddings.
 
     The query at position p is multiplied by 1 + factor * log(1 + floor((p + 1) / interval)).
 
     Attributes:
-      factor: see above.
-      interval: see above; queries at the first interval - 1 positions are not changed.
+      factor: how strongly the multiplier grows with the position.
+      interval: number of positions after which the multiplier changes. The first interval - 1 positions have multiplier 1.
     """
 
     factor: float = 0.1
@@ -124,24 +124,24 @@ class TemperatureSpec:
 
 @dataclasses.dataclass
 class MoeSpec:
-    """A mixture of experts in place of each feed-forward layer. No token is dropped.
+    """A mixture of experts in place of feed-forward layers. No token is dropped.
 
     Attributes:
-      num_experts: experts per layer, E.
-      num_experts_per_token: experts per token.
+      num_experts: number of experts in a layer, E.
+      num_experts_per_token: number of experts that compute each token.
       hidden_dims: width of an expert, F.
-      dense_layers: number of layers at the beginning of the model with a feed-forward layer of width `DecoderSpec.hidden_dims`
-        in place of experts.
-      every: one layer in this many has experts, the last one of each group; the others have a feed-forward layer like the
+      dense_layers: number of layers at the beginning of the model that have a feed-forward layer of width
+        `DecoderSpec.hidden_dims` in place of experts.
+      every: of each `every` consecutive layers, only the last one has experts; the others have a feed-forward layer like the
         first `dense_layers` layers.
-      score: how the router's logits become scores: 'softmax' over the experts, or 'sigmoid' of each.
-      normalise_top_k: divide the scores of a token's experts by their sum.
-      scaling_factor: factor of the routed experts' weights, applied after `normalise_top_k`.
-      weigh_inputs: a weight multiplies the input of its expert; otherwise the output.
+      score: how the router's logits become scores: 'softmax' over the experts, or 'sigmoid' of each logit.
+      normalise_top_k: divide the scores of a token's experts by the sum of these scores.
+      scaling_factor: multiplier of the routed experts' weights, applied after `normalise_top_k`.
+      weigh_inputs: True multiplies an expert's input by the expert's weight; False multiplies its output.
       num_groups: number of equally large groups of experts. A token's experts are chosen from its best `num_chosen_groups`
         groups; a group's score is the sum of its two highest expert scores (DeepSeek V3, arXiv:2412.19437). 1: no groups.
       num_chosen_groups: number of groups that a token's experts are chosen from.
-      shared_dims: width of the shared experts: a feed-forward layer beside the routed experts that computes all tokens; 0: no
+      shared_dims: width of the shared experts, a feed-forward layer beside the routed experts that all tokens go through. 0: no
         shared experts.
       shared_gate: the shared experts' output is multiplied by a sigmoid of a projection of the token to one number.
       biases: the router and the experts have biases; shared experts have none.
@@ -151,13 +151,13 @@ class MoeSpec:
       swiglu_alpha: see `swiglu_limit`.
       choice_bias: experts and groups are chosen by score + bias, with one bias for each expert; an expert's weight is computed
         from its score without the bias. After each training step, the bias of an expert with less than the mean load rises by
-        `choice_bias_rate`, and the bias of an expert with more falls by it (arXiv:2408.15664). The load counts the tokens of
-        the whole batch, without padding. Training of adapters doesn't change the biases.
-      choice_bias_rate: see `choice_bias`. 0 keeps the biases.
+        `choice_bias_rate`, and the bias of an expert with more load falls by it (arXiv:2408.15664). The load counts the tokens
+        of the whole batch, without padding. Training only adapters doesn't change the biases.
+      choice_bias_rate: see `choice_bias`. 0 keeps the biases unchanged.
       aux_loss_weight: weight of the load-balancing loss (arXiv:2101.03961, equation 4; averaged over the layers) in the total
         loss. For this loss, 'sigmoid' scores are divided by their sum.
-      z_loss_weight: weight of the mean square of the logits' log-sum-exp (arXiv:2202.08906, equation 5; averaged over the layers)
-        in the total loss.
+      z_loss_weight: weight of the router z-loss in the total loss: the mean square of the log-sum-exp of the router's logits
+        (arXiv:2202.08906, equation 5; averaged over the layers).
     """
 
     num_experts: int = 0
@@ -217,13 +217,13 @@ class MoeSpec:
 class LatentSpec:
     """Multi-head latent attention (DeepSeek V2, arXiv:2405.04434): keys and values are computed from one small vector per token.
 
-    A decode step caches that vector and the rotated part of the key, which all heads share, instead of keys and values.
+    In place of keys and values, decoding caches this vector and the rotated part of the key, which all heads share.
 
     Attributes:
-      query_dims: width of the vector that queries are computed from, Q. 0: they are computed from the residual stream.
+      query_dims: width of the vector that queries are computed from, Q. 0 computes queries from the residual stream.
       key_value_dims: width of the vector that keys and values are computed from, R.
       value_dims: width of a head's values, U; at most `DecoderSpec.head_dims`.
-      norm_epsilon: added to the mean square in the RMS norms of these vectors.
+      norm_epsilon: number that is added to the mean square in the RMS norms of these two vectors.
     """
 
     query_dims: int = 0
@@ -238,19 +238,19 @@ class LatentSpec:
 
 @dataclasses.dataclass
 class DeltaSpec:
-    """Linear attention by the gated delta rule (arXiv:2412.06464), of the layers of kind 'linear'.
+    """Linear attention by the gated delta rule (arXiv:2412.06464), in the layers of kind 'linear'.
 
-    A head has a state, a matrix that maps keys to values. For each token, the state is multiplied by the token's decay. Then the
-    value that it gives for the token's key is replaced, by the share beta, with the token's value. The output is what the new
-    state gives for the query. So the cost per token, and the decode cache, do not grow with the length. The tokens of a text
-    must be consecutive, without padding between them.
+    A head has a state, a matrix that maps keys to values. For each token, the state is first multiplied by the token's decay.
+    Then the value to which it maps the token's key is moved toward the token's value, by the fraction beta of the difference.
+    The output is the value to which the new state maps the token's query. So the cost per token and the size of the decode cache
+    do not grow with the sequence length. The tokens of a text must be consecutive, without padding between them.
 
     Attributes:
-      num_heads: key heads, G.
-      values_per_head: value heads for each key head, J. They share queries and keys, and have a state each.
+      num_heads: number of key heads, G.
+      values_per_head: number of value heads per key head, J. They share queries and keys, and each has its own state.
       key_dims: width of queries and keys, A.
       value_dims: width of values, B.
-      conv_width: tokens of the causal convolution of queries, keys and values, W: a token and the W - 1 before it.
+      conv_width: width of the causal convolution of queries, keys and values in tokens, W: a token and the W - 1 before it.
     """
 
     num_heads: int = 0
@@ -265,14 +265,14 @@ class DeltaSpec:
 
 
 def not_positive(spec: object, fields: list[str] | tuple[str, ...]) -> list[str]:
-    """Returns a sentence for each field that is not above 0."""
+    """Returns an error sentence for each of these fields of `spec` that is not above 0."""
     return [
         f"{field}={getattr(spec, field)}; give a number above 0" for field in fields if not getattr(spec, field) > 0
     ]
 
 
 def not_whole(spec: object, fields: tuple[str, ...], *, at_least: int) -> list[str]:
-    """Returns a sentence for each field that is not a whole number of `at_least` or more."""
+    """Returns an error sentence for each of these fields of `spec` that is not a whole number of `at_least` or more."""
     values = {field: getattr(spec, field) for field in fields}
     return [
         f"{field}={value}; give a whole number of {at_least} or more"
@@ -282,12 +282,12 @@ def not_whole(spec: object, fields: tuple[str, ...], *, at_least: int) -> list[s
 
 
 def negative(spec: object, fields: tuple[str, ...]) -> list[str]:
-    """Returns a sentence for each field that is below 0."""
+    """Returns an error sentence for each of these fields of `spec` that is below 0."""
     return [f"{field}={getattr(spec, field)}; give 0 or more" for field in fields if not getattr(spec, field) >= 0]
 
 
 def not_one_of(field: str, value: object, known: tuple[str | None, ...]) -> list[str]:
-    """Returns a list of one sentence, which suggests the nearest name, if `value` is not in `known`; otherwise []."""
+    """Returns a list with one error sentence, which suggests the nearest name, if `value` is not in `known`; otherwise []."""
     if value in known:
         return []
     hint = did_you_mean(value, [name for name in known if name], otherwise="") if isinstance(value, str) else ""

@@ -1,4 +1,4 @@
-"""Flax Linen modules as models."""
+"""Wraps Flax Linen modules as models for the trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spmd_trainer.models.base import GatheredVariables, ModuleModel
 from spmd_trainer.sharding.variables import path_str
 from spmd_trainer.train_states import NestedJTensor, PyTree
 
-# Arguments that say whether the module trains, and whether they are True in training.
+# {known name of an argument or field that selects training or evaluation: its value in training}.
 _MODE_ARGUMENTS = {
     "train": True,
     "training": True,
@@ -27,15 +27,15 @@ _MODE_ARGUMENTS = {
     "deterministic": False,
     "use_running_average": False,
 }
-# Flax' collection of fp8 scales, which their gradients overwrite.
+# Flax' collection for fp8 scales. A step sets these variables to their gradients.
 _OVERWRITTEN = "_overwrite_with_gradient"
 
 
 class LinenModel(ModuleModel):
-    """A Flax Linen module.
+    """A Flax Linen module as a model.
 
-    The optimizer updates the collection 'params'. Other collections, such as 'batch_stats', are kept in the train state as the
-    module writes them, except `dropped_collections`.
+    The optimizer updates the collection 'params'. Other collections, such as 'batch_stats', are kept in the train state with the
+    values that the module writes, except `dropped_collections`.
 
     Attributes:
       module: config of the module's class.
@@ -43,11 +43,11 @@ class LinenModel(ModuleModel):
         Known names are `train`, `training`, `is_training` (True in training), `deterministic` and `use_running_average` (False
         in training). For other or several names, give {name: value in training}. None uses the argument of `__call__` with a
         known name, or else the field with a known name; '' uses none.
-      rng_streams: names of the random streams that the module draws from in training, besides 'params'.
+      rng_streams: names of the random streams that the module draws from in training. Initialization also has 'params'.
       dropped_collections: collections that are not kept in the train state, e.g. because the module sows intermediates in them.
     """
 
-    # Flax unboxes a variable where a module reads it. `nn.scan` slices dimension 0 of its variables, and nothing marks these.
+    # Flax unboxes a variable when a module reads it. `nn.scan` slices dimension 0 of its variables, which nothing marks.
     gathered_variables = GatheredVariables(where_read=True, stacked_dims=1)
 
     module: pax_fiddle.Config[Any] = pax_fiddle.template_field(None)
@@ -100,7 +100,7 @@ class LinenModel(ModuleModel):
         return outputs, new
 
     def for_generate(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        """Returns the variables in Linen's form, {collection: variables}: 'params' and all other collections that are kept."""
+        """Returns the variables as Linen's `apply` takes them: {collection: variables}, for 'params' and all kept collections."""
         return {"params": mdl_vars[base_layer.PARAMS], **mdl_vars.get(base_layer.NON_TRAINABLE, {})}
 
     @functools.cached_property
@@ -111,7 +111,7 @@ class LinenModel(ModuleModel):
         return module
 
     def _in_mode(self, *, do_eval: bool) -> tuple[Any, dict[str, bool]]:
-        """Returns the module, and its `__call__` arguments that select training or evaluation."""
+        """Returns the module set to training or evaluation, and the `__call__` arguments that select training or evaluation."""
         values = {name: value is not do_eval for name, value in self._mode_arguments.items()}
         arguments = {name: value for name, value in values.items() if name in _call_arguments(self._module)}
         fields: dict[str, Any] = {name: value for name, value in values.items() if name not in arguments}
@@ -119,7 +119,7 @@ class LinenModel(ModuleModel):
 
     @functools.cached_property
     def _mode_arguments(self) -> dict[str, bool]:
-        """Names of the arguments or fields that select training, and their values in training."""
+        """{name: value in training} for the arguments or fields of the module that select training or evaluation."""
         in_call, fields = _call_arguments(self._module), _fields(self._module)
         if self.mode_argument is not None:
             given = self.mode_argument

@@ -1,4 +1,4 @@
-"""Flax NNX modules as models."""
+"""Wraps Flax NNX modules as models for the trainer."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from spmd_trainer.models.base import ModuleModel
 from spmd_trainer.train_states import NestedJTensor, PyTree
 
 _Path: TypeAlias = tuple[Any, ...]
-# What Flax calls the annotation of a variable's axes, in its newest and in earlier versions.
+# Flax's names for the metadata that annotates a variable's axes, in its newest and in earlier versions.
 _AXES = ("out_sharding", "sharding_names", "sharding")
 
 
 class NnxModel(ModuleModel):
-    """A Flax NNX module.
+    """A Flax NNX module as a model.
 
     The optimizer updates `nnx.Param`s, including subclasses. All other variables, such as batch-norm statistics, are kept in the
-    train state as the module writes them. Random streams are not kept: each step seeds them from its key, so a resumed run draws
-    the same numbers as an uninterrupted run. Intermediates (`sow`) are dropped. `module.train()` and `module.eval()` select
-    training or evaluation.
+    train state with the values that the module writes. Random streams are not kept: each step seeds them from its PRNG key, so a
+    resumed run draws the same numbers as an uninterrupted run. Intermediates (`sow`) are dropped. The trainer calls
+    `module.train()` or `module.eval()` to select training or evaluation.
 
     Attributes:
       module: config of the module's class; the trainer adds the argument `rngs`. Variables that several submodules share (tied
@@ -65,10 +65,9 @@ class NnxModel(ModuleModel):
     def run(
         self, mdl_vars: NestedJTensor, arguments: tuple[Any, ...], key: jax.Array, *, do_eval: bool
     ) -> tuple[Any, PyTree]:
-        """See `ModuleModel`.
+        """Calls the module. Returns the module's output and the new values of the variables that aren't trainable.
 
-        Raises:
-          UserError: the call replaces a trainable variable, or adds or removes variables.
+        Raises UserError if the call writes a trainable variable, or adds or removes variables.
         """
         module = self._module(mdl_vars, key, do_eval=do_eval)
         before = dict(_variables(module))
@@ -80,7 +79,7 @@ class NnxModel(ModuleModel):
             if not isinstance(variable, nnx.Param):
                 written[_stored_path(path, variable)] = variable.get_value()
             elif variable is not before[path]:
-                _refuse_write(_text(path), None, None)  # another Param in its place, which the hook can't see
+                _refuse_write(_text(path), None, None)  # replaced by another Param, which the hook can't notice
         collections = traverse_util.unflatten_dict(written)  # type: ignore[no-untyped-call]
         return outputs, collections.get(base_layer.NON_TRAINABLE, {})
 
@@ -96,10 +95,10 @@ class NnxModel(ModuleModel):
             if isinstance(variable, nnx.RngState):
                 value = _random(variable, path, key)
             else:
-                # A partitioner may give variables that are gathered where they are read.
+                # A partitioner may pass variables in boxes, which gather a variable when it is unboxed.
                 value = meta.unbox(stored[_stored_path(path, variable)])
             variable = variable.replace(value)
-            # The step has decided the layout; Flax' transformations would look the axes up in the mesh.
+            # The step has decided the sharding. With axes set, Flax's transformations would look them up in the mesh.
             for name in _AXES:
                 if name in variable.get_metadata():
                     variable.set_metadata(name, None)
@@ -137,7 +136,7 @@ class NnxModel(ModuleModel):
 
 
 def _variables(module: Any) -> Iterator[tuple[_Path, Any]]:
-    """Yields the variables of a module with their paths, except random streams and intermediates."""
+    """Yields (path, variable) for the variables of a module, except random streams and intermediates."""
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         if not isinstance(variable, nnx.Variable):
             raise UserError(
@@ -149,7 +148,7 @@ def _variables(module: Any) -> Iterator[tuple[_Path, Any]]:
 
 
 def _check_attributes(module: nnx.Module) -> None:
-    """Raises UserError for a JAX array that is a plain attribute. It would belong to one trace, and leak into others."""
+    """Raises UserError if a module has a JAX array as a plain attribute, which would leak from one JAX trace into others."""
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Module):
             for name, value in vars(node).items():
@@ -161,7 +160,7 @@ def _check_attributes(module: nnx.Module) -> None:
 
 
 def _random(variable: Any, path: _Path, key: jax.Array) -> jax.Array:
-    """Returns the value of a random stream's key or counter at the start of a step. `key`: PRNG key of the step."""
+    """Returns the value that `variable`, a random stream's key or counter, has when a step with PRNG key `key` begins."""
     shape = variable.get_value().shape
     if not isinstance(variable, nnx.RngKey):
         return jnp.zeros(shape, variable.get_value().dtype)
@@ -175,7 +174,10 @@ def _axes(variable: Any) -> Any:
 
 
 def _refuse_write(path: str, variable: Any, value: Any) -> None:
-    """Raises UserError, because the forward pass assigned to a parameter, and a step would drop the new value."""
+    """Raises UserError: the hook of a trainable parameter calls this if the forward pass assigns a value to the parameter.
+
+    A training step would drop the new value.
+    """
     del variable, value
     raise UserError(
         f"task.model.module writes its parameter {path} in the forward pass, where only the optimizer may; make it an "
@@ -197,5 +199,5 @@ def _text(path: _Path) -> str:
 
 
 def _stored_path(path: _Path, variable: Any) -> _Path:
-    """Returns the path of a variable in the train state: its collection, followed by its path in the module as strings."""
+    """Returns a variable's path in the train state: the name of its collection, then its path in the module as strings."""
     return (base_layer.PARAMS if isinstance(variable, nnx.Param) else base_layer.NON_TRAINABLE, *map(str, path))

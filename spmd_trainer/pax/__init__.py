@@ -3,17 +3,17 @@
 bridge.py       makes praxis 1.4.0 run on today's JAX
 import_names/   modules under Pax's import names (`spmd_trainer.partitioning`, ...), which only users import; tasks/ in it has
                 Pax's experiment classes, the praxis layers that compute them, and inputs
-import_table.py  modules under Pax's import names that have no code here, and what to use instead of absent names
-absent_names.py  placeholders for absent names, which raise an error when they are used
+import_table.py  modules under Pax's import names that have no file here, and what to use instead of unsupported names
+absent_names.py  placeholders for unsupported names, which raise an error when they are used
 published.py    modules of an installed paxml, such as `spmd_trainer.tasks.lm.params.c4` and `spmd_trainer.automl`
 task_fields.py  fields of Pax's tasks that are not supported
-seqio_*.py      Pax's inputs over SeqIO tasks; bert_records.py: its packed records of BERT
+seqio_*.py      Pax's inputs over SeqIO tasks; bert_records.py: Pax's input over TFRecord files for BERT
 port*.py        report what an experiment file written for paxml needs here (--mode=port)
 
-Checkpoints are opened, and never written to:
+These modules read Pax's checkpoints, and never write to them:
 
 checkpoints.py  PaxSource: a step as a source of `checkpointing.restore` and `init_from_checkpoint_rules`; `convert`
-steps.py        finds the steps of a directory
+steps.py        finds the steps in a checkpoint directory
 contents.py     opens one step: its version, its kind and its arrays by their names on disk
 flax_file.py    reads a step that is one msgpack file, with leaves by position and the printed structure of the state
 arrays.py       one stored array, read on demand
@@ -21,9 +21,9 @@ shapes.py       checks which stored shapes a variable can have, and infers logic
 placing.py      reads arrays onto a mesh and checks their padding
 errors.py       the errors
 
-Kinds of checkpoints, and Pax's versions that have them: one zarr directory per variable (0.0, 1.0, 1.1), one OCDBT database
-(1.2), one msgpack file (any version).
-Pax pads variables that its mesh does not divide, and stores them padded.
+Kinds of checkpoints, and the versions of Pax's checkpoint format that use them: one zarr directory per variable (0.0, 1.0,
+1.1), one OCDBT database (1.2), one msgpack file (any version).
+Pax pads variables whose dimensions its mesh does not divide evenly, and stores them padded.
 """
 
 import lazy_loader

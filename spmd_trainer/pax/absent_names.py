@@ -1,4 +1,4 @@
-"""Names of Pax that have no counterpart here. They can be imported; their first use raises an error that names a replacement."""
+"""Placeholders for unsupported paxml names. They can be imported, but using one raises an error that says what to use instead."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from spmd_trainer.errors import UserError
 
 
 class AbsentNameError(UserError, NotImplementedError):
-    """A name of Pax that this trainer does not have was used; the message says what to use instead."""
+    """Raised when a paxml name is used that this trainer doesn't have. The message says what to use instead."""
 
 
 class Absent:
-    """Placeholder for one absent name. Calling it, reading its public attributes or subclassing it raises AbsentNameError."""
+    """Placeholder for an unsupported paxml name. Calls, public attributes and subclassing raise AbsentNameError."""
 
     def __init__(self, name: str, instead: str):
         self._name = name
         self._instead = instead
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises AbsentNameError."""
         self._raise()
 
     def __getattr__(self, name: str) -> Any:
@@ -44,11 +43,11 @@ class Absent:
 
 
 def getter(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a `__getattr__` for a module, which returns an `Absent` for each absent name.
+    """Returns a `__getattr__` function for a module. It returns an `Absent` for each name in `names`.
 
     Args:
       module: the module's `__name__`.
-      names: {absent name: text that says what to use instead}.
+      names: {unsupported paxml name: text that says what to use instead}.
     """
 
     def get(name: str) -> Any:

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     import tensorstore as ts
 
 Index: TypeAlias = tuple[slice, ...]
-# Starts to read a part of the stored array; the call it returns waits for the part.
+# Starts to read the part of a stored array that an index selects. Returns a function that waits for the part.
 StartReading: TypeAlias = Callable[[Index], Callable[[], "npt.NDArray[Any]"]]
 
-# TensorStore raises ValueError for everything. Its text tells a file that is missing, cut short or can't be decoded. Whatever
-# else it says is about storage: Pax has no checksums, and an outage must not look like damage.
+# TensorStore raises ValueError for everything. The error's text shows whether a file is missing, cut short or can't be decoded.
+# Other texts count as a failure of the storage: Pax has no checksums, and an outage must not look like damage.
 _OF_FILES = re.compile(
     "NOT_FOUND|OUT_OF_RANGE|DATA_LOSS|FAILED_PRECONDITION|INVALID_ARGUMENT|Error decoding|is missing|Not enough data"
 )
 _OF_STORAGE = re.compile(
     "PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|Permission denied|CURL error"
 )
-# Bytes of decoded chunks kept, because several devices take parts of the same chunk.
+# Bytes of decoded chunks that are kept in memory, because several devices take parts of the same chunk.
 _CACHE_BYTES = 32 << 20
 # The file that describes a zarr array.
 ZARR_METADATA = ".zarray"
@@ -43,7 +43,7 @@ class PaxArray:
 
     Attributes:
       path: the variable's path, e.g. 'opt_states/0/no_prefix/2/m/params/lm/w'.
-      name: its name on disk.
+      name: the array's name on disk.
       stored_shape: the shape on disk, which Pax may have padded.
       dtype: the element type.
       logical_shape: the shape without padding; None if the checkpoint does not record it.
@@ -81,8 +81,8 @@ class PaxArray:
         return self.size * self.dtype.itemsize
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Reads the array."""
-        del copy  # What is read is nobody else's.
+        """Reads the whole array."""
+        del copy  # TensorStore reads into a new array.
         array = self.start_reading(tuple(slice(0, size) for size in self.shape))()
         return array if dtype is None else array.astype(dtype)
 
@@ -115,11 +115,12 @@ def open_tensorstore(specs: Mapping[str, dict[str, Any]], checkpoint: str) -> di
     """Opens zarr arrays for reading. Their metadata is read concurrently.
 
     Args:
-      specs: TensorStore's spec of the key-value store of each array, by name.
-      checkpoint: names the checkpoint in messages.
+      specs: {name of an array: TensorStore's spec of its key-value store}.
+      checkpoint: the checkpoint's name in error messages.
 
     Raises:
-      PaxDamagedError: an array can't be opened.
+      PaxDamagedError: a file is missing or malformed.
+      CheckpointReadError: the storage fails.
     """
     import tensorstore as ts
 
@@ -152,7 +153,7 @@ def _check_metadata(content: bytes, name: str, checkpoint: str) -> None:
 
 
 def reader(store: ts.TensorStore, name: str, checkpoint: str) -> StartReading:
-    """Returns the function that starts to read a part of an opened array; see `PaxArray.start_reading`."""
+    """Returns the `PaxArray.start_reading` function of an opened array."""
 
     def start(index: Index) -> Callable[[], npt.NDArray[Any]]:
         future = store[index].read(order="C")
@@ -169,7 +170,7 @@ def _result(future: Any, name: str, checkpoint: str) -> Any:
 
 
 def read_error(error: Exception, name: str, checkpoint: str) -> CheckpointError:
-    """Returns the error for an array that can't be opened or read."""
+    """Returns the error to raise for an array that TensorStore could not open or read."""
     text = str(error).split("[source locations")[0].strip()
     if _OF_STORAGE.search(text) or not _OF_FILES.search(text):
         return CheckpointReadError(f"reading {name} of {checkpoint} failed: {text}")
@@ -183,5 +184,5 @@ def _damaged(why: str, name: str, checkpoint: str) -> PaxDamagedError:
 
 
 def shard_counts(chunks: Sequence[int | None], shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the number of chunks along each dimension: Pax stores each shard as one chunk."""
+    """Returns the number of shards along each dimension of an array, given its chunks: Pax stores each shard as one chunk."""
     return tuple(-(-size // max(1, chunk or size)) for size, chunk in zip(shape, chunks, strict=True))

@@ -1,7 +1,7 @@
 """Input over TFRecord files of masked language-model examples, in the format of MLPerf's BERT. Needs TensorFlow.
 
 Names, fields and values are those of paxml 1.4.0's `TFRecordBertInput`. The order of examples, the packing and the
-random numbers differ.
+random numbers differ from paxml's.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Rows = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class MaskingSettings:
-    """How to draw masked tokens, under lingvo's names: `p.mlm_augmenter.Set(mask_token_id=103, vocab_size=30522)`.
+    """Settings for drawing masked tokens, with lingvo's names: `p.mlm_augmenter.Set(mask_token_id=103, vocab_size=30522)`.
 
     Attributes:
-      vocab_size: number of tokens.
-      mask_prob: fraction of the tokens replaced by the mask token.
-      random_prob: fraction replaced by a random token.
-      same_prob: fraction predicted but not replaced.
-      mask_token_id: the mask token.
-      random_avoid_ids: tokens never drawn as random tokens.
+      vocab_size: number of tokens in the vocabulary.
+      mask_prob: fraction of an example's tokens that are replaced by the mask token.
+      random_prob: fraction of tokens that are replaced by a random token.
+      same_prob: fraction of tokens that are to be predicted but not replaced.
+      mask_token_id: id of the mask token.
+      random_avoid_ids: ids that are never drawn as random tokens.
     """
 
     vocab_size: int = 0
@@ -46,11 +46,10 @@ class MaskingSettings:
 
 
 class TFRecordBertInput(indexed.CheckpointedInput):
-    """Input over TFRecords with `input_ids`, `input_mask`, `masked_lm_positions`, `masked_lm_ids` and
-    `masked_lm_weights`.
+    """Input over TFRecords with `input_ids`, `input_mask`, `masked_lm_positions`, `masked_lm_ids` and `masked_lm_weights`.
 
-    A batch has `labels`, `masked_ids`, `segment_pos` int32 and `masked_pos`, `segment_ids`, `paddings` float32, all
-    [batch_size, max_sequence_length]. The first end-of-text token of each example is left out.
+    In a batch, `labels`, `masked_ids` and `segment_pos` are int32, and `masked_pos`, `segment_ids` and `paddings` are float32;
+    all are [batch_size, max_sequence_length]. The first end-of-text token of each example is left out.
 
     Training is endless: each epoch gives every example once, in an order drawn from (input_random_seed, epoch). With
     `enable_packing`, each window of `prepacking_batch_size` examples of this order is packed into rows. With H
@@ -58,8 +57,8 @@ class TFRecordBertInput(indexed.CheckpointedInput):
     number of processes. Evaluation gives every example once, in order, and fills up the last batch with empty rows.
 
     Attributes:
-      input_file: paths, folders and glob patterns, or one of them.
-      max_sequence_length: tokens of an example and of a row.
+      input_file: path, folder or glob pattern of TFRecord files, or several of these.
+      max_sequence_length: number of tokens in each example and each row.
       max_predictions_per_seq: maximum number of masked tokens per example.
       eos_token_id: id of the end-of-text token.
       eval_data_size: ignored: the examples are counted.
@@ -67,7 +66,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
       enable_packing: in training, put several examples into a row.
       prepacking_batch_size: number of examples packed together.
       remask: in training, draw new masked tokens each epoch.
-      mlm_augmenter: how `remask` draws the tokens; see `MaskingSettings`.
+      mlm_augmenter: how `remask` draws the masked tokens; see `MaskingSettings`.
       num_samples: ignored: the examples are counted.
     """
 
@@ -82,7 +81,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
     remask: bool = False
     mlm_augmenter: MaskingSettings = pax_fiddle.instance_field(MaskingSettings)
     num_samples: int = -1
-    # Without packing: batches taken. With packing: window, and rows taken of it.
+    # Without packing: number of batches taken. With packing: current window, and number of rows taken from it.
     _position: int = dataclasses.field(default=0, init=False, repr=False)
     _window: int = dataclasses.field(default=0, init=False, repr=False)
     _row: int = dataclasses.field(default=0, init=False, repr=False)
@@ -110,11 +109,11 @@ class TFRecordBertInput(indexed.CheckpointedInput):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches until StopIteration; None in training."""
+        """Number of batches until `get_next` raises StopIteration; None in training."""
         return None if self.is_training else -(-len(self.records) // (self.batch_size * self.num_infeed_hosts))
 
     def input_specs(self) -> NestedMap:
-        """Returns the jax.ShapeDtypeStructs of one process's batch, as `get_next` returns it. Reads no file."""
+        """Returns the shapes and dtypes of the batches that `get_next` returns, as jax.ShapeDtypeStructs. Reads no file."""
         integers = jax.ShapeDtypeStruct((self.batch_size, self.max_sequence_length), np.int32)
         floats = jax.ShapeDtypeStruct((self.batch_size, self.max_sequence_length), np.float32)
         return NestedMap(
@@ -160,7 +159,6 @@ class TFRecordBertInput(indexed.CheckpointedInput):
         return indexed.ExampleOrder(len(self.records), self.is_training, self.is_training, seed)
 
     def _batch(self, rows: Rows) -> NestedMap:
-        """Returns a batch of these rows, filled up with empty rows to `batch_size`."""
         missing = self.batch_size - len(rows["labels"])
         padded = {name: np.pad(values, ((0, missing), (0, 0))) for name, values in rows.items()}
         real = np.arange(self.batch_size) < self.batch_size - missing
@@ -189,11 +187,11 @@ class TFRecordBertInput(indexed.CheckpointedInput):
             )
         return self._packed[1]
 
-    # Number and rows of the current window.
+    # Number and packed rows of the current window.
     _packed: tuple[int, Rows] | None = dataclasses.field(default=None, init=False, repr=False)
 
     def _pack(self, rows: Rows, window: int) -> Rows:
-        """Packs a window's examples into rows and shuffles the rows. In each row, segments are numbered from 1."""
+        """Packs a window's examples into rows, and shuffles the rows. In each row, segment ids count from 1."""
         lengths = (rows["segment_ids"] > 0).sum(axis=1)
         length = self.max_sequence_length
         kept = np.flatnonzero(lengths)
@@ -212,7 +210,7 @@ class TFRecordBertInput(indexed.CheckpointedInput):
         return {name: values[shuffled] for name, values in packed.items()}
 
     def _rows(self, indices: np.ndarray) -> Rows:
-        """Reads the examples at these positions of the example order, one per row; positions past the end are skipped."""
+        """Reads the examples at the given positions of the example order, one per row. Skips positions past the end."""
         numbers = self._order.examples(int(indices[0]), len(indices))
         numbers = numbers[numbers < len(self.records)]
         if not len(numbers):  # all rows of the last batch belong to other processes

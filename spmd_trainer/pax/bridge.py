@@ -1,23 +1,33 @@
-"""Makes praxis 1.4.0 (April 2024) run on a current JAX. All knowledge about old praxis is in this file.
+"""Makes praxis 1.4.0 (April 2024) run on a current JAX. All workarounds for the old praxis are in this file.
 
-`install()` adds an import hook. When praxis is imported, the hook first restores the names that praxis expects. Importing
+`install()` adds an import hook. When praxis is imported, the hook first restores the JAX names that praxis expects. Importing
 `spmd_trainer` calls `install()`, and so does `spmd_trainer_bridge.py` when a program imports praxis first. Until praxis is
 imported, nothing changes. Files in site-packages stay as they are, and calling `install()` twice has no further effect.
 
-| restored | why praxis needs it | how |
-|---|---|---|
-| `jax.tree_map` | 213 call sites; removed in JAX 0.6 | `jax.tree.map`, with the old rule that a None in the first tree gives None, whatever the other trees have there (chunked and lazy-prefix decode rely on it) |
-| `jax.tree_flatten` | `py_utils.update_matched_variables` | `jax.tree.flatten` |
-| `jax.lib.xla_client` | imported by `base_input` for custom device orders | a stand-in whose `OpSharding` raises an error: custom device orders are not supported |
-| `pxla.thread_resources` | finds the ambient mesh | a view of the mesh of `jax.set_mesh` or of `with mesh:` |
-| `jnp.reshape(newshape=)` | `decoder_utils` only (beam search, token samplers) | the module's `jnp` is wrapped to accept this keyword |
-| `jnp.issubdtype(array, ...)` | `optimizers.apply_ema_weights`; deprecated, an error in a later JAX | the module's `jnp` is wrapped to accept arrays |
-| `int(array of one element)` | `py_utils.get_enumeration_id`; a TypeError from numpy 2.4 on | the three ids are converted to scalars before the call |
-| `py_utils.with_sharding_constraint` | every split of an activation; XLA computes wrong products for some orders of a batch's axes | the order in which it computes right ones: `sharding.constraints.computable` |
-| (speed) `pax_fiddle.auto_config` of a lambda that calls nothing | class bodies of `optimizers`: fiddle parses the 3,000-line file twice, which takes 2 s at every start | such a lambda builds nothing, so it is returned unchanged |
-| (speed) the type hint of `BaseInput.dataset` | fiddle evaluates the type hints of every input it configures, and this hint imports TensorFlow (2 s and more) | the hint is `Any` |
-| (speed) `sympy`, `lingvo.core.symbolic`, `jax.experimental.sparse.linalg` | imported by modules that hardly use them (`sympy` by `layers.ngrammer`, for one function), together with scipy: a fifth of the import time at start | imported at their first use |
-| (speed) the modules of `praxis.layers` | the package imports all of them | imported when a name of theirs is first used (`_LazyNamesLoader`) |
+What is restored, why praxis needs it, and how:
+
+- `jax.tree_map`: 213 call sites; removed in JAX 0.6. Restored as `jax.tree.map` with the old rule that a None in the first tree
+  gives None, whatever the other trees have there (chunked and lazy-prefix decode rely on it).
+- `jax.tree_flatten`: used by `py_utils.update_matched_variables`. Restored as `jax.tree.flatten`.
+- `jax.lib.xla_client`: imported by `base_input` for custom device orders, which are not supported. Restored as a stand-in whose
+  `OpSharding` raises an error.
+- `pxla.thread_resources`: tells praxis the ambient mesh. Restored as a view of the mesh of `jax.set_mesh` or `with mesh:`.
+- `jnp.reshape(newshape=)`: used only by `decoder_utils` (beam search, token samplers), whose `jnp` is wrapped to accept it.
+- `jnp.issubdtype(array, ...)`: used by `optimizers.apply_ema_weights`; deprecated, an error in a later JAX. The `jnp` of
+  `optimizers` is wrapped to accept arrays.
+- `int(array of one element)`: in `py_utils.get_enumeration_id`; a TypeError from numpy 2.4 on. Its three ids become scalars.
+- `py_utils.with_sharding_constraint`: used for every split of an activation. XLA computes wrong products for some orders of the
+  mesh axes that split a batch, so they are put in an order for which it computes right ones: `sharding.constraints.computable`.
+
+What is changed for a faster start:
+
+- `pax_fiddle.auto_config` of a lambda that calls nothing, in class bodies of `optimizers`: fiddle would parse its 3,000 lines
+  twice, which takes 2 s at every start. Such a lambda builds nothing, so it is returned unchanged.
+- The type hint of `BaseInput.dataset` becomes `Any`. fiddle evaluates the type hints of every input that it configures, and the
+  original hint imports TensorFlow (2 s and more).
+- `sympy`, `lingvo.core.symbolic` and `jax.experimental.sparse.linalg` are imported at their first use. The modules that import
+  them hardly use them (`layers.ngrammer`: one function of `sympy`). With scipy, they take a fifth of the import time at start.
+- The modules of `praxis.layers` are imported when one of their names is first used (`_LazyNamesLoader`), not with the package.
 
 Not restored, because nothing here uses them: `jax.sharding.GSPMDSharding` (custom device orders), `PmapSharding` (pmap
 helpers), Pallas attention of 2024 (imported lazily by `gpu_fast_attention`), flax `fp8_ops.quantize_dequantize`.
@@ -64,16 +74,16 @@ def install() -> None:
 
 
 class PraxisFinder(importlib.abc.MetaPathFinder):
-    """Import hook that restores JAX's old names before praxis is executed, and fixes a few praxis modules after it.
+    """Import hook that restores JAX's old names before praxis is executed, and fixes a few praxis modules afterwards.
 
-    Changes happen when a module is executed, not when it is found.
+    Nothing changes when a module is found, only when it is executed.
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Returns the spec of a module that this hook handles, and None for any other module.
 
-        Handled are praxis, lingvo, `_LAYERS`, `_MODULE_MENDS` and, once praxis is imported, `_LAZY_MODULES`.
-        If praxis or lingvo is not installed, importing its spec raises an error with the command that installs it.
+        The hook handles praxis, lingvo, `_LAYERS`, `_MODULE_MENDS` and, once praxis is imported, `_LAZY_MODULES`. If praxis or
+        lingvo is not installed, executing the module raises an error with the command that installs it.
         """
         is_lazy = fullname in _LAZY_MODULES and "praxis" in sys.modules
         if not (fullname in installation.UNRESOLVABLE or fullname in _MODULE_MENDS or is_lazy or fullname == _LAYERS):
@@ -102,7 +112,7 @@ class _MissingLoader(importlib.abc.Loader):
 
 
 class _MendingLoader(importlib.abc.Loader):
-    """Wraps a module's loader to call functions before and after the module is executed."""
+    """Wraps a module's loader, and calls functions before and after the module is executed."""
 
     def __init__(
         self,
@@ -128,7 +138,7 @@ class _MendingLoader(importlib.abc.Loader):
 
 
 def names_by_module(source: str, package: str) -> dict[str, list[str]] | None:
-    """Parses a package's `__init__.py`, and returns the names that it imports from each module of the package.
+    """Returns the names that a package's `__init__.py`, given as source text, imports from each module of the package.
 
     Returns:
       {module name relative to the package: imported names}; None if the file has other statements, star imports or renames.
@@ -151,12 +161,12 @@ class _LazyNamesLoader(_MendingLoader):
 
     An `__init__.py` that does more than import names is executed unchanged.
 
-    `praxis/layers/__init__.py` imports 40 modules for their names, from conformers to vision transformers. A language model needs
-    a third of them; defining the classes of the others takes a tenth of the time of a restart.
+    `praxis/layers/__init__.py` imports 40 modules, from conformers to vision transformers. A language model needs a third of
+    them; importing the others takes a tenth of the time of a restart.
     """
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Attaches the names for import at first use; executes the module if `names_by_module` returns None."""
+        """Makes the package import each name at its first use; executes it as usual if `names_by_module` returns None."""
         names = names_by_module(self._loader.get_source(module.__name__), module.__name__)
         if names is None:
             self._loader.exec_module(module)
@@ -255,7 +265,7 @@ class _ThreadResources:
 
 
 class _AmbientMesh:
-    """The part of a mesh that praxis reads: axis names and the shape of `devices`. Also works while tracing."""
+    """The part of the ambient mesh that praxis reads: axis names and the shape of `devices`. Also works while tracing."""
 
     def __init__(self, mesh: Any):
         self.empty = mesh.empty

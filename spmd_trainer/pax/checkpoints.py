@@ -1,4 +1,4 @@
-"""Pax checkpoints: restored into a model, opened without a model, and converted to checkpoints of this trainer."""
+"""Restores Pax checkpoints into a model, opens them without a model, and converts them to checkpoints of this trainer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAX_LISTED = 10
 
 @dataclasses.dataclass(frozen=True)
 class PaxSource(CheckpointSource):
-    """A step of a Pax checkpoint, as a source to restore variables from.
+    """A step of a Pax checkpoint, opened as a source from which variables are restored.
 
     Attributes:
       contents: the opened step.
@@ -50,17 +50,17 @@ class PaxSource(CheckpointSource):
 
     @classmethod
     def of(cls, contents: Contents, wanted: Mapping[str, VariableSpec]) -> PaxSource:
-        """Returns the source of a step for a model. The model's shapes tell which part of a stored array is padding.
+        """Returns the source for restoring a step into a model. The model's shapes tell which part of an array is padding.
 
         Args:
-          contents: the step.
+          contents: the opened step.
           wanted: the model's variables by path, in the order of the state's leaves.
 
         Raises:
           PaxMismatchError: the step is a msgpack file whose structure can't be parsed, and its number of leaves differs from the
             model's.
-          PaxDamagedError: `wanted` has no variables with elements, and the step lacks an array that its metadata lists. If it
-            has some, `require_fit` reports the missing arrays.
+          PaxDamagedError: `wanted` has no variables with elements, and the step lacks an array that its metadata lists. If
+            `wanted` has some, `require_fit` reports the missing arrays instead.
         """
         # Pax saves no arrays without elements.
         stored = contents.by_path([path for path, spec in wanted.items() if 0 not in spec.logical_shape])
@@ -73,17 +73,17 @@ class PaxSource(CheckpointSource):
         return cls(contents.label, contents.step, saved, about, contents, arrays)
 
     def fits(self, path: str, shape: Sequence[int]) -> bool:
-        """Returns True if a saved variable can have this logical shape."""
+        """Returns True if the saved variable at `path` can have this logical shape."""
         return super().fits(path, shape) or shapes.can_be(self.arrays[path], shape)
 
     def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
         """Reads variables onto a mesh; see `CheckpointSource.read`."""
         arrays = {path: self.arrays[source[path]] for path in wanted}
-        # Each variable's padding is checked by one process, and all end with what it found.
+        # Each variable's padding is checked by one process. If it finds a fault, all processes raise an error.
         return agreed(lambda: placing.read_onto_mesh(wanted, arrays, mesh, self.name))
 
     def input_state(self) -> dict[str, Any] | None:
-        """Returns {'state': bytes}, the saved position of this process' training input; None and a warning if it is missing."""
+        """Returns {'state': bytes}, the saved position of this process' training input. If missing, warns and returns None."""
         folder = self.contents.path / steps.INPUT
         name = f"process_{jax.process_index()}-of-{jax.process_count()}"
         try:
@@ -98,11 +98,11 @@ class PaxSource(CheckpointSource):
 
 
 def open_source(directory: epath.Path, step: int | None, variables: TrainState) -> PaxSource | None:
-    """Opens a step of a Pax checkpoint. Called by every process.
+    """Opens a step of a Pax checkpoint. Every process must call this function.
 
     Args:
       directory: a directory of Pax checkpoints, the run's directory above it, or the directory of one step.
-      step: the step; None for the step whose directory was given, or the newest finished step.
+      step: the step number; None for the step whose directory was given, or the newest finished step.
       variables: the model's variables, as a TrainState of VariableSpecs.
 
     Returns:
@@ -132,17 +132,17 @@ def _open(found: steps.PaxDirectory, step: int | None) -> Contents:
         chosen, path = decided_by_process_0(lambda: [str(part) for part in steps.require(found.path, wanted)])
     except PaxNotFoundError:
         raise
-    except CheckpointNotFoundError as error:  # what the other processes raise, which is no UserError
+    except CheckpointNotFoundError as error:  # raised on processes other than 0; it is no UserError
         raise PaxNotFoundError(str(error)) from error
     return agreed(lambda: open_step(int(chosen), epath.Path(path)))
 
 
 def _as_saved(array: PaxArray, spec: VariableSpec | None, others: Mapping[str, PaxArray]) -> SavedVariable:
-    """Describes an array, with the model's logical shape if the stored shape allows it, otherwise with the checkpoint's shape.
+    """Describes a stored array, with the model's logical shape if that is possible, otherwise with the checkpoint's shape.
 
     Args:
-      array: the array.
-      spec: the model's variable of the same path, or None.
+      array: the stored array.
+      spec: the model's variable with the same path, or None.
       others: all arrays of the checkpoint by path.
     """
     shape = array.shape
@@ -155,7 +155,7 @@ def _as_saved(array: PaxArray, spec: VariableSpec | None, others: Mapping[str, P
 
 
 def _padded_unlike_its_variable(array: PaxArray, spec: VariableSpec, others: Mapping[str, PaxArray]) -> bool:
-    """Returns True if an optimizer state has the logical shape of its variable, but is stored with another shape."""
+    """Returns True if an optimizer state has the logical shape of its model variable, but another stored shape."""
     variable = shapes.variable_of(array.path, others)
     same = variable is not None and variable.logical_shape == tuple(spec.logical_shape)
     return same and variable is not None and variable.stored_shape != array.stored_shape
@@ -173,11 +173,11 @@ def read_checkpoint(directory: epath.PathLike, step: int | None = None) -> Train
 
     Args:
       directory: a directory of Pax checkpoints, the run's directory above it, or the directory of one step.
-      step: the step; None for the newest.
+      step: the step number; None for the newest step.
 
     Returns:
       A TrainState whose leaves are PaxArrays, in dicts and lists: `tree.mdl_vars['params']['lm']`, `tree.opt_states[0]`. A leaf
-      is read on conversion (`np.asarray(leaf)`) or indexing (`leaf[:10]`). It has its logical shape if the checkpoint tells it.
+      is read on conversion (`np.asarray(leaf)`) or indexing (`leaf[:10]`). It has no padding if its logical shape is known.
 
     Raises:
       PaxNotFoundError: there is no such checkpoint.
@@ -197,7 +197,7 @@ def read_checkpoint(directory: epath.PathLike, step: int | None = None) -> Train
 
 
 def open_checkpoint(directory: epath.PathLike, step: int | None = None) -> Contents:
-    """Opens a step; see `read_checkpoint`."""
+    """Opens a step of a Pax checkpoint. Arguments and errors are those of `read_checkpoint`."""
     found = steps.find(epath.Path(directory))
     if found is None:
         raise PaxNotFoundError(
@@ -207,7 +207,7 @@ def open_checkpoint(directory: epath.PathLike, step: int | None = None) -> Conte
 
 
 def _with_lists(node: Any) -> Any:
-    """Turns dicts whose keys are numbers into lists. An index without variables becomes None."""
+    """Turns dicts whose keys are numbers into lists, with None where a number is missing."""
     if not isinstance(node, dict):
         return node
     children = {key: _with_lists(child) for key, child in node.items()}
@@ -229,10 +229,10 @@ def convert(
     Args:
       src: a directory of Pax checkpoints, the run's directory above it, or the directory of one step.
       dst: a directory of checkpoints of this trainer, e.g. 'runs/mine/checkpoints'.
-      step: the step; None for the newest.
+      step: the step number; None for the newest step.
       variables: the model's state, as a TrainState of VariableSpecs. Without it, the logical shapes of optimizer states are
         derived from those of the model variables.
-      mesh: the mesh of `variables`.
+      mesh: the mesh over which `variables` are split.
 
     Returns:
       The step number.
@@ -240,7 +240,7 @@ def convert(
     Raises:
       PaxMismatchError: the checkpoint has other variables than `variables`, its padding is not zero, or without `variables`,
         some logical shape can't be derived.
-      PaxError: `dst` is in the Pax directory, or already has this step or a newer one. Also see `read_checkpoint`.
+      PaxError: `dst` is in the Pax directory, or already has this step or a newer one. See `read_checkpoint` for others.
       CheckpointError: the step can't be written.
     """
     contents, target = open_checkpoint(src, step), epath.Path(dst)
@@ -276,7 +276,7 @@ def _check_target(contents: Contents, target: epath.Path) -> None:
 
 
 def _described(contents: Contents, mesh: Mesh) -> tuple[dict[str, VariableSpec], Mapping[str, PaxArray]]:
-    """Returns the VariableSpecs and the arrays by path, from the checkpoint's metadata alone. The specs split no dimension."""
+    """Returns {path: VariableSpec} and {path: array} from the checkpoint's metadata alone. The specs split no dimension."""
     arrays = contents.by_path()
     unknown = [array for array in arrays.values() if array.logical_shape is None]
     if unknown:

@@ -26,20 +26,20 @@ from spmd_trainer.pax.errors import PaxDamagedError, PaxError
 from spmd_trainer.sharding.specs import entry_axes
 from spmd_trainer.storage import backends, json_values, reading
 
-# Pax's history of versions; `metadata` holds them from 1.0 on.
+# All versions of Pax's checkpoint format. From 1.0 on, the version is in `metadata`.
 _VERSIONS = (0.0, 1.0, 1.1, 1.2)
 _OCDBT_VERSION = 1.2
 _OCDBT_MANIFEST = "manifest.ocdbt"
 _MSGPACK_FILE = "checkpoint"
 # Orbax's record of how each array was sharded.
 _SHARDING_FILE = "_sharding"
-# Not arrays, beside the directories of arrays.
+# Files that stand beside the directories of arrays.
 _FILES = (_MSGPACK_FILE, "commit_success.txt")
 _MAX_LISTED = 10
 _INDEX = re.compile(r"/(\d+)(?=/|$)")
 _TRAILING_INDICES = re.compile(r"^(.*?)((?:_\d+)*)$")
 _INDEXED_ROOTS = ("opt_states", "extra_state")
-# praxis keeps the optimizer states of repeated layers apart: 'p#2#i-1' is the key of those of 2 layers, 'no_prefix' of the rest.
+# praxis groups optimizer states: the key 'p#2#i-1' has those of a layer that is repeated twice, 'no_prefix' all other ones.
 _NO_PREFIX, _PREFIX = "no_prefix", "p#"
 
 
@@ -48,11 +48,11 @@ class Contents:
     """One step of a Pax checkpoint.
 
     Attributes:
-      step: the step.
-      path: its directory or file.
-      version: Pax's version of the checkpoint.
+      step: the step number.
+      path: the step's directory or file.
+      version: the version of Pax's checkpoint format.
       kind: 'zarr', 'ocdbt' or 'msgpack'.
-      stored: the arrays by their names on disk; those of a msgpack file by the paths of its printed structure.
+      stored: {name on disk: array}; for a msgpack file, {path in its printed structure: array}.
       noted: the paths of the model variables that the metadata lists; empty if it lists none.
       flax: the leaves of a msgpack file; None for the other kinds.
     """
@@ -71,7 +71,7 @@ class Contents:
         return f"Pax checkpoint {self.path}"
 
     def by_path(self, model: Sequence[str] = ()) -> dict[str, PaxArray]:
-        """Returns the arrays by path.
+        """Returns {path of a variable: its stored array}.
 
         Args:
           model: the paths of the model's variables, in the order of the state's leaves. An array whose name on disk matches a
@@ -107,18 +107,18 @@ class Contents:
 
 
 def open_step(step: int, path: epath.Path) -> Contents:
-    """Opens a step.
+    """Opens one step of a Pax checkpoint.
 
     Args:
-      step: the step.
-      path: its directory, or the msgpack file of version 0.0.
+      step: the step number.
+      path: the step's directory, or its msgpack file if the version is 0.0.
 
     Raises:
       PaxError: the version or the layout is unknown.
       PaxDamagedError: files are missing or malformed.
     """
     label = f"Pax checkpoint {path}"
-    # TensorStore opens files itself.
+    # TensorStore opens files itself, and would wait for a named pipe.
     step_files.read(f"looking at {path}", lambda: reading.require_regular_below(path))
     if not step_files.read(f"looking at {path}", path.is_dir):
         return _open_msgpack(step, path, 0.0, path)
@@ -167,7 +167,7 @@ def _parts(path: epath.Path, label: str) -> tuple[float, dict[str, tuple[int, ..
 
 
 def _read_metadata(path: epath.Path) -> tuple[float, dict[str, tuple[int, ...]] | None]:
-    """Returns the version, and {name of a model variable: logical shape} if the metadata has them."""
+    """Returns the version, and {path of a model variable: logical shape} (None if the metadata has no shapes)."""
     file = path / steps.METADATA / steps.METADATA
     try:
         metadata = json_values.parse_object(step_files.read(f"reading {file}", lambda: json_values.content_of(file)))
@@ -231,7 +231,7 @@ def _opened(specs: Mapping[str, dict[str, Any]], label: str) -> dict[str, PaxArr
 
 
 def _sharding(state_dir: epath.Path, in_state: Sequence[str]) -> dict[str, Any]:
-    """Returns {name: Orbax's record of the array's sharding}; empty if the record is missing or can't be parsed."""
+    """Returns {array name: Orbax's record of the array's sharding}; {} if the file of records is missing or can't be parsed."""
     if _SHARDING_FILE not in in_state:
         return {}
     file = state_dir / _SHARDING_FILE
@@ -239,7 +239,7 @@ def _sharding(state_dir: epath.Path, in_state: Sequence[str]) -> dict[str, Any]:
         entries = json_values.parse_object(step_files.read(f"reading {file}", lambda: json_values.content_of(file)))
         return {base64.b64decode(name).decode(): json_values.parse(entry) for name, entry in entries.items()}
     except (ValueError, TypeError):
-        return {}  # It only narrows which stored shapes are possible.
+        return {}  # The records only narrow which stored shapes are possible.
 
 
 def _described(
@@ -258,7 +258,7 @@ def _described(
 
 
 def _noted_shards(entry: Any, rank: int) -> tuple[int, ...] | None:
-    """Returns the number of shards along each dimension from Orbax's record of a NamedSharding; None if it is invalid."""
+    """Returns the number of shards along each dimension, from Orbax's record of a NamedSharding; None if that is invalid."""
     try:
         sizes = dict(zip(entry["axis_names"], entry["shape"], strict=True))
         counts = []
@@ -270,20 +270,20 @@ def _noted_shards(entry: Any, rank: int) -> tuple[int, ...] | None:
 
 
 def directory_name(path: str) -> str:
-    """Returns the name of a variable's zarr directory."""
+    """Returns the name of the zarr directory of the variable with this path."""
     return _INDEX.sub(r"_\1", path).replace("/", ".")
 
 
 def dotted_name(path: str) -> str:
-    """Returns a variable's name in an OCDBT database: its keys joined by dots."""
+    """Returns the name of the variable with this path in an OCDBT database: the path's keys joined by dots."""
     return path.replace("/", ".")
 
 
 def path_of(name: str) -> str:
     """Returns the path of a variable, given its name on disk.
 
-    '_0' in a name may be an index (`opt_states_0`) or belong to a layer's name (`x_layers_0`). It is read as an index only after
-    `opt_states`, `extra_state` and praxis' prefixes. If a model is at hand, compare names made from its paths instead.
+    '_0' in a name may be a list index (`opt_states_0`) or belong to a layer's name (`x_layers_0`). It is read as an index only
+    after `opt_states`, `extra_state`, `no_prefix` and the like. If the model is known, compare names made from its paths instead.
     """
     keys = name.split(".")
     root = _with_indices(keys[0])
@@ -306,12 +306,12 @@ def _with_indices(key: str) -> list[str]:
 
 
 def _prefix_size(keys: list[str]) -> int:
-    """Returns how many of the first keys form one praxis prefix. A prefix can contain dots, as 'p#2.3#i0.i-1' does."""
+    """Returns how many of the first keys form a praxis prefix: 0 if there is none, 1 for 'p#2#i-1', 3 for 'p#2.3#i0.i-1'."""
     if keys[0].startswith(_NO_PREFIX):
         return 1
     if not keys[0].startswith(_PREFIX):
         return 0
     for number, key in enumerate(keys):
         if key.removeprefix(_PREFIX if number == 0 else "").count("#"):
-            return 2 * number + 1  # as many mappings as dimensions
+            return 2 * number + 1  # there are as many mappings (i0.i-1) as dimensions (2.3)
     return 0

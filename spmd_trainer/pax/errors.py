@@ -1,6 +1,6 @@
-"""Errors of Pax checkpoints.
+"""Errors that are raised while Pax checkpoints are read.
 
-Each derives from `UserError` and from its counterpart in `checkpointing.errors`, e.g. `PaxNotFoundError` from
+Each class derives from `UserError` and from its counterpart in `checkpointing.errors`, e.g. `PaxNotFoundError` from
 `CheckpointNotFoundError`.
 """
 
@@ -20,12 +20,12 @@ class PaxError(CheckpointError, UserError):
 
 
 class PaxNotFoundError(PaxError, CheckpointNotFoundError):
-    """The directory has no such step, or no finished step."""
+    """The checkpoint directory doesn't have the requested step, or has no finished step."""
 
 
 class PaxDamagedError(PaxError, DamagedCheckpointError):
-    """The checkpoint lacks files, or its files don't hold what Pax writes."""
+    """The checkpoint lacks files, or the content of its files is not what Pax writes."""
 
 
 class PaxMismatchError(PaxError, CheckpointMismatchError):
-    """The checkpoint's variables are not those of the model."""
+    """The checkpoint's variables differ from those of the model."""

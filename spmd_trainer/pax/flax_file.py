@@ -1,4 +1,4 @@
-"""Reads a Pax checkpoint that is one msgpack file. It holds leaves by position, and the printed structure of the state."""
+"""Reads a Pax checkpoint that is one msgpack file: the leaves of the state as a list, and its PyTreeDef as printed by JAX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 LEAVES, STRUCTURE = "flattened_state", "str_pytree_state"
-# What JAX prints of a structure is Python, but for its leaves and objects without a literal. Texts stay as they are.
+# The text that JAX prints for a PyTreeDef is Python, except its leaves (*) and objects (<...>). String literals are kept.
 _PRINTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|<[^<>]*>|\*""")
 _AS_PYTHON = {"*": "leaf", "<": "None"}
 _FIELDS = {"TrainState": ("step", "mdl_vars", "opt_states", "extra_state")}
@@ -34,16 +34,16 @@ class FlaxLeaves:
     """The leaves of a msgpack file.
 
     Attributes:
-      leaves: arrays by position, ascending; without those where the state held a node without an array.
-      paths: the paths of the leaves, from the printed structure; None if it can't be parsed. Fields of named tuples are
-        written as their positions.
+      leaves: {position: array}, ascending. Positions at which the state had no array are left out.
+      paths: the paths of the leaves at all positions, from the printed structure; None if it can't be parsed. Paths have
+        the position of a named tuple's field in place of its name.
     """
 
     leaves: dict[int, npt.NDArray[Any]]
     paths: tuple[str, ...] | None
 
     def array(self, position: int, path: str) -> PaxArray:
-        """Returns the leaf at a position as a PaxArray."""
+        """Returns the leaf at a position as a PaxArray with the given path."""
         leaf = self.leaves[position]
 
         def start(index: Index) -> Callable[[], npt.NDArray[Any]]:
@@ -107,7 +107,6 @@ def structure_paths(printed: str) -> list[str] | None:
 
 
 def _leaf_paths(node: ast.expr, path: str) -> Iterator[str]:
-    """Yields the paths of the leaves of a node."""
     keys: Sequence[Any]
     match node:
         case ast.Name(id="leaf"):
@@ -135,18 +134,18 @@ def _leaf_paths(node: ast.expr, path: str) -> Iterator[str]:
 
 
 def by_structure(flax: FlaxLeaves) -> dict[str, PaxArray]:
-    """Returns the arrays under the paths of the printed structure, or under their positions if it can't be parsed."""
+    """Returns {path: array}, with paths from the printed structure, or from positions if the structure can't be parsed."""
     paths = {i: flax.paths[i] if flax.paths else f"{LEAVES}/{i}" for i in flax.leaves}
     return {path: flax.array(i, path) for i, path in paths.items()}
 
 
 def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str, PaxArray]:
-    """Returns the arrays under the model's paths, in order; as `by_structure` if the printed structure contradicts the model.
+    """Returns {model's path: array}, matched by their order. If the structure contradicts the model, returns `by_structure`.
 
     Args:
-      flax: the leaves.
+      flax: the leaves of the msgpack file.
       model: the paths of the model's state, in the order of its leaves.
-      label: names the checkpoint in messages.
+      label: the checkpoint's name in error messages.
 
     Raises:
       PaxMismatchError: the file has another number of leaves than the model, and its structure can't be parsed.
@@ -168,6 +167,6 @@ def by_position(flax: FlaxLeaves, model: Sequence[str], label: str) -> dict[str,
 
 
 def _may_be_same(printed: str, path: str) -> bool:
-    """Returns True if a printed path can be this path of the model. JAX prints positions instead of a named tuple's fields."""
+    """Returns True if a path from the printed structure, which has positions for named tuples' fields, can be a model's path."""
     ours, theirs = path.split("/"), printed.split("/")
     return len(ours) == len(theirs) and all(a == b or b.isdigit() for a, b in zip(ours, theirs, strict=True))

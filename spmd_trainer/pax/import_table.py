@@ -1,6 +1,6 @@
-"""Tables of names in modules of Pax, and in earlier modules of this trainer, that have no code here: where each name is now.
+"""Tables of importable modules that have no file of their own: modules of Pax, and former modules of this trainer.
 
-A name that has no counterpart can be imported; using it raises an error that says what to use instead.
+The tables say where each name of such a module is now. Using a name without a counterpart raises an error with a replacement.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STANDING: dict[str, dict[str, str]] = {
         "retrieve_latest_checkpoint_step retrieve_latest_checkpoint_step_if_exists"
     },
     "decode_programs": {"base_experiment": "SingleTaskDecodeProgram"},
-    "interop": {"": "hf pax"},  # the rooms' earlier names
+    "interop": {"": "hf pax"},  # the former parent package of `hf` and `pax`
     "learners": {
         "step.learner": "Learner MultiOptimizerLearner global_norm has_ema",
         "step.masks": "get_excluded_var_mask_for_grad get_excluded_var_mask_for_opt",
@@ -46,12 +46,12 @@ STANDING: dict[str, dict[str, str]] = {
     "programs": {
         "base_experiment": "BaseEvalProgram BaseTrainProgram Program SingleTaskEvalProgram SingleTaskTrainProgram"
     },
-    "shard_map_partitioning": {  # no name of Pax, but one that users import
+    "shard_map_partitioning": {  # not a module of Pax, but one that users import
         "step.collectives": "fold_rng_over_axis gather_params shard_params sync_gradients",
         "step.minibatches": "accumulate_gradients",
         "step.shard_map": "ShardMapPartitioner",
     },
-    # Earlier names of modules here, which experiments import.
+    # Former modules of this trainer, which experiments import.
     "metrics": {},
     "metrics.early_stopping": {"training.early_stopping": "EarlyStopping"},
     "metrics.writers": {"training.summary_writers": "METRICS_FILE SummaryError SummaryWriters read_metrics"},
@@ -101,7 +101,7 @@ ABSENT: dict[str, dict[str, str]] = {
     ),
     "tuning_lib": {"tune": "use --mode=sweep", "EarlyStoppingFn": "give task.early_stopping_fn"},
 }
-# Modules, and packages whose modules, are read from an installed paxml; see `published.py`.
+# Modules, and packages of modules, that are read from an installed paxml; see `published.py`.
 MODULES = ("automl", "automl_interfaces", "host_callback")
 PACKAGES = (
     *("tasks.lm.params", "tasks.vision.params", "tasks.test"),
@@ -110,7 +110,7 @@ PACKAGES = (
 
 
 class PaxModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that finds and creates the modules of these tables, as `spmd_trainer.NAME`."""
+    """Import hook that creates the modules listed in this file's tables, under the names `spmd_trainer.NAME`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -127,7 +127,7 @@ class PaxModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Gives a module a `__getattr__` for its names. For a package of `PACKAGES`, installs `published`'s import hook."""
+        """Gives a module a `__getattr__` that finds its names. For a package in `PACKAGES`, calls `published.install`."""
         name = module.__name__.partition(".")[2]
         if name in PACKAGES:
             from spmd_trainer.pax import published

@@ -1,4 +1,4 @@
-"""Reads stored arrays onto a mesh, only the shards of this process's devices. Drops Pax's padding, and checks that it is zero."""
+"""Reads the arrays of a Pax checkpoint onto a mesh. Drops the padding that Pax added, after a check that it is zero."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from spmd_trainer.pax.arrays import Index, PaxArray
 from spmd_trainer.pax.errors import PaxMismatchError
 from spmd_trainer.sharding.variables import VariableSpec
 
-# Bytes that are read ahead of the variable that is being placed, if the largest variable is smaller.
+# Maximum number of bytes that are being read at a time. A larger variable is read alone.
 _AHEAD_BYTES = 16 << 20
-# After so many bytes, memory that the C library keeps of freed chunks is given back: it grew to a quarter of the state.
+# After this many bytes, memory that was freed is returned to the system: it had grown to a quarter of the state's size.
 _TRIM_BYTES = 64 << 20
 
 
 def read_onto_mesh(
     wanted: Mapping[str, VariableSpec], source: Mapping[str, PaxArray], mesh: Mesh, checkpoint: str
 ) -> dict[str, jax.Array]:
-    """Reads variables onto a mesh. A process reads its devices' shards, and holds at most one large variable besides them.
+    """Reads variables onto a mesh. Each process reads only the shards of its own devices, about one variable at a time.
 
     Args:
       wanted: the model's variables by path.
       source: the stored array of each variable, by the same path. Floating-point dtypes are converted to the model's.
-      mesh: the mesh.
-      checkpoint: names the checkpoint in messages.
+      mesh: the mesh on which the variables are placed.
+      checkpoint: the checkpoint's name in error messages.
 
     Returns:
       {path: array at its padded shape}, with zeros in the padding.
 
     Raises:
-      PaxMismatchError: Pax's padding holds values other than zero.
+      PaxMismatchError: the padding of a stored array holds values other than zero.
       PaxDamagedError, CheckpointReadError: an array can't be read.
     """
 
@@ -45,7 +45,7 @@ def read_onto_mesh(
         return _start(source[path], spec, sharding)
 
     result = place(wanted, mesh, start, ahead_bytes=_AHEAD_BYTES, trim_bytes=_TRIM_BYTES)
-    # Together the processes check all variables.
+    # Each process checks the padding of some variables; together they check all.
     mine = list(wanted.items())[jax.process_index() :: jax.process_count()]
     faults = [fault for path, spec in mine if (fault := _padding_fault(source[path], spec))]
     if faults:
@@ -68,7 +68,6 @@ def _start(array: PaxArray, spec: VariableSpec, sharding: NamedSharding) -> Read
 
 
 def _padded(part: npt.NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Returns a shard of this shape: the logical part, then zeros."""
     if part.shape == shape:
         return np.asarray(part, dtype, order="C")
     shard = np.zeros(shape, dtype)

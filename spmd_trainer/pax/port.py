@@ -1,4 +1,4 @@
-"""Reports the changes and packages that an experiment file written for paxml needs here, without importing the file."""
+"""Reports, without importing it, which changes and packages an experiment file written for paxml needs to run on this trainer."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from spmd_trainer.pax.port_names import Finding
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The requirements of one file.
+    """What one experiment file written for paxml needs to run on this trainer.
 
     Attributes:
       path: the file.
-      names: names of paxml and praxis that don't exist here, or can't be used.
-      settings: fields of the task that are ignored, refused or unknown.
-      methods: overridden methods of Pax's BaseExperiment that have another meaning here.
-      extras: uses that need an extra of this package, or an environment setting.
-      packages: other packages that are not installed.
-      mentions: lines with strings that begin with 'paxml.'.
-      diff: the renamed file as a unified diff.
+      names: paxml and praxis names that this trainer doesn't have, or that can't be used.
+      settings: task fields that this trainer ignores, refuses or doesn't know.
+      methods: overridden methods of Pax's BaseExperiment that have another effect in this trainer than in Pax.
+      extras: names that need an extra of spmd-trainer, another package, or an environment setting.
+      packages: other imported packages that are not installed.
+      mentions: numbers of the lines with strings that begin with 'paxml.'.
+      diff: unified diff that renames the file's imports.
     """
 
     path: pathlib.Path
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def runs(self) -> bool:
-        """True if the renamed file runs without other changes."""
+        """True if the file runs after its imports are renamed, without other changes."""
         return not any(finding.blocks for finding in [*self.names, *self.settings, *self.methods])
 
     def _summary(self) -> str:
@@ -76,7 +76,7 @@ class Report:
         return f"{what}, once its requirements are installed and set" if lacks else what
 
     def text(self) -> str:
-        """Returns the report: a line per finding, then the diff."""
+        """Returns the report as text: a line per finding, then the diff."""
         mentions = [Finding(line, "'paxml.…'", "a string; not renamed", blocks=False) for line in self.mentions]
         sections = {
             "Without a counterpart here": self.names,
@@ -95,7 +95,7 @@ class Report:
 
 
 def print_reports(module: str) -> bool:
-    """Prints the report of a file, or of each file of a package; returns True if every file needs only the renaming.
+    """Prints the report of a file, or of each file of a package. Returns True if renaming the imports is enough for every file.
     `module`: path of a file or folder, or a dotted name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Looks up the names of paxml and praxis that a file uses: finds missing names and needed packages."""
+"""Looks up the paxml and praxis names that an experiment file uses: finds missing names and needed packages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INSTEAD = {
     "paxml.tf_data_service_lib": "every process of a training job reads its own share of the data",
     "paxml.train": "call spmd_trainer.train(experiment, job_log_dir)",
 }
-# Names whose use needs an extra, and packages that an extra installs. {name or its beginning: (extra, package)}
+# {module or package name: (extra of spmd-trainer that its use needs, package that the extra installs)}
 EXTRAS = {
     "paxml.seqio_input": ("seqio", "seqio"),
     "paxml.tasks.lm.params.c4": ("seqio", "seqio"),
@@ -45,12 +45,12 @@ EXTRAS = {
     "tokenizers": ("hf", "tokenizers"),
     "sklearn": ("vision", "sklearn"),
 }
-# Object stores that inputs and tokenizers may read from.
+# Object stores that inputs and tokenizers may read from. {beginning of a path: (extra, package)}
 STORES = {"gs://": ("gcs", "gcsfs"), "s3://": ("s3", "s3fs")}
 _MISSING = object()
-# The first missing names are compared with those that exist, which is slow.
+# Only this many missing names are compared with existing names, to suggest a similar one, because that is slow.
 _HINTED = 500
-# Errors of a module's import that say that a name it uses is missing or other than it expects.
+# An import that fails with one of these errors uses a name that is missing, or that is not what it expects.
 _OF_NAMES = (ImportError, AttributeError, NameError, TypeError, UserError)
 # {module: why its import failed}. A second import would fail with another error, because part of the first one remains.
 _failures: dict[str, Exception] = {}
@@ -58,14 +58,14 @@ _failures: dict[str, Exception] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A finding about a line.
+    """An entry of the porting report: what the user should know about one line of an experiment file.
 
     Attributes:
       line: line number, from 1.
       name: the name or field that the line uses or sets.
-      text: the finding.
-      blocks: True if the renamed file does not run because of this.
-      lacks: True if something must be installed or set first.
+      text: what the report says about the name.
+      blocks: True if this keeps the file from running after its imports are renamed.
+      lacks: True if a package must be installed, or something set, before the file runs.
     """
 
     line: int
@@ -76,16 +76,16 @@ class Finding:
 
 
 def missing_names(source: Source) -> Iterator[Finding]:
-    """Yields the names of paxml and praxis that don't exist here. Imports the trainer's modules and praxis.
+    """Yields a finding for each paxml or praxis name in the file that this trainer or praxis doesn't have. Imports both.
 
-    Names that can't be looked up, because something is not installed or set, are findings that don't block.
+    If a name can't be looked up because a package or an environment setting is missing, its finding has `blocks=False`.
     """
     reported: set[str] = set()
     for use in source.uses:
         if use.path.partition(".")[0] not in (PAX, "praxis", OURS):
             continue
         if any(use.path[:end] in reported for end, letter in enumerate(use.path) if letter == "."):
-            continue  # of a name that is reported already
+            continue  # below a name that is reported already
         found = _look_up(use, is_hinted=len(reported) < _HINTED)
         if found is not None:
             reported.add(found.name)
@@ -93,7 +93,7 @@ def missing_names(source: Source) -> Iterator[Finding]:
 
 
 def extras(source: Source) -> Iterator[Finding]:
-    """Yields the first use of each extra's packages."""
+    """Yields a finding for the first use of each name that needs a package extra, e.g. `spmd-trainer[seqio]`."""
     seen: set[tuple[str, str]] = set()
     for use in source.uses:
         for prefix, (extra, package) in EXTRAS.items():
@@ -107,7 +107,7 @@ def extras(source: Source) -> Iterator[Finding]:
 
 
 def absent_packages(source: Source) -> Iterator[Finding]:
-    """Yields the packages that are neither installed nor next to the file."""
+    """Yields a finding for each imported package that is neither installed, next to the file, nor in the working directory."""
     for use in source.packages():
         if use.path in (PAX, OURS) or use.path in EXTRAS or _is_installed(use.path):
             continue
@@ -123,7 +123,7 @@ def _needs_extra(line: int, name: str, extra: str, package: str) -> Finding:
 
 
 def find(path: str) -> Any:
-    """Returns the object with a full name of paxml or another package, looked up here; None if it doesn't exist."""
+    """Imports the object with a full dotted name, with `paxml` read as `spmd_trainer`. Returns None if it doesn't exist."""
     found, rest = _follow(path)
     return None if rest else found
 
@@ -154,13 +154,12 @@ def _look_up(use: Use, *, is_hinted: bool) -> Finding | None:
 
 
 def _of_failed_import(use: Use, error: Exception) -> Finding:
-    """Returns a finding for a name whose module fails to import."""
     absent = error if isinstance(error, ImportError) else error.__cause__
     extra = EXTRAS.get(str(absent.name).partition(".")[0]) if isinstance(absent, ImportError) else None
     if extra is not None:
         return _needs_extra(use.line, use.path, *extra)
     missing = absent.name if isinstance(absent, ModuleNotFoundError) else None
-    # The modules that are read from paxml say how to install it.
+    # Modules that are read from an installed paxml have an error message that says how to install it.
     if missing and (missing == PAX or not _is_installed(missing)):
         text = str(absent) if missing == PAX else f"needs the package {missing}, which is not installed"
         return Finding(use.line, use.path, text, blocks=False, lacks=True)
@@ -173,7 +172,7 @@ def _of_failed_import(use: Use, error: Exception) -> Finding:
 
 
 def _follow(path: str) -> tuple[Any, list[str]]:
-    """Returns the last existing object of a full name, and the missing names after it.
+    """Follows a full dotted name. Returns the last object on it that exists, and the names after that, which are missing.
 
     Attributes of instances and functions are not looked up, because they may be set at run time.
     """
@@ -194,7 +193,7 @@ def _follow(path: str) -> tuple[Any, list[str]]:
 
 
 def _submodule(package: types.ModuleType, dotted: str) -> Any:
-    """Imports a module of a package; returns `_MISSING` if the module doesn't exist."""
+    """Imports and returns a module of a package; returns `_MISSING` if the module doesn't exist."""
     if not hasattr(package, "__path__"):
         return _MISSING
     if dotted in _failures:

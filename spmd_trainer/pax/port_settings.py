@@ -1,4 +1,4 @@
-"""Settings and methods of a paxml experiment file that have no effect here, or are refused."""
+"""Finds the settings and methods of a paxml experiment file that have no effect in this trainer, or that it refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmd_trainer.pax.port_names import Finding
 from spmd_trainer.pax.port_source import Source
 from spmd_trainer.step.learner import Learner
 
-# The sections of a task by their path below it.
+# {path below the task: class of the settings at this path}. Each is called a section of the task.
 SECTIONS: Mapping[str, type] = {
     "": tasks_lib.SingleTask,
     "train": tasks_lib.SingleTask.Train,
@@ -25,12 +25,12 @@ SECTIONS: Mapping[str, type] = {
     "infer": tasks_lib.SingleTask.Infer,
     "vn": task_fields.VariationalNoise,
 }
-# Fields of Pax's Learner that have no effect here unless they are None.
+# Fields of Pax's Learner that are refused here unless they are None.
 _REFUSED_OF_LEARNER = {
     "train.learner.stochastic_gradient": "gradients are those of the mean loss over the batch",
     "train.learner.skip_zero_gradients": "leave it None",
 }
-# Methods of Pax's BaseExperiment: (meaning of an override here, whether it is refused).
+# {method of Pax's BaseExperiment: (effect of overriding it here, whether overriding it is refused)}
 METHODS = {
     "train_programs": ("a custom training program is refused; use task.train.callbacks", True),
     "eval_programs": ("only SingleTaskEvalPrograms of eval_datasets() are accepted", False),
@@ -39,12 +39,12 @@ METHODS = {
     "sub_experiments": ("has no effect: the experiment itself is trained", False),
 }
 _CONFIG_MAKERS = ("Config", "PaxConfig")
-# Names of a task's config in experiment files.
+# Usual names of a task's config in experiment files.
 _TASK_NAMES = ("task_p", "task")
 
 
 def settings(source: Source) -> Iterator[Finding]:
-    """Yields the task's fields set by a file that are ignored, refused or unknown here."""
+    """Yields a finding for each task field that the file sets and that this trainer ignores, refuses or doesn't know."""
     seen = set()
     for path, value, line in sorted(_assignments(source), key=lambda found: found[2]):
         found = _judge(path, value, line)
@@ -54,7 +54,7 @@ def settings(source: Source) -> Iterator[Finding]:
 
 
 def methods(source: Source) -> Iterator[Finding]:
-    """Yields overridden experiment methods that have another meaning here."""
+    """Yields a finding for each experiment method that the file overrides and that this trainer treats differently from Pax."""
     classes = {node.name: node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)}
     for cls in classes.values():
         if not _is_experiment(cls, classes, source, set()):
@@ -66,7 +66,7 @@ def methods(source: Source) -> Iterator[Finding]:
 
 
 def _judge(path: str, value: ast.expr | None, line: int) -> Finding | None:
-    """Returns the effect of setting a field, e.g. 'train.async_summary_writing'; None if it works."""
+    """Returns a finding about setting the task field `path`, e.g. 'train.async_summary_writing'; None if the field works."""
     section, _, field = path.rpartition(".")
     cls = SECTIONS[section]
     known = {item.name: item for item in dataclasses.fields(cls)}
@@ -94,7 +94,7 @@ def _is_default(value: ast.expr | None, default: Any) -> bool:
 
 
 def _assignments(source: Source) -> Iterator[tuple[str, ast.expr | None, int]]:
-    """Yields (path below the task, value, line) of each field of a task that the file sets."""
+    """Yields (path below the task, value, line) for each task field that the file sets."""
     scopes = [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.Module)]
     for scope in scopes:
         known = dict.fromkeys(_TASK_NAMES, "")
@@ -115,7 +115,6 @@ def _assignments(source: Source) -> Iterator[tuple[str, ast.expr | None, int]]:
 def _set_by(
     target: ast.expr, value: ast.expr | None, known: Mapping[str, str]
 ) -> Iterator[tuple[str, ast.expr | None, int]]:
-    """Yields the field that an assignment to `target` sets, if it is a field of a task."""
     if not isinstance(target, ast.Attribute):
         return
     section = _section_of_target(target.value, known)
@@ -126,7 +125,7 @@ def _set_by(
 def _set_in_call(
     call: ast.Call, known: Mapping[str, str], source: Source
 ) -> Iterator[tuple[str, ast.expr | None, int]]:
-    """Yields the fields that the keywords of a call set: Config(SingleTask.Train, x=1), SingleTask.Train(x=1), p.set(x=1)."""
+    """Yields the fields set by a call's keywords, as in Config(SingleTask.Train, x=1), SingleTask.Train(x=1), p.set(x=1)."""
     if isinstance(call.func, ast.Attribute) and call.func.attr == "set":
         section = _section_of_target(call.func.value, known)
     else:
@@ -140,7 +139,7 @@ def _set_in_call(
 
 
 def _section(value: ast.expr, known: Mapping[str, str], source: Source) -> str | None:
-    """Returns the section of a task, e.g. 'train', that an expression creates or names; '' for the task, None for neither."""
+    """Returns the task's section, e.g. 'train', that an expression creates or names; '' for a whole task, otherwise None."""
     if not isinstance(value, ast.Call):
         return _section_of_target(value, known)
     if isinstance(value.func, ast.Attribute) and value.func.attr == "task":
@@ -160,7 +159,7 @@ def _section(value: ast.expr, known: Mapping[str, str], source: Source) -> str |
 
 
 def _section_of_target(node: ast.expr, known: Mapping[str, str]) -> str | None:
-    """Returns the section that an expression such as `task_p.train.learner` names; None for other expressions."""
+    """Returns the task's section that an expression such as `task_p.train.learner` names; None for other expressions."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)
@@ -172,7 +171,7 @@ def _section_of_target(node: ast.expr, known: Mapping[str, str]) -> str | None:
 
 
 def _in_order(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a function or module in text order, without the nodes of inner functions."""
+    """Yields the syntax nodes of a function or module in text order, without those of nested functions and classes."""
     for child in ast.iter_child_nodes(scope):
         if isinstance(child, ast.FunctionDef | ast.ClassDef | ast.Lambda):
             continue

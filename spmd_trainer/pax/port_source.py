@@ -1,4 +1,4 @@
-"""Reads a file written for paxml with `ast`: its imported and used names, and the file with renamed imports."""
+"""Parses a file written for paxml with `ast`: finds the imported names and their uses, and renames the imports."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ PAX, OURS = "paxml", "spmd_trainer"
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A full name that a file uses, e.g. 'paxml.tasks_lib.SingleTask', and the first line that uses it."""
+    """A full dotted name that a file uses, e.g. 'paxml.tasks_lib.SingleTask', and the first line that uses it."""
 
     path: str
     line: int
 
 
 class Source:
-    """One file, parsed.
+    """One parsed Python file.
 
     Attributes:
       path: path of the file.
-      text: its text.
-      tree: its syntax tree.
-      aliases: {name in the file: full name of what it imports}, e.g. {'tasks_lib': 'paxml.tasks_lib'}.
+      text: the file's text.
+      tree: the file's syntax tree.
+      aliases: {imported name as the file writes it: its full name}, e.g. {'tasks_lib': 'paxml.tasks_lib'}.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -81,7 +81,7 @@ class Source:
         return list(first.values())
 
     def packages(self) -> list[Use]:
-        """Returns the imported top-level packages, each with its first line."""
+        """Returns the imported top-level packages, each with the first line that imports it."""
         first: dict[str, Use] = {}
         for use, _ in self._imported():
             name = use.path.partition(".")[0]
@@ -97,7 +97,7 @@ class Source:
         return b"".join(lines).decode()
 
     def diff(self) -> str:
-        """Returns the renaming as a unified diff, which `patch -p0` applies; empty if there is nothing to rename."""
+        """Returns a unified diff that renames the imports and that `patch -p0` applies; '' if there is nothing to rename."""
         here = pathlib.Path.cwd()
         # `patch` takes no absolute paths.
         path = str(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
@@ -111,7 +111,7 @@ class Source:
         )
 
     def _imported(self) -> Iterator[tuple[Use, str]]:
-        """Yields each imported name with its name in the file ('' for `*`). Relative imports are skipped."""
+        """Yields each imported name with the name that the file gives it ('' for `*`). Relative imports are skipped."""
         for node in self._imports:
             for alias in node.names:
                 if isinstance(node, ast.Import):
@@ -143,7 +143,7 @@ class Source:
                     if _is_pax(alias.name):
                         yield alias.lineno, alias.col_offset
             elif not node.level and _is_pax(node.module or ""):
-                # The module's name stands behind `from`; a backslash may put it on a later line.
+                # The module's name follows `from`; a backslash may put it on a later line.
                 for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
                     start = node.col_offset + len("from") if number == node.lineno else 0
                     column = lines[number - 1].encode().find(PAX.encode(), start)
@@ -162,7 +162,7 @@ def nested_too_deeply(path: pathlib.Path) -> UserError:
 
 
 def find_files(module: str) -> list[pathlib.Path]:
-    """Returns the files of a module or package, given by path or dotted name. Imports nothing.
+    """Returns the Python files of a module or package, which is given by path or dotted name. Imports nothing.
 
     Raises:
       UserError: the file or module doesn't exist.
@@ -187,7 +187,7 @@ def find_files(module: str) -> list[pathlib.Path]:
 
 
 def _file_of_module(module: str) -> pathlib.Path | None:
-    """Returns the file of a module, or the folder of a package, in the working directory or on Python's path."""
+    """Returns the file of a module, or the folder of a package, in the working directory or on `sys.path`."""
     for folder in [os.getcwd(), *sys.path]:
         path = pathlib.Path(folder, *module.split("."))
         if path.is_dir():
@@ -198,7 +198,7 @@ def _file_of_module(module: str) -> pathlib.Path | None:
 
 
 def _lines(text: str) -> list[str]:
-    """Returns the lines with their line ends. `str.splitlines` would also split at form feeds, which don't end Python lines."""
+    """Splits into lines, with their line ends. `str.splitlines` would also split at form feeds, which don't end Python lines."""
     return io.StringIO(text).readlines()
 
 

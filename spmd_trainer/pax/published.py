@@ -2,9 +2,9 @@
 
     pip install --no-deps paxml==1.4.0
 
-Then `spmd_trainer.tasks.lm.params.c4` is paxml's `tasks/lm/params/c4.py`, so that a file which imports
-`paxml.tasks.lm.params.c4` finds it after the renaming. paxml itself is never imported: it needs a JAX of 2024. The modules are
-those of `import_table.PACKAGES`, and `import_table.MODULES`, which import nothing else of paxml.
+After this command, `spmd_trainer.tasks.lm.params.c4` is paxml's `tasks/lm/params/c4.py`, so that a file which imports
+`paxml.tasks.lm.params.c4` works after the renaming. paxml itself is never imported: it needs a JAX of 2024. This works for the
+modules of the packages `import_table.PACKAGES`, and for `import_table.MODULES`, which import nothing else of paxml.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def renamed(text: str) -> str:
 
 
 def paxml_folder() -> pathlib.Path | None:
-    """Returns the folder of the installed paxml, or None. Does not import it."""
+    """Returns the folder of the installed paxml; None if it is not installed. Does not import paxml."""
     spec = importlib.util.find_spec("paxml")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -52,7 +52,7 @@ def paxml_folder() -> pathlib.Path | None:
 
 
 def spec_of(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """Returns how to load `spmd_trainer.NAME` from paxml's file of this name, or None if paxml has no such file.
+    """Returns the import spec that loads `spmd_trainer.NAME` from paxml's file NAME.py; None if paxml has no such file.
 
     Raises:
       ModuleNotFoundError: paxml is not installed; the message says how to install it.
@@ -71,13 +71,13 @@ def spec_of(fullname: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def install() -> None:
-    """Adds an import hook that loads the modules of `import_table.PACKAGES` from paxml. Calling it again does nothing."""
+    """Adds an import hook that loads the modules of `import_table.PACKAGES` from paxml. Does nothing if called again."""
     if not any(isinstance(finder, _PaxmlFinder) for finder in sys.meta_path):
         sys.meta_path.append(_PaxmlFinder())
 
 
 class _PaxmlFinder(importlib.abc.MetaPathFinder):
-    """Finds modules in paxml's folder that other finders have not found."""
+    """Import hook that finds modules in paxml's folder if no other import hook has found them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -95,14 +95,13 @@ class _PaxmlFinder(importlib.abc.MetaPathFinder):
 
 
 class _RenamingLoader(importlib.machinery.SourceFileLoader):
-    """Loads a file of paxml with its import lines renamed."""
+    """Loads one of paxml's files, with `paxml` renamed in its import lines."""
 
     def get_source(self, fullname: str) -> str:
-        """Returns the renamed text."""
         return renamed(self.get_data(self.get_filename(fullname)).decode())
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compiles the renamed text. Ignores cached bytecode, which would be that of the original file."""
+        """Compiles the file's renamed text. Ignores cached bytecode, which would be that of the original file."""
         return compile(self.get_source(fullname), self.get_filename(fullname), "exec", dont_inherit=True)
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -115,6 +114,6 @@ class _RenamingLoader(importlib.machinery.SourceFileLoader):
             super().exec_module(module)
         except ModuleNotFoundError as error:
             install_it = _INSTALL.get((error.name or "").partition(".")[0])
-            if install_it is None or install_it in str(error):  # of a module that this one imports
+            if install_it is None or install_it in str(error):  # added by a module that this one imports
                 raise
             raise ModuleNotFoundError(f"{error.msg}: {install_it}", name=error.name) from error

@@ -1,6 +1,6 @@
-"""SeqIO feature converters for praxis' models. Importing this module imports seqio: extra `seqio`.
+"""SeqIO feature converters for praxis models. Importing this module needs seqio (`spmd-trainer[seqio]`).
 
-Names, arguments and values are those of paxml 1.4.0's `seqio_input`.
+Names, arguments and results are those of `seqio_input` in paxml 1.4.0.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ Features = Mapping[str, Any]
 class LanguageModelFeatures(seqio.DecoderFeatureConverter, base_hyperparams.StrOverride):
     """Feature converter that makes rows for praxis' `LanguageModel` from the features 'targets', or 'inputs' and 'targets'.
 
-    A row of T tokens (T is the sum of the features' lengths) has `ids`, `labels`, `segment_ids`, `segment_pos` int32 [T],
-    `paddings` and `weights` float32 [T], and with 'inputs' also `inputs_indicator` int32 [T]: 1 for tokens of 'inputs'.
+    A row has T tokens, where T is the sum of the features' lengths: `ids`, `labels`, `segment_ids` and `segment_pos`, int32
+    [T]; `paddings` and `weights`, float32 [T]. If the examples have 'inputs', it also has `inputs_indicator`, int32 [T],
+    which is 1 for tokens of 'inputs'.
     """
 
     def __init__(
@@ -41,14 +42,14 @@ class LanguageModelFeatures(seqio.DecoderFeatureConverter, base_hyperparams.StrO
 
         Args:
           pack: put several examples into a row.
-          use_custom_packing_ops: pack with ops of tensor2tensor, which must be installed.
-          weights_on_targets_only: True: only tokens of 'targets' with an id of 0 or more have weight. None: all tokens
-            with an id of 0 or more. False: all tokens.
+          use_custom_packing_ops: pack with the ops of tensor2tensor, which must be installed.
+          weights_on_targets_only: which tokens have weight. True: tokens of 'targets' whose id is 0 or more. None: all
+            tokens whose id is 0 or more. False: all tokens.
           apply_length_check: raise an error for examples longer than their feature's length.
           bos_id: the first id of a row's `ids`.
           reverse_bos_padding: True: `ids` are the tokens, and `labels` the tokens shifted left with `eos_id` at the
             end. False: `labels` are the tokens, and `ids` the tokens shifted right with `bos_id` at the front.
-          eos_id: see `reverse_bos_padding`.
+          eos_id: the last id of `labels` if `reverse_bos_padding` is True.
           target_has_suffix: multiply the weights by the feature 'target_suffix_weights'.
           passthrough_features: features that reach the batch unchanged.
         """
@@ -83,11 +84,11 @@ class LanguageModelFeatures(seqio.DecoderFeatureConverter, base_hyperparams.StrO
         return bool(self._settings["target_has_suffix"])
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
-        """Returns the rows of a task's examples, a tf.data.Dataset of NestedMaps."""
+        """Converts a dataset of a task's examples. Returns the rows as a tf.data.Dataset of NestedMaps."""
         return super().__call__(ds, task_feature_lengths).map(self._to_row)
 
     def row_specs(self, task_feature_lengths: Mapping[str, int]) -> NestedMap | None:
-        """Returns the shapes and dtypes of a row without reading data; None if features pass through."""
+        """Returns a row's shapes and dtypes; None if they can't be known without the data."""
         if self._passthrough_names or self.target_has_suffix:
             return None
         length = sum(task_feature_lengths.values())
@@ -127,7 +128,7 @@ class LanguageModelFeatures(seqio.DecoderFeatureConverter, base_hyperparams.StrO
 
 
 class PackedLanguageModelFeatures(LanguageModelFeatures):
-    """`LanguageModelFeatures` for examples that are packed rows already, with the features of seqio's packing."""
+    """`LanguageModelFeatures` for examples that are already packed, with seqio's features ('decoder_target_tokens', ...)."""
 
     def __init__(self) -> None:
         super().__init__(pack=False)
@@ -137,7 +138,7 @@ class PackedLanguageModelFeatures(LanguageModelFeatures):
         return ds.map(self._to_row)
 
     def row_specs(self, task_feature_lengths: Mapping[str, int]) -> NestedMap | None:
-        """Returns None: the specs depend on the data."""
+        """Returns None, because the shapes and dtypes depend on the data."""
         del task_feature_lengths
         return None
 
@@ -179,19 +180,19 @@ class SequenceModelFeatures(seqio.EncDecFeatureConverter):
 
 
 class SequenceModelFeaturesWithTaskInfo(SequenceModelFeatures):
-    """`SequenceModelFeatures` that keep 'task_ids', 'src_task_ids' and 'tgt_task_ids'."""
+    """`SequenceModelFeatures` that also keeps the features 'task_ids', 'src_task_ids' and 'tgt_task_ids'."""
 
     def _convert_example(self, features: Features) -> dict[str, Any]:
         kept = {name: features[name] for name in ("task_ids", "src_task_ids", "tgt_task_ids") if name in features}
         return {**super()._convert_example(features), **kept}
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
-        """Returns the rows as a tf.data.Dataset. Skips seqio's check, which rejects task ids."""
+        """Returns the rows as a tf.data.Dataset. Skips seqio's check of the features, which would reject task ids."""
         return self._convert_features(ds, task_feature_lengths).map(self._to_row)
 
 
 class PackedSequenceModelFeatures(SequenceModelFeatures):
-    """`SequenceModelFeatures` for examples that are packed rows already."""
+    """`SequenceModelFeatures` for examples that are already packed rows."""
 
     def __init__(self) -> None:
         super().__init__(pack=False)
@@ -202,7 +203,7 @@ class PackedSequenceModelFeatures(SequenceModelFeatures):
 
 
 class RemoveProvenance(seqio.PassThroughFeatureConverter):
-    """Passes examples through without the features whose name begins with 'provenance'."""
+    """Passes examples through, without the features whose names begin with 'provenance'."""
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
         del task_feature_lengths
@@ -214,14 +215,14 @@ class RemoveProvenance(seqio.PassThroughFeatureConverter):
 
 
 class UnflattenAndRemoveProvenance(RemoveProvenance):
-    """Nests features whose names contain slashes ('a/b' becomes example['a']['b']), then does as `RemoveProvenance`."""
+    """Like `RemoveProvenance`, but first nests features whose names contain slashes: 'a/b' becomes example['a']['b']."""
 
     def __call__(self, ds: Any, task_feature_lengths: Mapping[str, int]) -> Any:
         return super().__call__(ds.map(seqio.unflatten_dict), task_feature_lengths)
 
 
 def _segments(features: Features, side: str, paddings: Any) -> tuple[Any, Any]:
-    """Returns segment ids and positions, of packed examples or of one example per row."""
+    """Returns a row's segment ids and positions. If the row is not packed, its tokens form one segment."""
     if f"{side}_segment_ids" in features:
         return features[f"{side}_segment_ids"], features[f"{side}_positions"]
     ids = tf.cast(1.0 - paddings, tf.int32)

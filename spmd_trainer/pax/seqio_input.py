@@ -1,4 +1,4 @@
-"""SeqIO tasks and mixtures as inputs, with the names, fields and defaults of paxml 1.4.0. Needs the extra `seqio`."""
+"""SeqIO tasks and mixtures as inputs, with the names, fields and defaults of paxml 1.4.0. Needs `spmd-trainer[seqio]`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spmd_trainer.errors import UserError, installation
 from spmd_trainer.inputs import batches, examples, indexed
 from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow
 
-# Made by `seqio_features.py`, which needs seqio.
+# Classes of `seqio_features.py`, which can only be imported if seqio is installed.
 FEATURE_CONVERTERS = (
     "LanguageModelFeatures",
     "PackedLanguageModelFeatures",
@@ -28,7 +28,7 @@ FEATURE_CONVERTERS = (
     "SequenceModelFeaturesWithTaskInfo",
     "UnflattenAndRemoveProvenance",
 )
-_EVAL_SEED = 42  # Pax's
+_EVAL_SEED = 42  # as in Pax
 
 
 class MetricType(enum.Enum):
@@ -39,11 +39,11 @@ class MetricType(enum.Enum):
 
 
 def feature_converter_class(name: str) -> Any:
-    """Returns the class of a feature converter; implements a module's `__getattr__`.
+    """Returns the feature converter class with this name. Serves as the `__getattr__` of the module `seqio_input`.
 
     Raises:
       UserError: seqio is not installed.
-      AttributeError: the name is unknown.
+      AttributeError: no feature converter has this name.
     """
     if name not in FEATURE_CONVERTERS:
         raise AttributeError(f"module 'spmd_trainer.seqio_input' has no attribute {name!r}")
@@ -56,50 +56,50 @@ def feature_converter_class(name: str) -> Any:
 class SeqIOInput(indexed.CheckpointedInput):
     """Input over a SeqIO task or mixture.
 
-    A batch is a NestedMap of numpy arrays [batch_size, ...] from the feature converter, and `eval_sample_weights`
-    float32 [batch_size]. Non-numeric features are left out.
+    A batch is a NestedMap with the numpy arrays [batch_size, ...] that the feature converter makes, and
+    `eval_sample_weights`: float32 [batch_size]. Non-numeric features are left out.
 
     In training, each process reads its own shard of the files, shuffled with `input_random_seed`. Batch n depends only on
     n, the settings and the number of processes. The saved position is n: a resumed run reads the earlier batches again
-    without training on them. A position is rejected if the number of processes, the batch size or the seed has changed.
+    without training on them. If the number of processes or a setting that determines the batches (such as the batch size
+    or the seed) has changed, the saved position is rejected.
 
     Evaluation gives every example once, in the same order for any number of processes: each process reads all examples
-    and keeps its rows. The last batch is filled up with rows of weight 0. With `reset_for_eval=False`, each evaluation
-    uses the first `eval_loop_num_batches` batches (Pax continues where the last evaluation ended).
+    and keeps its own rows. The last batch is filled up with rows of weight 0. With `reset_for_eval=False`, each evaluation
+    uses the first `eval_loop_num_batches` batches (in Pax, it continues where the previous evaluation ended).
 
-    The metrics declared by a SeqIO task are not computed. Decoding writes its outputs, and evaluation the model's
-    metrics.
+    The metrics that a SeqIO task declares are not computed. Evaluation writes the model's metrics, and decoding its outputs.
 
     Attributes:
       mixture_name: name of a registered task or mixture.
       mixture_or_task: a task or mixture, instead of its name.
       split_name: 'train', 'validation', ...
-      deterministic_input: must be False; every training input here is deterministic.
+      deterministic_input: must be False, because training inputs are always deterministic.
       task_feature_lengths: {feature: tokens}; longer examples are trimmed.
-      feature_converter: e.g. `seqio_input.LanguageModelFeatures(pack=True)`.
-      shuffle: None or True: shuffle training data. Other data are never shuffled.
-      repeat: None: repeat training data only.
+      feature_converter: turns examples into rows, e.g. `seqio_input.LanguageModelFeatures(pack=True)`.
+      shuffle: None or True: shuffle training data. Evaluation data are never shuffled.
+      repeat: repeat the data without end. None: repeat training data only.
       use_cached: read the task's offline cache.
       eval_auto_pad: ignored: the last batch is always filled up.
       drop_remainder: leave out a training input's last rows that do not fill a batch; other inputs keep them.
-      num_batches_to_skip: training begins with this batch.
+      num_batches_to_skip: number of batches that are skipped before training begins.
       trim_output_features: trim examples to `task_feature_lengths`.
       try_in_mem_cache: let SeqIO keep small datasets in memory.
       deterministic_input_start_index: ignored.
       eval_metrics_targets_length, eval_metrics_filter_targets_fields: ignored: a task's metrics are not computed.
       annotate_padding_fields: ignored: rows that fill up a batch always have weights 0 and paddings 1.
       overridden_vocab: vocabulary for `ids_to_strings` instead of the task's.
-      enable_symbolic_checkpointing, experimental_enable_index_shuffle: ignored: the position is a number.
+      enable_symbolic_checkpointing, experimental_enable_index_shuffle: ignored: the saved position is a number.
       log_preprocessed_targets: ignored.
       eval_enable_cache: keep evaluation data in memory between evaluations.
-      eval_num_examples: number of examples, if known, for progress lines.
+      eval_num_examples: number of evaluation examples, if known; used for progress lines.
       warm_start: ignored.
-      read_config: a tfds.ReadConfig for all SeqIO tasks of the process.
+      read_config: a tfds.ReadConfig, which then applies to all SeqIO tasks in the process.
     """
 
     @dataclasses.dataclass(frozen=True)
     class DeterministicInput:
-        """Pax's settings of a deterministic input; ignored."""
+        """Pax's settings for deterministic inputs, which are ignored."""
 
         start_step: int = 0
         example_index_offset: int = 0
@@ -162,7 +162,7 @@ class SeqIOInput(indexed.CheckpointedInput):
 
     @functools.cached_property
     def mixture_or_task_inst(self) -> Any:
-        """The task or mixture. Raises UserError if the name is not registered."""
+        """The SeqIO task or mixture. Raises UserError if no task or mixture is registered under `mixture_name`."""
         seqio = import_seqio(f"SeqIOInput {self.name!r}")
         if self.mixture_or_task is not None:
             return self.mixture_or_task
@@ -172,9 +172,9 @@ class SeqIOInput(indexed.CheckpointedInput):
             raise self.error(f"{error}. Import the module that registers it") from error
 
     def input_specs(self) -> NestedMap:
-        """Returns the jax.ShapeDtypeStructs of one process's batch, as `get_next` returns it.
+        """Returns the shapes and dtypes of the batches that `get_next` returns, as jax.ShapeDtypeStructs.
 
-        Reads no data with `LanguageModelFeatures`; other converters set up the task's pipeline.
+        Sets up the task's data pipeline to find them, unless `row_specs` of the feature converter tells them.
         """
         row_specs = getattr(self.feature_converter, "row_specs", None)
         specs = None if row_specs is None else row_specs(self.task_feature_lengths)
@@ -189,7 +189,7 @@ class SeqIOInput(indexed.CheckpointedInput):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches until StopIteration, if known."""
+        """Number of batches until `get_next` raises StopIteration; None in training, or if the number is unknown."""
         if self.is_training:
             return None
         whole = None
@@ -224,7 +224,7 @@ class SeqIOInput(indexed.CheckpointedInput):
           key: 'src' for the vocabulary of the feature 'inputs'; 'tgt' or None for that of 'targets'.
 
         Raises:
-          UserError: `key` has another value.
+          UserError: `key` is none of these values.
         """
         if key not in ("src", "tgt", None):
             raise self.error(f"ids_to_strings has key={key!r}; it is 'src', 'tgt' or None")
@@ -245,7 +245,7 @@ class SeqIOInput(indexed.CheckpointedInput):
 
     @functools.cached_property
     def _rows(self) -> Any:
-        """The rows of this process (of all processes in evaluation) as a tf.data.Dataset."""
+        """The rows that this process reads (in evaluation, those of all processes), as a tf.data.Dataset."""
         seqio, tf = import_seqio(f"SeqIOInput {self.name!r}"), import_tensorflow()
         if self.read_config is not None:
             seqio.set_tfds_read_config_override(self.read_config)
@@ -276,7 +276,6 @@ class SeqIOInput(indexed.CheckpointedInput):
         return rows.with_options(options)
 
     def _batches(self, first: int) -> Iterator[NestedMap]:
-        """Yields this process's rows of each batch, starting with batch `first`."""
         if self.is_training:
             number = first + (self.num_batches_to_skip or 0)
             if first:
@@ -323,7 +322,7 @@ class SeqIOInput(indexed.CheckpointedInput):
 
 
 def configure_deterministic_input(p: Any, **kwargs: Any) -> Any:
-    """Raises UserError: Pax's deterministic tasks are not published. Every SeqIOInput here is deterministic without them."""
+    """Always raises UserError: Pax's deterministic tasks are not published. `SeqIOInput` is deterministic without them."""
     del kwargs
     raise UserError(
         f"configure_deterministic_input: {p.name!r} would read deterministic tasks, which are not published; use the input as it "
@@ -347,5 +346,5 @@ def import_seqio(what: str) -> Any:
 
 
 def _numbers(row: Any) -> NestedMap:
-    """Returns a row, or its specs, without non-numeric features."""
+    """Returns a row, or the specs of a row, without its non-numeric features."""
     return NestedMap.FromNestedDict(row).Filter(lambda x: x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool)

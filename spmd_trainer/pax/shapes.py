@@ -16,7 +16,7 @@ _VARS, _OPT = "mdl_vars/", "opt_states/"
 
 
 def can_be(array: PaxArray, shape: Sequence[int]) -> bool:
-    """Returns True if an array can be a variable of this logical shape, stored with Pax's padding.
+    """Returns True if a stored array can be a variable of this logical shape, with Pax's padding added.
 
     Returns False if the checkpoint records another logical shape, or if Pax's number of shards gives another stored shape.
     """
@@ -31,18 +31,18 @@ def can_be(array: PaxArray, shape: Sequence[int]) -> bool:
 def _can_be_padded(stored: int, size: int, shards: int) -> bool:
     if stored == size:
         return True
-    # Where the number of shards is not known, the padding must prove to be zeros.
+    # Without a known number of shards, any padding is possible; it is checked for zeros when the array is read.
     return stored > size > 0 and (shards == 1 or stored == -(-size // shards) * shards)
 
 
 def with_logical_shapes(arrays: Mapping[str, PaxArray]) -> dict[str, PaxArray]:
-    """Adds the logical shapes of optimizer states that can be inferred from the checkpoint's model variables.
+    """Adds logical shapes to optimizer states, where they can be inferred from the checkpoint's model variables.
 
     If the path of an optimizer state ends with the path of a model variable, and both have the same stored shape, the state has
-    the variable's logical shape. A factored state has some of the variable's dimensions. An unsplit dimension has no padding.
+    the variable's logical shape. A factored state has some of the variable's dimensions. An unsplit array has no padding.
 
     Returns:
-      The same arrays. `logical_shape` is None where it is still unknown.
+      The same arrays. `logical_shape` stays None if it can't be inferred.
     """
     return {path: _with_logical_shape(array, arrays) for path, array in arrays.items()}
 
@@ -60,7 +60,7 @@ def _with_logical_shape(array: PaxArray, arrays: Mapping[str, PaxArray]) -> PaxA
 
 
 def variable_of(path: str, arrays: Mapping[str, PaxArray]) -> PaxArray | None:
-    """Returns an optimizer state's model variable: that with the longest path that the state's path ends with, or None."""
+    """Returns the model variable whose path is the longest ending of an optimizer state's path; None if there is none."""
     if not path.startswith(_OPT):
         return None
     keys = path.split("/")

@@ -15,9 +15,9 @@ from spmd_trainer.storage import is_remote
 STATE, METADATA, INPUT = "state", "metadata", "train_input"
 _STEP = re.compile(r"checkpoint_(\d+)")
 _NUMBER = re.compile(r"\d+")
-# Orbax's temporary directories, and those of Pax before it used Orbax.
+# Names of temporary directories of Orbax, and of Pax before it used Orbax.
 _UNFINISHED = re.compile(r"checkpoint_(\d+)\.orbax-checkpoint-tmp.*|tmp_\d+\.checkpoint_(\d+)")
-# Orbax writes it last on gs://, where a directory can't be renamed.
+# On gs://, where a directory can't be renamed, Orbax writes this file last.
 _COMMIT_FILE = "commit_success.txt"
 
 
@@ -27,7 +27,7 @@ class PaxDirectory:
 
     Attributes:
       path: the directory with `checkpoint_00000020` and the like.
-      step: the step, if the directory of one step was given; otherwise None.
+      step: the step number, if the user gave the directory of one step; otherwise None.
     """
 
     path: epath.Path
@@ -36,7 +36,7 @@ class PaxDirectory:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """The checkpoints of a directory.
+    """The steps in a directory of Pax checkpoints.
 
     Attributes:
       finished: {step: its directories or files}; normally one per step.
@@ -69,11 +69,11 @@ def find(directory: epath.Path) -> PaxDirectory | None:
 
 
 def listing(directory: epath.Path) -> Listing:
-    """Lists the checkpoints of a directory; the listing is empty if the directory is missing."""
+    """Lists the steps in a directory of Pax checkpoints; the listing is empty if the directory is missing."""
     finished: dict[int, list[epath.Path]] = {}
     unfinished: dict[int, str] = {}
     names = names_in(directory)
-    # Numbers alone are normally this trainer's own steps. Two of them tell for all, since each costs a request.
+    # Directories named by a number alone are normally this trainer's steps. Only two are looked at: each costs a request.
     numbers = [name for name in names if _NUMBER.fullmatch(name)]
     numbers_are_pax = any(_step_of(directory / name) is not None for name in {*numbers[:1], *numbers[-1:]})
     for name in names:
@@ -91,10 +91,10 @@ def listing(directory: epath.Path) -> Listing:
 
 
 def finished_steps(found: PaxDirectory, wanted: int | None = None) -> list[int]:
-    """Returns the finished steps of a directory, oldest first; only the given step if `found` is the directory of one step.
+    """Returns the finished steps of a directory, oldest first; only the step itself if `found` is the directory of one step.
 
     Raises:
-      PaxDamagedError: the save of the wanted step was interrupted.
+      PaxDamagedError: the save of the step `wanted` was interrupted.
       PaxNotFoundError: the directory has no finished step.
     """
     if found.step is not None:
@@ -106,7 +106,7 @@ def finished_steps(found: PaxDirectory, wanted: int | None = None) -> list[int]:
 
 
 def find_agreed(directory: epath.Path) -> PaxDirectory | None:
-    """Returns on every process what `find` returns on process 0. Called by every process."""
+    """Calls `find` on process 0, and returns its result on every process. Every process must call this function."""
 
     def decide() -> list[str | int | None] | None:
         found = find(directory)
@@ -124,7 +124,7 @@ def require(directory: epath.Path, step: int | None) -> tuple[int, epath.Path]:
 
     Raises:
       PaxNotFoundError: there is no such step.
-      PaxDamagedError: the step's save was interrupted, or two directories have the step.
+      PaxDamagedError: the step's save was interrupted, or two directories are named for this step.
     """
     found = listing(directory)
     there = ", ".join(map(str, found.steps()))
@@ -159,10 +159,10 @@ def names_in(directory: epath.Path) -> list[str]:
 
 
 def _step_of(path: epath.Path) -> int | None:
-    """Returns the step number of a Pax step's directory or file; None for other paths, also for steps of this trainer."""
+    """Returns the step number of a Pax step's directory or file; None for other paths, including this trainer's steps."""
     if match := _STEP.fullmatch(path.name):
         return int(match[1])
-    # Pax reads directories that have the bare number too. This trainer's have a record.
+    # Pax also reads directories named by the number alone. Those of this trainer contain a record.
     if _NUMBER.fullmatch(path.name) and {STATE, METADATA} <= (names := set(names_in(path))):
         return None if records.RECORD_ITEM in names else int(path.name)
     return None

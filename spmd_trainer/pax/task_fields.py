@@ -1,7 +1,7 @@
 """Unsupported fields of Pax's `SingleTask`: some are ignored with a warning, others raise an error. Also Pax's early stopping.
 
-`tasks_lib.SingleTask` and its sections inherit these classes, so that Pax's experiment files can set the fields. `check`
-handles each value other than the default: it warns if training gives the same numbers without it, and raises an error
+`tasks_lib.SingleTask` and its sections inherit these classes, so that Pax's experiment files can set the fields. For a field
+whose value is not the default, `check` warns if training gives the same numbers without the field, and raises an error
 otherwise.
 """
 
@@ -20,7 +20,7 @@ from absl import logging
 
 @dataclasses.dataclass(frozen=True)
 class TrainFields:
-    """Fields of Pax's `SingleTask.Train`; see `IGNORED` and `REFUSED`."""
+    """Fields of Pax's `SingleTask.Train` that this trainer ignores or refuses; see `IGNORED` and `REFUSED`."""
 
     async_summary_writing: bool = True
     compute_steps_per_sec_interval_steps: int = 10
@@ -35,7 +35,7 @@ class TrainFields:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeFields:
-    """Fields of Pax's `SingleTask.Decode`; see `IGNORED`."""
+    """Fields of Pax's `SingleTask.Decode` that this trainer ignores; see `IGNORED`."""
 
     profiler_num_steps: int = 0
     profiler_min_duration_sec: float = 1.0
@@ -45,12 +45,12 @@ class DecodeFields:
 
 @dataclasses.dataclass(frozen=True)
 class VariationalNoise:
-    """Pax's noise on the weights during training, which is refused unless `vn_scale` is 0.
+    """Settings for Pax's variational noise on the weights during training, which is refused unless `vn_scale` is 0.
 
     Attributes:
       vn_scale: standard deviation of the noise.
-      vn_regex: regex of the variables that get noise.
-      vn_start_step: first step with noise.
+      vn_regex: regex for the names of the variables that get noise.
+      vn_start_step: first training step with noise.
     """
 
     vn_scale: float = 0.0
@@ -60,7 +60,7 @@ class VariationalNoise:
 
 @dataclasses.dataclass(frozen=True)
 class InferWriter:
-    """Pax's settings of `--mode=infer`, which are ignored with a warning."""
+    """Pax's settings for `--mode=infer`, which are ignored with a warning."""
 
     restore_checkpoint_dir: str = ""
     restore_checkpoint_step: int | None = None
@@ -135,7 +135,7 @@ class RunningMode(enum.Flag):
 
     @classmethod
     def detect(cls, has_train_metrics: bool, has_eval_metrics: bool, has_decode_metrics: bool) -> RunningMode:
-        """Returns the mode that has a flag for each kind of metrics given."""
+        """Returns the mode with the flags TRAIN, EVAL and DECODE set for those kinds of metrics that are present."""
         given = {cls.TRAIN: has_train_metrics, cls.EVAL: has_eval_metrics, cls.DECODE: has_decode_metrics}
         mode = cls.UNKNOWN
         for flag, is_set in given.items():
@@ -159,19 +159,18 @@ class RunningMode(enum.Flag):
 
 
 def metrics_prefix(dataset: str) -> str:
-    """Returns the prefix that Pax gives to metric names of an evaluation. `dataset`: 'train' for a training batch."""
+    """Returns Pax's prefix for names of evaluation metrics. `dataset`: the dataset's name, or 'train' for a training batch."""
     return "eval_train/metrics/" if dataset == "train" else f"eval_test_{dataset}/metrics/"
 
 
 class PaxEarlyStopping:
-    """Wrapper that calls an `early_stopping_fn` that has Pax's five arguments.
+    """Wraps an `early_stopping_fn` that takes Pax's five arguments, so that it can be called with this trainer's four.
 
-    The function also gets the metrics under Pax's names ('eval_test_DATASET/metrics/log_pplx',
+    The function gets each metric under this trainer's name and under Pax's name ('eval_test_DATASET/metrics/log_pplx' or
     'eval_train/metrics/log_pplx'), `RunningMode.EVAL`, and None as checkpoint path, because the state is not saved yet.
     """
 
     def __init__(self, fn: Callable[..., bool]):
-        """Wraps the function `fn`."""
         self._fn = fn
 
     def __call__(self, metrics: Mapping[str, float], running_mode: str, step: int, is_last: bool) -> bool:
@@ -185,7 +184,7 @@ class PaxEarlyStopping:
 
 
 def has_pax_signature(fn: Any) -> bool:
-    """Returns True if a function takes Pax's five arguments; False for a function with `*args`, which gets four arguments."""
+    """Returns True if an early-stopping function takes Pax's five arguments. Functions with `*args` count as taking four."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):

@@ -1,11 +1,11 @@
-"""Shardings of arrays on a mesh: meshes, PartitionSpecs, padding, rules, placement and a report. Needs only JAX and NumPy.
+"""Sharding of arrays on a mesh: meshes, PartitionSpecs, padding, rules, placement and a report. Needs only JAX and NumPy.
 
-`create_device_mesh` makes a mesh. One of four sources decides the sharding of an array: a split mapping (by rank, for inputs),
-the layer's own declaration, a path rule (`infer_sharding`), or a shape rule (`MeshPartitionHelper`). The last three give a
-`VariableSpec` for each variable: path, logical shape, spec, padding, and the reason. `sharding_report` shows all of them.
+`create_device_mesh` makes a mesh. One of four sources decides how an array is sharded: a split mapping (by rank, for inputs), the
+layer's own declaration, a path rule (`infer_sharding`), or a shape rule (`MeshPartitionHelper`). The last three give a
+`VariableSpec` for each variable: path, logical shape, spec, padding, and the reason for the spec. `sharding_report` shows them.
 
-`public.py` lists the public names. It imports JAX, so it is imported only at the first use of one of its names: the command
-line imports only `sharding.messages`, and must start quickly.
+`public.py` lists the public names and imports JAX, so it is imported only when one of these names is first used. The command
+line must start quickly, and imports only `sharding.messages`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sharding constraints: orders their mesh axes, applies them to the arrays of a batch, and finds them in a jaxpr."""
+"""Applies sharding constraints to arrays, orders their mesh axes for XLA, and finds the constraints in a jaxpr."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)).replace(os.sep, "/") + "/"
 _LIBRARIES = os.path.dirname(os.path.dirname(jax.__file__)).replace(os.sep, "/") + "/"
 
 
-# Two sets of axes that split two dimensions of one array, such as {{'data'}, {'mdl'}} of a weight.
+# Two sets of mesh axes that split two dimensions of one array, such as {{'data'}, {'mdl'}} for a weight.
 AxesPair: TypeAlias = frozenset[frozenset[str]]
 
 
@@ -29,8 +29,8 @@ def axes_pairs(specs: Iterable[PartitionSpec], sizes: Mapping[str, int]) -> froz
     """Returns the pairs of axis sets that split two dimensions of the same array, for all arrays with the given specs.
 
     Args:
-      specs: PartitionSpecs of arrays.
-      sizes: {axis: size} of the mesh. Axes of size 1, and axes of another mesh, are ignored.
+      specs: the PartitionSpecs of arrays.
+      sizes: {axis: size} of the mesh. Axes that are missing here, or have size 1, are ignored.
     """
     split = [[frozenset(a for a in entry_axes(e) if sizes.get(a, 1) > 1) for e in _known(spec)] for spec in specs]
     return frozenset(frozenset(pair) for dims in split for pair in itertools.combinations(filter(None, dims), 2))
@@ -39,25 +39,26 @@ def axes_pairs(specs: Iterable[PartitionSpec], sizes: Mapping[str, int]) -> froz
 def computable(
     spec: PartitionSpec, sizes: Mapping[str, int], pairs: Collection[AxesPair] | None = None
 ) -> PartitionSpec:
-    """Returns a spec whose axes are ordered so that XLA computes correct products.
+    """Returns a spec whose mesh axes are ordered so that XLA computes matrix products correctly.
 
     XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1, with GSPMD and with Shardy) swaps rows of a product y = x @ w if all of these
-    hold: the rows of x and y are split over several axes, the last of which is 'data'; their last dimension is split over 'mdl';
-    w is split over 'mdl' and 'data', in either order; 'data' and 'mdl' have the same size. XLA compares numbers of shards, and
-    confuses 'data' with 'mdl'. The product is correct with 'data' first, as in ('data', 'replica').
+    conditions hold: the rows of x and y are split over several axes, the last of which is 'data'; the last dimension of x and y
+    is split over 'mdl'; w is split over 'mdl' and 'data', in either order; 'data' and 'mdl' have the same size. XLA compares only
+    numbers of shards, so it confuses 'data' with 'mdl'. With 'data' first, as in ('data', 'replica'), the product is correct.
 
-    If possible, an axis whose size differs from those of the mesh's other axes comes last. Otherwise the order is the reverse of
-    the mesh's, so that the mesh's outermost axis, which seldom splits weights, comes last. If `pairs` forbids this order, the
-    next order without a pair is taken.
+    If possible, the axis that comes last in an entry differs in size from the mesh axes outside the entry. Otherwise the
+    order is the reverse of the mesh's, so that the mesh's outermost axis, which seldom splits weights, comes last. If `pairs`
+    shows that XLA could also confuse axes in this order, the next order without such a confusion is taken.
 
     Args:
       spec: the spec.
       sizes: {axis: size} of the mesh, outermost axis first.
-      pairs: `axes_pairs` of the program's other arrays; None if unknown.
+      pairs: the `axes_pairs` of the program's arrays; None if unknown.
 
     Returns:
-      The spec with reordered axes. The number of shards does not change, but their devices do. If `pairs` forbids every order,
-      the dimension is not split. (Splitting it over fewer axes could cause another fault of XLA's, see `even_products`.)
+      The spec with reordered axes. The number of shards does not change, but the devices that hold them do. A dimension for
+      which `pairs` rules out every order is not split. (Splitting it over fewer axes could cause another XLA fault, see
+      `even_products`.)
     """
     return PartitionSpec(*(_in_order(entry, sizes, pairs) for entry in spec))
 
@@ -96,7 +97,7 @@ def _in_order(entry: Any, sizes: Mapping[str, int], pairs: Collection[AxesPair] 
 
 
 def unsplit(specs: Iterable[PartitionSpec], sizes: Mapping[str, int], pairs: Collection[AxesPair]) -> list[str]:
-    """Returns a sentence for each constraint with a dimension that `computable` leaves unsplit. Arguments as for `computable`."""
+    """Returns a warning for each dimension of `specs` that `computable` leaves unsplit. Arguments as for `computable`."""
     return sorted(
         {
             f"the constraint {spec_text(spec)} does not split dimension {dim}: in any order, XLA would take its axes for others "
@@ -109,7 +110,7 @@ def unsplit(specs: Iterable[PartitionSpec], sizes: Mapping[str, int], pairs: Col
 
 
 def constrain(x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None = None) -> jax.Array:
-    """Constrains an activation to `computable(spec)` on a mesh (None: the ambient mesh). Use under jit."""
+    """Constrains an array to `computable(spec)` on a mesh (None: the ambient mesh). Use it under jit."""
     spec = computable(spec, mesh_shape_of(jax.sharding.get_abstract_mesh() if mesh is None else mesh))
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, spec if mesh is None else NamedSharding(mesh, spec))
     return constrained
@@ -118,11 +119,12 @@ def constrain(x: jax.Array, spec: PartitionSpec, mesh: AnyMesh | None = None) ->
 def constrain_together(
     arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: AnyMesh | None
 ) -> list[jax.Array]:
-    """Constrains the arrays of a batch; small arrays with equal splits of the rows share one collective.
+    """Constrains each array of a batch to its spec; small arrays with equally split rows share one collective.
 
-    A batch of tokens consists of a few arrays of some kilobytes each. The time of a collective of this size is its latency, so
-    six collectives take six times as long as one. Only arrays of rank 1 and 2 with 4-byte elements are joined, only if they are
-    split on no dimension but the rows, and only if the spec moves them (a batch arrives split over the whole mesh).
+    A batch of tokens consists of a few arrays of some kilobytes each. A collective of this size takes only its latency, so
+    six collectives take six times as long as one. Arrays are combined only if they have rank 1 or 2 and 4-byte elements, only
+    if their specs split no dimension but the rows, and only if the constraint moves data (a batch arrives split over the
+    whole mesh).
     """
     sizes = mesh_shape_of(jax.sharding.get_abstract_mesh() if mesh is None else mesh)
     groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
@@ -141,7 +143,7 @@ def constrain_together(
 
 
 def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns int32 [rows, all columns]: the arrays concatenated along columns, bitcast to int32."""
+    """Returns int32 [rows, columns of all arrays]: the arrays concatenated along columns, bitcast to int32."""
     columns = [jax.lax.bitcast_convert_type(x.reshape(x.shape[0], math.prod(x.shape[1:])), jnp.int32) for x in arrays]
     return jnp.concatenate(columns, axis=1)
 
@@ -157,16 +159,16 @@ def _parted(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def constraints_of(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields (equation, sharding) of the sharding constraints of a jaxpr, except those inside `shard_map`."""
+    """Yields (equation, sharding) for each sharding constraint at any depth of a jaxpr, except inside `shard_map`."""
     for eqn in equations(jaxpr, ["shard_map"]):
         if eqn.primitive.name == "sharding_constraint":
             yield eqn, eqn.params["sharding"]
 
 
 def own_constraints(jaxpr: Any) -> dict[str, list[str]]:
-    """Returns {'file:line': notes} of the sharding constraints in user code, i.e. outside this package and praxis.
+    """Returns {'file:line': notes} for the sharding constraints in user code, i.e. outside this package and praxis.
 
-    There is a note for each dimension whose size its mesh axes don't divide.
+    A constraint has one note, a sentence, for each dimension whose size is not divisible by its number of shards.
     """
     found: dict[str, list[str]] = {}
     for eqn, sharding in constraints_of(jaxpr):
@@ -190,13 +192,13 @@ def uneven(sharding: Any, shape: Shape) -> list[str]:
 
 
 def split_axes(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes of each of `rank` dimensions; () for unsplit and unconstrained dimensions."""
+    """Returns the mesh axes that split each of an array's `rank` dimensions; () for unsplit and unconstrained dimensions."""
     entries = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec)
     return axes_by_dim(PartitionSpec(*entries), rank)
 
 
 def place_of(eqn: Any) -> str | None:
-    """Returns 'file:line' of the user code that made an operation; None for this package and praxis."""
+    """Returns the 'file:line' of the user code that created an equation; None if this package or praxis created it."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         path = frame.file_name.replace(os.sep, "/")

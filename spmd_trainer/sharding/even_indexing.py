@@ -1,7 +1,7 @@
-"""Rules (see `even_rules`) for gathers, scatters, convolutions and windowed reductions.
+"""Padding rules (see `even_rules`) for gathers, scatters, convolutions and windowed reductions.
 
-XLA's partitioner (jaxlib 0.10.2) pads uneven rows and adds the padding rows to row 0 of a scattered gradient, so XLA must not pad
-the rows of a gather's gradient. These rules pad and mask them instead.
+XLA's partitioner (jaxlib 0.10.2) pads rows that it can't split evenly. In the gradient of a gather, which is a scatter, it
+adds these padding rows to row 0. So these rules pad the rows before XLA does, and mask the padding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEUTRAL: dict[str, Any] = {"scatter-add": 0, "scatter-mul": 1, "scatter-max": L
 
 
 def gather(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of gathers. Indices outside the logical shape stay outside the padded shape."""
+    """Padding rule for `gather`. Indices that lie outside the array's logical shape never read its padding."""
     x, indices = values
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
@@ -46,9 +46,10 @@ def gather(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def scatter(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of scatters. Padding rows of the indices write nothing.
+    """Padding rule for the scatter primitives. Padding rows of the indices write nothing.
 
-    The gradient of a lookup is scattered into an array of zeros, which is deferred until the gradient's padding is known.
+    The gradient of an embedding lookup is scattered into an array of zeros. Where possible, the result of such a scatter is
+    deferred (see `Value.is_held`) until the padding that the gradient needs is known.
     """
     x, indices, updates = values
     numbers, replaces = eqn.params["dimension_numbers"], eqn.primitive.name not in _NEUTRAL
@@ -71,7 +72,7 @@ def scatter(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
             at_held[at] = up_held[rows[at]] = x_held[dim]
         if no_row_can_be_left_out:
             at_held, up_held = list(indices.shape), list(updates.shape)
-        # XLA mixes up the rows of mapped scatters whose indices are split along another dimension than the mapped ones.
+        # XLA mixes up the rows of vmapped scatters whose indices are split along a dimension that is not vmapped.
         loose = [at for at in range(len(rows)) if batching and at not in batching.values()]
         held = tuple(x_held), tuple(at_held), tuple(up_held)
         return _written(pins, eqn, (x, indices, updates), held, rows, loose)
@@ -97,15 +98,15 @@ def _written(
     rows: Sequence[int],
     loose: Sequence[int],
 ) -> jax.Array:
-    """Returns the result of a scatter.
+    """Runs a scatter at the given physical shapes, and returns its result.
 
     Args:
-      pins: keeps dimensions unsplit.
-      eqn: the scatter.
-      values: the array, the indices and the updates.
-      held: their physical shapes.
+      pins: constrains dimensions to be unsplit.
+      eqn: the scatter's equation.
+      values: the scatter's array, indices and updates.
+      held: the physical shapes of these three.
       rows: the dimensions of the updates that correspond to dimensions of the indices.
-      loose: the dimensions of the indices that are kept unsplit.
+      loose: the dimensions of the indices to keep unsplit.
     """
     (x, indices, updates), (x_held, at_held, up_held) = values, held
     mode = eqn.params["mode"]
@@ -128,14 +129,15 @@ def _written(
 
 
 def _kept_outside(at: jax.Array, shape: Shape, held: Sequence[int], dims: Sequence[int], mode: Any) -> jax.Array:
-    """Returns indices for the padded shape: those outside the logical shape are clipped to it, or moved outside the padded shape.
+    """Keeps indices that lie outside an array's logical shape from reading or writing the array's padding.
 
     Args:
       at: the indices [..., len(dims)].
-      shape: logical shape of the indexed array.
-      held: its physical shape.
-      dims: the dimension of the array for each index of the last dimension of `at`.
-      mode: the operation's GatherScatterMode.
+      shape: the logical shape of the indexed array.
+      held: the physical shape of the indexed array.
+      dims: the array's dimension to which each index of the last dimension of `at` belongs.
+      mode: the operation's GatherScatterMode. With CLIP, indices are clipped to the logical shape; otherwise they are moved
+        outside the physical shape.
     """
     padded = [number for number, dim in enumerate(dims) if held[dim] != shape[dim]]
     if not padded or mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
@@ -148,7 +150,7 @@ def _kept_outside(at: jax.Array, shape: Shape, held: Sequence[int], dims: Sequen
 
 
 def _outside(at: jax.Array, shape: Shape, rows: Iterable[int]) -> jax.Array:
-    """Returns the indices, with the largest integer in padding rows, which is outside every array."""
+    """Replaces the indices in padding rows by the largest integer, which lies outside every array."""
     for dim in rows:
         real = lax.broadcasted_iota(jnp.int32, at.shape, dim) < shape[dim]
         at = jnp.where(real, at, jnp.iinfo(at.dtype).max)
@@ -156,7 +158,7 @@ def _outside(at: jax.Array, shape: Shape, rows: Iterable[int]) -> jax.Array:
 
 
 def convolution(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of convolutions. Rows and features keep their padding; features that are summed over are masked."""
+    """Padding rule for convolutions. Ungrouped ones keep the padding of batch and features, and mask summed features."""
     x, kernel = values
     numbers = eqn.params["dimension_numbers"]
     row_groups = eqn.params["batch_group_count"] != 1
@@ -183,7 +185,7 @@ def convolution(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def windowed(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of reductions over windows. Dimensions with windows are kept unsplit; other dimensions keep their padding."""
+    """Padding rule for windowed reductions. Dimensions with windows lose their padding and are not split."""
     params, rank = eqn.params, len(values[0].shape)
     names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     trivial = [all((params.get(name) or (1,) * rank)[dim] == 1 for name in names) for dim in range(rank)]

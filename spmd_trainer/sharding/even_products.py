@@ -1,9 +1,9 @@
-"""Finds the matrix products of a program that XLA would compute wrongly, and chooses other splits of their results.
+"""Finds the matrix products of a program that XLA would compute wrongly, and chooses other splits for their results.
 
-XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1) computes a product wrongly for some splits that the program asks of its result: if
-a mesh axis of a contracted dimension splits a dimension of the result, and the mesh axis that the operands suggest for this
-dimension splits another one (`docs/partitioner_faults.md`). A program asks for splits by sharding constraints, and by the
-shardings of variables, which are asked of their gradients.
+A program requests splits for the results of its products: by sharding constraints, and by the shardings of its variables,
+which also apply to the variables' gradients. For some of these splits, XLA's partitioner (jaxlib 0.10.2 and 0.12.0.1) computes
+the product wrongly: if a mesh axis of a contracted dimension splits a dimension of the result, while the mesh axis by which
+the operands would split this dimension splits another one (`docs/partitioner_faults.md`).
 
 On a mesh of three or more axes, splits that XLA itself chooses can trigger this fault, so all products are constrained there.
 """
@@ -25,18 +25,18 @@ from spmd_trainer.sharding.even_values import DimAxes, Pins, Shape, Value, once_
 from spmd_trainer.sharding.jaxprs import CALLS, REMAT, called, scan_sizes
 from spmd_trainer.sharding.specs import mesh_shape_of
 
-# The splits that a program asks of an array.
+# The splits that a program requests for one array. Each split has the mesh axes of every dimension.
 Splits: TypeAlias = frozenset[DimAxes]
-# Operations that keep the dimensions: what is asked of the result is asked of the operands of its rank.
+# Operations that keep the dimensions: splits requested for the result are also requested for operands of the same rank.
 _PASSING = ELEMENTWISE | {"concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "slice", "split"}
 
 
 def asked_splits(jaxpr: Any, results: Sequence[DimAxes]) -> dict[int, Splits]:
-    """Returns {id(equation of a dot_general): splits that the program asks of its result}.
+    """Returns {id(equation of a dot_general): splits that the program requests for its result}.
 
     Args:
       jaxpr: the program.
-      results: for each of the program's first results, the mesh axes of each dimension.
+      results: the mesh axes that split each dimension, for each of the program's first results.
     """
     found: dict[int, Splits] = {}
     asked = [frozenset({axes}) for axes in results]
@@ -46,14 +46,14 @@ def asked_splits(jaxpr: Any, results: Sequence[DimAxes]) -> dict[int, Splits]:
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The splits of the operands of a product.
+    """The splits of the operands of a matrix product.
 
     Attributes:
-      suggested: for each dimension of the product, the mesh axes of the operand's dimension. An axis may be in several
-        dimensions.
+      suggested: for each dimension of the result, the mesh axes that split the operand's dimension from which it comes. One
+        axis may occur in several dimensions.
       summed: the mesh axes that split contracted dimensions.
-      num_batch: number of batch dimensions, which are the product's first dimensions.
-      is_crossed: True if the contracted dimensions of each operand are split over axes that don't split those of the other.
+      num_batch: the number of batch dimensions, which come first in the result.
+      is_crossed: True if each operand's contracted dimensions are split over an axis that does not split those of the other.
     """
 
     suggested: DimAxes
@@ -76,27 +76,27 @@ class Operands:
 
     @property
     def axes(self) -> DimAxes:
-        """`suggested`, without axes that split an earlier dimension."""
+        """`suggested`, with each mesh axis only in the first dimension in which it occurs."""
         return once_each(self.suggested)
 
 
 def is_changed(eqn: Any, asked: Splits, sizes: Mapping[str, int]) -> bool:
-    """Returns True if a product's splits must not be left to XLA. On meshes of three or more axes this holds for all products.
+    """Returns True if a product's split must not be left to XLA, as for all products on meshes of three or more axes.
 
     Args:
-      eqn: the dot_general.
-      asked: the splits that the program asks of its result.
+      eqn: the equation of a dot_general.
+      asked: the splits that the program requests for the result.
       sizes: {axis: size} of the mesh.
     """
     return _num_real_axes(sizes) > 2 or _may_be_wrong(eqn, asked, sizes)
 
 
 def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
-    """Rule of `dot_general`. The padding of contracted dimensions is masked in both operands, because 0 * NaN is NaN.
+    """Padding rule for `dot_general`. Padding of contracted dimensions is masked in both operands, because 0 * NaN is NaN.
 
-    On a mesh of more than two axes, operands are constrained to their known splits. A result of which the program asks nothing is
-    constrained to the split that its operands suggest. Otherwise XLA might choose other splits, to match arrays that are added to
-    them, and compute the product wrongly.
+    On a mesh of more than two axes, the operands are constrained to their known splits, and a result for which the program
+    requests no split is constrained to the split that its operands suggest. Otherwise XLA might choose other splits, to match
+    arrays that are added to the result, and compute the product wrongly.
     """
     (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
     sizes = {} if pins.mesh is None else mesh_shape_of(pins.mesh)
@@ -112,7 +112,7 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
         return pins.value(bind(eqn, [left, right])[0], shape, operands.axes)
     is_pinned = _num_real_axes(sizes) > 2
     if is_pinned:
-        # Few axes asked of a result with at most one unknown dimension can't make the product wrong, so XLA may split that one.
+        # If at most one dimension's axes are unknown, and few axes are requested, XLA may choose how to split that dimension.
         is_free = not _may_be_wrong(eqn, asked, sizes) and operands.suggested.count(None) < 2
         left = pins.split(left, _operand_axes(x.axes, {i: y.axes[j] for i, j in pairs}, is_free))
         right = pins.split(right, _operand_axes(y.axes, {j: x.axes[i] for i, j in pairs}, is_free))
@@ -126,16 +126,16 @@ def product(pins: Pins, eqn: Any, x: Value, y: Value, asked: Splits) -> Value:
 
 
 def _held_for(value: Value, used: Collection[int], first: int, asked: Splits, sizes: Mapping[str, int]) -> list[int]:
-    """Returns the physical shape that an operand should have in the product.
+    """Returns the physical (padded) shape with which an operand enters a matrix product.
 
-    An operand that has been computed keeps its physical shape. In a deferred operand (see `Value.is_held`), such as one-hot ids,
-    each dimension that the result keeps is padded to a multiple of the number of shards that the program asks for.
+    An operand that has been computed keeps its physical shape. In a deferred operand (see `Value.is_held`), such as one-hot
+    ids, each dimension that the result keeps is padded to a multiple of the number of shards that the program requests for it.
 
     Args:
       value: the operand.
-      used: its batch and contracted dimensions. The operand's other dimensions become dimensions of the result.
-      first: the result's dimension that is the first of these other dimensions.
-      asked: the splits that the program asks of the result.
+      used: the operand's batch and contracted dimensions. Its other dimensions become dimensions of the result.
+      first: the dimension of the result that the first of these other dimensions becomes.
+      asked: the splits that the program requests for the result.
       sizes: {axis: size} of the mesh.
     """
     held = list(value.physical)
@@ -147,14 +147,14 @@ def _held_for(value: Value, used: Collection[int], first: int, asked: Splits, si
 
 
 def _operand_axes(axes: DimAxes, others: Mapping[int, tuple[str, ...] | None], is_free: bool) -> DimAxes:
-    """Returns the axes over which to split each dimension of an operand.
+    """Returns the mesh axes over which to split each dimension of one operand of a matrix product.
 
-    A dimension with unknown axes is split like the other operand. If those axes are unknown too, the dimension is left to XLA
-    (`is_free`) or not split.
+    A dimension with unknown axes is split like the paired dimension of the other operand. If those axes are unknown too, the
+    dimension is left to XLA (`is_free`) or not split.
 
     Args:
-      axes: the operand's known axes.
-      others: {dimension: axes of the paired dimension of the other operand}.
+      axes: the operand's axes; None where unknown.
+      others: {dimension of the operand: axes of the paired dimension of the other operand}.
       is_free: True to leave dimensions to XLA if the axes of both operands are unknown.
     """
     found = [others.get(dim) if over is None else over for dim, over in enumerate(axes)]
@@ -162,14 +162,14 @@ def _operand_axes(axes: DimAxes, others: Mapping[int, tuple[str, ...] | None], i
 
 
 def safe_split(asked: Splits, operands: Operands, shape: Shape, sizes: Mapping[str, int]) -> PartitionSpec | None:
-    """Returns a PartitionSpec for a product that XLA would compute wrongly with the splits asked of it; None for other products.
+    """Returns a safe PartitionSpec for the result of a product that XLA would compute wrongly; None for other products.
 
     The spec has the axes that the operands suggest, but only as many as XLA handles correctly.
 
     Args:
-      asked: the splits that the program asks of the product.
-      operands: the splits of its operands.
-      shape: the shape of the product, with padding.
+      asked: the splits that the program requests for the result.
+      operands: the splits of the product's operands.
+      shape: the shape of the result, with padding.
       sizes: {axis: size} of the mesh.
     """
     num_axes, num_batch = _num_real_axes(sizes), operands.num_batch
@@ -207,27 +207,25 @@ def _num_real_axes(sizes: Mapping[str, int]) -> int:
 
 
 def _real(dims: DimAxes, sizes: Mapping[str, int]) -> DimAxes:
-    """Returns the axes of each dimension, without axes of size 1."""
+    """Returns the mesh axes of each dimension, without axes of size 1."""
     return tuple(None if over is None else tuple(axis for axis in over if sizes.get(axis, 1) > 1) for over in dims)
 
 
 def _is_wrong(asked: DimAxes, operands: Operands, num_axes: int) -> bool:
     """Returns True if XLA computes a product wrongly when its result is split as `asked`.
 
-    A summed axis is a mesh axis that splits a contracted dimension. The product is wrong in these cases:
+    An axis is summed if it splits a contracted dimension. It is suggested for a dimension of the result if it splits the
+    operand's dimension from which this dimension comes. On a mesh of four or more axes, the product is wrong if an axis
+    splits two dimensions of the operands. Otherwise it is correct if the result is split over fewer than three axes, or over
+    fewer than two if the split of a batch dimension changes; axes of batch dimensions whose split does not change are not
+    counted. In all other cases, it is wrong if:
 
-    - a dimension of the result is split over a summed axis, and the axis suggested for it splits another dimension;
-    - in results of more than two dimensions: an axis suggested for a dimension moves to another one, and a summed axis splits any
-      other dimension, or two axes swap their dimensions;
-    - on a mesh of four or more axes: an axis splits two dimensions of the operands, or an axis suggested for a dimension splits
-      another one;
-    - the contracted dimensions of the operands are split over different axes (`Operands.is_crossed`), and one of these axes
-      splits a dimension for which it is not suggested.
-
-    It is right if the result is split over less than three axes, or over less than two if the split of a batch dimension changes;
-    axes of batch dimensions whose split does not change are not counted. It is also right for a dimension that is split over
-    several axes, all of which are summed axes that split no other dimension of the operands: gradients of weights over
-    ('replica', 'data') and 'mdl' are split like this.
+    - the operands' contracted dimensions are split over different axes (`Operands.is_crossed`), and a summed axis splits a
+      dimension for which it is not suggested;
+    - an axis suggested for dimension d splits another dimension, and one of these holds: d is split over a summed axis; the
+      result has more than two dimensions, and d is split over an axis suggested for another dimension, or another dimension
+      is split over a summed axis; the mesh has four or more axes. (But d may be split over several summed axes that split no
+      other dimension of the operands. Gradients of weights over ('replica', 'data') and 'mdl' are split like this.)
     """
     over = [frozenset(dim or ()) for dim in asked]
     suggested = [frozenset(dim or ()) for dim in operands.suggested]
@@ -259,7 +257,7 @@ def _is_wrong(asked: DimAxes, operands: Operands, num_axes: int) -> bool:
 
 
 def _ask(jaxpr: Any, results: Sequence[Splits], found: dict[int, Splits]) -> list[Splits]:
-    """Returns the splits that a program asks of its arguments, given those asked of its results; adds products to `found`."""
+    """Returns the splits requested for a program's arguments, given those for its results; adds products to `found`."""
     asked: dict[Any, Splits] = collections.defaultdict(frozenset)
 
     def ask(variables: Sequence[Any], splits: Sequence[Splits]) -> None:
@@ -294,12 +292,12 @@ def _of_operands(eqn: Any, results: list[Splits], found: dict[int, Splits]) -> l
     if name == "cond":
         branches = [_ask(branch.jaxpr, results, found) for branch in params["branches"]]
         return [frozenset(), *(frozenset[DimAxes]().union(*splits) for splits in zip(*branches, strict=True))]
-    # Not those of `shard_map`, which XLA does not divide.
+    # Calls, but not `shard_map`, which XLA does not partition.
     return _ask(called(eqn)[0], results, found) if name in CALLS | REMAT else nothing
 
 
 def _sources(eqn: Any) -> list[list[int]] | None:
-    """Returns for each dimension of the operand the result's dimensions that come from it; None for untracked operations."""
+    """Returns, for each dimension of the operand, the result's dimensions that come from it; None for other operations."""
     params = eqn.params
     x, out = eqn.invars[0].aval.shape if eqn.invars else (), eqn.outvars[0].aval.shape if eqn.outvars else ()
     match eqn.primitive.name:
@@ -325,7 +323,7 @@ def _of_scan(params: Mapping[str, Any], results: list[Splits], found: dict[int, 
     consts, carry = scan_sizes(params)
     steps = [frozenset(axes[1:] for axes in splits) for splits in results[carry:]]
     held = results[:carry]
-    for _ in range(2):  # a step's carry goes to the next step
+    for _ in range(2):  # the carry of one iteration goes to the next
         inside = _ask(params["jaxpr"].jaxpr, [*held, *steps], found)
         held = [old | new for old, new in zip(held, inside[consts : consts + carry], strict=True)]
     stacked = [frozenset(((), *axes) for axes in splits) for splits in inside[consts + carry :]]

@@ -1,17 +1,18 @@
 """Re-evaluates a traced program on padded arrays, so that XLA sees only dimensions that are divisible by their shard counts.
 
-A step slices the padding off its variables and rows, because models see logical shapes. XLA pads such uneven slices itself, e.g.
-17 rows over 4 devices, and then computes some operations wrongly (`docs/partitioner_faults.md`). So the step is traced on
-logical shapes, and its operations are then evaluated one by one on padded arrays:
+Models see logical shapes, so a training step slices the padding off its variables and its batch. XLA pads such uneven slices
+itself, e.g. 17 rows over 4 devices, and then computes some operations wrongly (`docs/partitioner_faults.md`). So the step is
+traced on logical shapes, and its operations are then evaluated one by one on padded arrays:
 
 - a slice by `slice_off` does nothing: the array stays padded, and its logical shape is recorded;
-- a constraint on a dimension that its axes don't divide pads this dimension;
-- each operation's rule (`even_rules`, `even_indexing`) decides which dimensions keep their padding, and what to mask;
+- a sharding constraint on a dimension that its axes don't divide pads this dimension;
+- each operation's rule (`even_rules`, `even_indexing`) decides which dimensions keep their padding, and where it is masked;
 - an operation without a rule gets arrays without padding; dimensions that had padding are not split there;
 - `put_back` fills the padding with zeros.
 
-All constraints get their axes in an order for which XLA computes correct products (`constraints.computable`). XLA computes some
-operations wrongly even on even arrays (windows, grouped convolutions, strided slices); their windowed dimensions are not split.
+In all sharding constraints, the mesh axes are put in an order for which XLA computes matrix products correctly
+(`constraints.computable`). XLA computes some operations wrongly even on evenly split arrays: windowed reductions, grouped
+convolutions, strided slices. The dimensions with windows, groups or strides are not split.
 """
 
 from __future__ import annotations
@@ -55,16 +56,17 @@ def evenly(
     returns_variables: bool = False,
     others: Sequence[NamedSharding] = (),
 ) -> Callable[..., PyTree]:
-    """Returns a version of `fn` in which XLA sees only evenly divided arrays; see the module. Call it under `jax.jit`.
+    """Returns a version of `fn` in which XLA sees only evenly split arrays (see the module). Call it under `jax.jit`.
 
     Args:
       fn: a function of pytrees of arrays; it is traced once.
       mesh: the mesh.
-      report: called with two lists: the 'file:line' of each sharding constraint in user code, and a sentence for each dimension
-        in these constraints that its axes don't divide, and for each dimension that a constraint can't split.
-      specs: PartitionSpecs of the first arrays of the arguments, the variables. The axes of constraints are ordered to suit them.
+      report: called with two lists: the 'file:line' of each sharding constraint in user code; and a warning for each dimension
+        that these constraints split unevenly, and for each dimension that a constraint can't split. None reports nothing.
+      specs: the PartitionSpecs of the variables, which are the first arrays among the arguments. The mesh axes of sharding
+        constraints are ordered to suit these specs.
       returns_variables: True if the results begin with the new values of the same variables.
-      others: shardings of the arrays after the variables. On host devices they tell what is exchanged (see `exchange_order`).
+      others: the shardings of the other arrays. On host (CPU) devices they tell what is exchanged (see `exchange_order`).
     """
 
     @functools.wraps(fn)  # keeps the argument names of the compiled program
@@ -97,12 +99,12 @@ def evenly(
 
 @dataclasses.dataclass(frozen=True)
 class EvenProgram:
-    """An interpreter of jaxprs on values that may have padding.
+    """An interpreter of jaxprs on arrays that may have padding (`Value`s).
 
     Attributes:
-      pins: makes values, and keeps dimensions unsplit.
-      pairs: see `constraints.computable`.
-      asked: see `even_products.asked_splits`.
+      pins: makes `Value`s, and constrains dimensions to be unsplit.
+      pairs: the `axes_pairs` of the program's arrays, for `constraints.computable`.
+      asked: the splits that the program requests for its products, from `even_products.asked_splits`.
     """
 
     pins: Pins
@@ -110,7 +112,7 @@ class EvenProgram:
     asked: Mapping[int, even_products.Splits] = dataclasses.field(default_factory=dict)
 
     def changes(self, jaxpr: Any) -> bool:
-        """Returns True if XLA would compute an operation of the jaxpr wrongly, so that the jaxpr must be re-evaluated."""
+        """Returns True if the jaxpr must be re-evaluated, because XLA may compute an operation in it wrongly."""
         return any(self._changes(eqn) for eqn in jaxpr.eqns)
 
     def _changes(self, eqn: Any) -> bool:
@@ -124,12 +126,12 @@ class EvenProgram:
             return bool(place_of(eqn)) or self._must_change(params["sharding"], eqn.invars[0].aval.shape)
         if self.pins.mesh is not None and self.pins.mesh.size > 1 and _is_unsafe(name, params):
             return True
-        if name == "shard_map":  # each device's own program, which XLA does not divide
+        if name == "shard_map":  # each device's own program, which XLA does not partition
             return False
         return any(self.changes(inner) for inner in jax.extend.core.jaxprs_in_params(params))
 
     def _must_change(self, sharding: Any, shape: Shape) -> bool:
-        """Returns True for a constraint on a dimension that its axes don't divide, or whose axes `computable` reorders."""
+        """Returns True for a constraint whose axes don't divide a dimension, or are reordered by `computable`."""
         if not isinstance(sharding, NamedSharding):
             return False
         order = computable(sharding.spec, mesh_shape_of(sharding.mesh), self.pairs)
@@ -177,7 +179,7 @@ class EvenProgram:
         return _RULES.get(name, without_padding)(self.pins, eqn, values)
 
     def _like(self, array: jax.Array, value: Value) -> Value:
-        """Returns the `Value` of `array`, with the logical shape and axes of `value`."""
+        """Returns a `Value` that holds `array`, with the logical shape and axes of `value`."""
         return self.pins.value(array, value.shape, value.axes)
 
     def _constrained(self, eqn: Any, value: Value) -> Value:
@@ -208,7 +210,7 @@ class EvenProgram:
         arrays = [v.array for v in values]
         closed = jax.make_jaxpr(inside)(*arrays)
         consts = list(closed.consts)
-        if consts:  # the operation takes none
+        if consts:  # a `jax.checkpoint` equation takes no constants
 
             def with_consts(consts: list[Any], arrays: list[Any]) -> list[Any]:
                 fixed = jax.extend.core.ClosedJaxpr(closed.jaxpr, consts)
@@ -227,7 +229,7 @@ class EvenProgram:
         consts, carry = values[:num_consts], values[num_consts : num_consts + num_carry]
         stacked = values[num_consts + num_carry :]
         xs = [v.at(v.without_padding_of([0])) for v in stacked]
-        fixed = [v.array for v in consts]  # computed here: otherwise it would be computed in the loop's body
+        fixed = [v.array for v in consts]  # computed here, so that no deferred array is computed in the body
 
         def inside(carry: Sequence[Value], parts: Sequence[Any]) -> list[Value]:
             slices = [pins.value(x, v.shape[1:], v.axes[1:]) for x, v in zip(parts, stacked, strict=True)]
@@ -257,7 +259,7 @@ class EvenProgram:
 
     def _while(self, eqn: Any, values: list[Value]) -> list[Value]:
         params, pins = eqn.params, self.pins
-        if params["cond_jaxpr"].out_avals[0].shape:  # mapped over rows: JAX lowers this loop in a special way
+        if params["cond_jaxpr"].out_avals[0].shape:  # vmapped: JAX lowers this loop in a special way
             return without_padding(pins, eqn, values)
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         cond_consts, body_consts = values[:num_cond], values[num_cond : num_cond + num_body]
@@ -320,13 +322,13 @@ class EvenProgram:
         step: Callable[[list[Value], Sequence[Any]], list[Value]],
         others: Sequence[jax.ShapeDtypeStruct],
     ) -> list[Shape]:
-        """Returns physical shapes of a loop's carry that the loop's body does not change.
+        """Returns physical shapes for a loop's carry that stay the same from iteration to iteration.
 
         Args:
           carry: the initial carry.
           operands: all operands of the loop.
           step: (carry, slices) -> new carry.
-          others: shapes of the slices of one iteration.
+          others: the shapes of the slices that one iteration of a scan gets.
         """
         held = [v.physical for v in carry]
         if all(v.is_held and not v.is_padded for v in operands):
@@ -361,12 +363,11 @@ def _has_keys(eqn: Any) -> bool:
 
 
 def _on_host(eqn: Any) -> bool:
-    """Returns True for an operation on arrays in host memory. Such arrays are only moved, with their padding."""
     return any(getattr(var.aval, "memory_space", None) == jax.memory.Space.Host for var in (*eqn.invars, *eqn.outvars))
 
 
 def _mark_of(eqn: Any) -> str | None:
-    """Returns SLICE_OFF or PUT_BACK for a call of `slice_off` or `put_back`; None for others, e.g. their derivatives."""
+    """Returns SLICE_OFF or PUT_BACK for a call of `slice_off` or `put_back`; None for others, even their derivatives."""
     name = eqn.params.get("name")
     if name not in (SLICE_OFF, PUT_BACK) or len(eqn.invars) != 1 or len(eqn.outvars) != 1:
         return None

@@ -1,7 +1,7 @@
-"""Rules for the evaluation of operations on padded arrays: which dimensions keep their padding, and where it is masked.
+"""Padding rules: they decide which dimensions of an operation keep their padding, and where the padding is masked.
 
-A rule takes the `Pins`, an equation of the jaxpr and its operands, and returns the results, both as `Value`s. Operations without
-a rule get their operands without padding (`without_padding`).
+A rule takes the `Pins`, an equation of the jaxpr and the equation's operands, and returns its results. Operands and results
+are `Value`s. Operations without a rule get their operands without padding (`without_padding`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spmd_trainer.sharding.even_values import DimAxes, Pins, Shape, Value, agree
 
 Rule: TypeAlias = Callable[[Pins, Any, list[Value]], list[Value]]
 
-# Operations on each element by itself. Operands are of one shape, or scalars.
+# Operations on each element separately. The operands have the same shape, or are scalars.
 # fmt: off
 ELEMENTWISE = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
@@ -36,7 +36,7 @@ ELEMENTWISE = frozenset({
 _CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 
 
-# Longest chain of deferred operations: each takes a few frames of Python's stack.
+# The maximum length of a chain of deferred operations: each takes a few frames of Python's stack.
 _DEEPEST = 30
 
 
@@ -47,7 +47,7 @@ def bind(eqn: Any, arrays: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def without_padding(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Runs an operation on its operands without padding."""
+    """Removes the padding of an operation's operands, and runs the operation on them."""
     return [pins.value(x) for x in bind(eqn, [v.at(v.shape) for v in values])]
 
 
@@ -60,7 +60,7 @@ def common_shape(values: Iterable[Value]) -> Shape:
 
 
 def elementwise(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of elementwise operations. The results are deferred if all operands are deferred (see `Value.is_held`)."""
+    """Padding rule for elementwise operations. If all operands are deferred (see `Value.is_held`), so are the results."""
     shape = tuple(eqn.outvars[0].aval.shape)
     arrays = [v for v in values if v.shape]
     if not arrays:
@@ -90,14 +90,14 @@ def _one_of(run: Callable[[Shape], list[Any]], number: int) -> Callable[[Shape],
 
 
 def _agreed_axes(values: Sequence[Value], shape: Shape) -> DimAxes:
-    """Returns `agreed_axes` of values; a value that is broadcast along a dimension does not count there."""
+    """Returns `agreed_axes` of several values. For each dimension, values that are broadcast along it are ignored."""
     return agreed_axes(
         [tuple(None if v.shape[dim] == 1 != size else v.axes[dim] for dim, size in enumerate(shape)) for v in values]
     )
 
 
 def broadcast_in_dim(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of broadcasts. The result is deferred, because broadcast dimensions can have any padding."""
+    """Padding rule for broadcasts. The result is deferred, because broadcast dimensions can have any padding."""
     (x,), dims = values, eqn.params["broadcast_dimensions"]
     shape = tuple(eqn.params["shape"])
     repeated = {dim for dim, size in zip(dims, x.shape, strict=True) if size != shape[dim]}
@@ -115,14 +115,14 @@ def broadcast_in_dim(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def iota(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of iota. The result is deferred, because each dimension can have any padding."""
+    """Padding rule for `iota`. The result is deferred (see `Value.is_held`), because any dimension can have any padding."""
     shape, dimension, dtype = tuple(eqn.params["shape"]), eqn.params["dimension"], eqn.params["dtype"]
     make = lambda physical: lax.broadcasted_iota(dtype, physical, dimension)  # noqa: E731
     return [Value(shape, shape, make, (None,) * len(shape), is_held=False)]
 
 
 def random_bits(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of random bits. They are deferred, because JAX's partitionable Threefry keeps the bits of rows if more are added."""
+    """Padding rule for `random_bits`. The bits are deferred if added rows don't change them (partitionable Threefry)."""
     (key,), shape = values, tuple(eqn.params["shape"])
     grows = bool(shape) and not key.shape and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
     if not grows:
@@ -136,7 +136,7 @@ def random_bits(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def bitcast(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of bitcasts, which may add or remove a last dimension if the element size changes."""
+    """Padding rule for bitcasts, which add or remove a last dimension if the element size changes."""
     (x,), rank = values, len(eqn.outvars[0].aval.shape)
     if rank == len(x.shape):
         return elementwise(pins, eqn, values)
@@ -158,7 +158,7 @@ def squeeze(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of reshapes. Padding stays if it is at the end of the merged or split dimension."""
+    """Padding rule for reshapes. Padding is kept if it is at the end of a merged or split dimension, and removed otherwise."""
     (x,), new = values, tuple(eqn.params["new_sizes"])
     if eqn.params["dimensions"] is not None:
         order = eqn.params["dimensions"]
@@ -180,10 +180,10 @@ def reshape(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def _reshaped_axes(pins: Pins, x: Value, new: Shape, physical: Shape) -> DimAxes:
-    """Returns the axes of each dimension after a reshape. The outermost of merged or divided dimensions gets the axes.
+    """Returns the mesh axes that split each dimension after a reshape.
 
-    If it has fewer elements than there are shards, the next dimensions get the remaining axes. If the axes don't divide the
-    dimensions, the axes of all of them are unknown (None).
+    The outermost of merged or divided dimensions gets the axes. If it has fewer elements than there are shards, the next
+    dimensions get the remaining axes. If some axes then remain, the axes of all these dimensions are unknown (None).
     """
     found: list[tuple[str, ...] | None] = [()] * len(new)
     for old_dims, new_dims in dim_groups(x.shape, new):
@@ -204,7 +204,10 @@ def _reshaped_axes(pins: Pins, x: Value, new: Shape, physical: Shape) -> DimAxes
 
 
 def dim_groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
-    """Returns pairs of the smallest groups of adjacent dimensions of both shapes with equal numbers of elements."""
+    """Returns the smallest groups of adjacent dimensions that have equally many elements in both shapes, as pairs.
+
+    For (2, 6) and (2, 3, 2), the pairs are ([0], [0]) and ([1], [1, 2]).
+    """
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -243,7 +246,7 @@ _REDUCTIONS: dict[str, Any] = {
 
 
 def neutral(dtype: Any, fill: Any) -> Any:
-    """Returns the neutral element `fill` of a reduction as a number; `LOWEST` and `HIGHEST` are those of `dtype`."""
+    """Returns a reduction's neutral element as a number: `LOWEST` and `HIGHEST` are the extreme values of `dtype`."""
     if dtype == jnp.bool_:
         return fill in (HIGHEST, -1, 1)
     if fill not in (LOWEST, HIGHEST):
@@ -257,7 +260,7 @@ def neutral(dtype: Any, fill: Any) -> Any:
 
 
 def reduction(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of reductions. The padding of reduced dimensions is masked with the reduction's neutral element."""
+    """Padding rule for reductions. The padding of reduced dimensions is masked with the reduction's neutral element."""
     (x,), dims = values, eqn.params["axes"]
     array = x.masked(dims, neutral(eqn.invars[0].aval.dtype, _REDUCTIONS[eqn.primitive.name]))
     axes = tuple(over for dim, over in enumerate(x.axes) if dim not in dims)
@@ -265,7 +268,7 @@ def reduction(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def concatenate(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of concatenation. The concatenated dimension loses its padding."""
+    """Padding rule for concatenations. The concatenated dimension loses its padding."""
     dim, common = eqn.params["dimension"], list(common_shape(values))
     held = [tuple(v.shape[dim] if at == dim else size for at, size in enumerate(common)) for v in values]
     arrays = [v.at(shape) for v, shape in zip(values, held, strict=True)]
@@ -274,12 +277,10 @@ def concatenate(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def along_one(param: str) -> Rule:
-    """Returns the rule of an operation along one dimension, such as a sort.
-
-    The dimension loses its padding and is not split. Other dimensions keep their padding.
+    """Returns the padding rule for operations such as a sort, whose one dimension loses its padding and is not split.
 
     Args:
-      param: the equation's parameter with the dimension.
+      param: the name of the equation's parameter that holds this dimension.
     """
 
     def rule(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
@@ -296,7 +297,7 @@ def along_one(param: str) -> Rule:
 
 
 def losing(param: str) -> Rule:
-    """Returns the rule of an operation that removes the padding of some dimensions: those in its parameter `param`."""
+    """Returns the padding rule for an operation that removes the padding of the dimensions in its parameter `param`."""
 
     def rule(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
         (x,), dims = values, eqn.params[param]
@@ -308,7 +309,7 @@ def losing(param: str) -> Rule:
 
 
 def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of `lax.pad`. Dimensions that it changes lose the mesh's padding, unless they need the same (`_is_split_for`)."""
+    """Padding rule for `lax.pad`. Dimensions that it changes lose their padding, except as `_is_split_for` allows."""
     x, fill = values
     config, shape = eqn.params["padding_config"], eqn.outvars[0].aval.shape
     changed = [dim for dim, added in enumerate(config) if tuple(added) != (0, 0, 0)]
@@ -322,7 +323,7 @@ def pad(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of slices. Unsliced dimensions keep their padding, and sliced ones if the shards keep their size (`_is_split_for`)."""
+    """Padding rule for slices. Dimensions that are sliced lose their padding, except as `_is_split_for` allows."""
     (x,) = values
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
@@ -338,20 +339,20 @@ def slice_(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def _is_split_for(pins: Pins, x: Value, dim: int, size: int) -> bool:
-    """Returns True if the array's shards already have the right size for `size` elements in the split dimension `dim`."""
+    """Returns True if `x` may keep its padding in dimension `dim`, because the padding is right for `size` elements too."""
     shards = pins.shards(x.axes[dim] or ())
     return x.is_held and shards > 1 and x.physical[dim] == -(-size // shards) * shards
 
 
 def shard_map(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of `jax.shard_map`, which runs on arrays without padding."""
+    """Padding rule for `jax.shard_map`, which runs on arrays without padding."""
     found = without_padding(pins, eqn, values)
     specs = eqn.params["out_specs"]
     return [pins.value(v.array, axes=split_axes(spec, len(v.shape))) for v, spec in zip(found, specs, strict=True)]
 
 
 def dynamic_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of dynamic slices. Unsliced dimensions keep their padding."""
+    """Padding rule for `dynamic_slice`. Dimensions that are not sliced keep their padding."""
     x, *starts = values
     sizes = eqn.params["slice_sizes"]
     parts = [dim for dim, size in enumerate(sizes) if size != x.shape[dim]]
@@ -362,7 +363,7 @@ def dynamic_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def dynamic_update_slice(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
-    """Rule of dynamic updates of slices. Dimensions in which the whole array is updated keep their padding."""
+    """Padding rule for `dynamic_update_slice`. Dimensions that are updated over their full size keep their padding."""
     x, update, *starts = values
     whole = [a == b for a, b in zip(x.shape, update.shape, strict=True)]
 

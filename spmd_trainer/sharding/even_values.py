@@ -1,7 +1,7 @@
 """Arrays with logical and physical (padded) shapes, for programs that `even_program` evaluates with padding.
 
 `even_program` evaluates a program so that XLA sees only dimensions that are divisible by their shard counts. A `Value` is one
-array of the program. Elements beyond the logical shape are arbitrary, e.g. NaN, and must be masked before a reduction.
+array of the program. The elements in its padding are arbitrary, e.g. NaN, and must be masked before a reduction.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from spmd_trainer.sharding.specs import mesh_shape_of
 Shape: TypeAlias = tuple[int, ...]
 # Names of the functions that mark padding in a program.
 SLICE_OFF, PUT_BACK = "slice_off_padding", "put_padding_back"
-# The axes that split each dimension: () if it is whole on each device, None if that is unknown.
+# The mesh axes that split each dimension: () if it is not split, None if the axes are unknown.
 DimAxes: TypeAlias = tuple[tuple[str, ...] | None, ...]
 
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """An array of the program, computed or deferred.
+    """An array of a program that `even_program` evaluates. It is computed, or deferred until its padding is known.
 
     Attributes:
       shape: logical shape.
       physical: shape in memory; for a deferred array, its smallest possible physical shape.
-      make: physical shape -> the array in this shape.
-      axes: the mesh axes that split each dimension, derived from the program's constraints; XLA may split the array differently.
-        Axes that split an earlier dimension are omitted.
-      is_held: True if the array has been computed. A deferred array is computed by `make` when its physical shape is known, e.g.
-        a mask of positions gets the padding of the array that it masks.
-      depth: number of deferred operations in a chain, including this one.
+      make: takes a physical shape, and returns the array in this shape.
+      axes: the mesh axes that split each dimension, derived from the program's constraints; XLA may split the array
+        differently. Axes that split an earlier dimension are omitted.
+      is_held: True if the array has been computed. A deferred array is computed by `make` when its physical shape is known: a
+        mask of positions gets the padding of the array that it masks.
+      depth: the length of the chain of deferred operations that ends with this array.
     """
 
     shape: Shape
@@ -77,7 +77,7 @@ class Value:
         )
 
     def masked(self, dims: Iterable[int], fill: Any, physical: Shape | None = None) -> jax.Array:
-        """Returns the array with `fill` in the padding of the dimensions `dims`, in a physical shape (None: `self.physical`)."""
+        """Returns the array in the shape `physical` (default: its own), with `fill` in the padding of `dims`."""
         physical = self.physical if physical is None else physical
         padded = tuple(dim for dim in dims if physical[dim] != self.shape[dim])
         key = (physical, padded, str(fill))
@@ -87,7 +87,7 @@ class Value:
 
 
 def once_each(dims: DimAxes) -> DimAxes:
-    """Returns the axes of each dimension, without axes that split an earlier dimension."""
+    """Returns the mesh axes of each dimension, without those that split an earlier dimension."""
     taken: set[str] = set()
     found: list[tuple[str, ...] | None] = []
     for over in dims:
@@ -97,19 +97,19 @@ def once_each(dims: DimAxes) -> DimAxes:
 
 
 def whole_in(axes: DimAxes, dims: Iterable[int]) -> DimAxes:
-    """Returns the axes of each dimension, with () for the dimensions `dims`, which are not split."""
+    """Returns `axes` with () for the dimensions `dims`, which are not split."""
     whole = set(dims)
     return tuple(() if dim in whole else over for dim, over in enumerate(axes))
 
 
 def agreed_axes(several: Sequence[DimAxes]) -> DimAxes:
-    """Returns the axes of each dimension of several arrays of equal rank: the known axes if all are equal, else None."""
+    """Returns, for each dimension of several arrays of equal rank, the mesh axes that all known ones agree on, else None."""
     known = [{over for over in dim if over is not None} for dim in zip(*several, strict=True)]
     return tuple(dim.pop() if len(dim) == 1 else None for dim in known)
 
 
 def filled(x: jax.Array, shape: Shape, dims: Sequence[int], fill: Any) -> jax.Array:
-    """Returns `x` with `fill` beyond the logical shape in the dimensions `dims`."""
+    """Returns `x` with `fill` in place of the elements beyond the logical shape `shape`, in the dimensions `dims`."""
     for dim in dims:
         inside = lax.broadcasted_iota(jnp.int32, x.shape, dim) < shape[dim]
         x = lax.select(inside, x, lax.full_like(x, fill))
@@ -118,7 +118,7 @@ def filled(x: jax.Array, shape: Shape, dims: Sequence[int], fill: Any) -> jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class Pins:
-    """Makes values, and constrains dimensions to be unsplit where their sizes change.
+    """Makes `Value`s, and constrains dimensions to be unsplit where their sizes change.
 
     Attributes:
       mesh: the mesh; None for no constraints (for tests on one device).
@@ -127,12 +127,12 @@ class Pins:
     mesh: Mesh | None
 
     def value(self, array: Any, shape: Shape | None = None, axes: DimAxes | None = None) -> Value:
-        """Returns the value of an array.
+        """Wraps an array in a `Value`.
 
         Args:
           array: the array in its physical shape.
-          shape: its logical shape; None if it has no padding.
-          axes: the axes that split each dimension; None if unknown.
+          shape: the array's logical shape; None if it has no padding.
+          axes: the mesh axes that split each dimension; None if unknown.
         """
         held = tuple(np.shape(array))
         logical = held if shape is None else tuple(shape)
@@ -153,9 +153,9 @@ class Pins:
         return pinned
 
     def split(self, x: jax.Array, axes: DimAxes) -> jax.Array:
-        """Returns `x` split over `axes`; the compiler may split dimensions whose axes are unknown (None).
+        """Returns `x` split over `axes`; the compiler may split dimensions whose axes are None.
 
-        A dimension that its axes don't divide is not split.
+        A dimension whose size its axes don't divide is not split.
         """
         if self.mesh is None:
             return x
@@ -184,13 +184,13 @@ class Pins:
 
         Args:
           arrays: the operands.
-          axes: the axes that split the operands' dimensions.
-          dims: the dimensions that change their sizes.
+          axes: the mesh axes that split the operands' dimensions.
+          dims: the dimensions whose sizes change.
           run: operands -> results of the operation.
           always: keep the dimensions unsplit even if the device count divides all sizes.
 
         Returns:
-          The results, and the axes that split the results' dimensions.
+          The results, and the mesh axes that split the results' dimensions.
         """
         devices = 1 if self.mesh is None else self.mesh.size
         changing = list(dims)
@@ -203,7 +203,7 @@ class Pins:
     def resized(self, x: jax.Array, shape: Shape, physical: Shape) -> jax.Array:
         """Returns an array of logical shape `shape` in another physical shape; new padding holds zeros.
 
-        Dimensions that change their size are kept unsplit, because they could be uneven before or after.
+        Dimensions whose size changes are kept unsplit, because the old or new size may not be evenly divisible.
         """
         changing = [dim for dim, (old, new) in enumerate(zip(x.shape, physical, strict=True)) if old != new]
         x = self.whole(x, changing)
@@ -217,12 +217,14 @@ class Pins:
 
 
 def padded_sizes(shape: Shape, held: Shape, axes: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> Shape:
-    """Returns the physical shape for a constraint: the smallest divisible sizes, or sizes in `held` that are at most 1/16 larger.
+    """Returns the physical shape of an array after a sharding constraint.
+
+    Each size is the smallest divisible one, or the present size if it is divisible and at most 1/16 larger than the smallest.
 
     Args:
       shape: logical shape.
       held: physical shape before the constraint.
-      axes: the axes that split each dimension.
+      axes: the mesh axes that split each dimension.
       sizes: {axis: size} of the mesh.
     """
 
@@ -236,7 +238,7 @@ def padded_sizes(shape: Shape, held: Shape, axes: Sequence[Sequence[str]], sizes
 
 
 def slice_off(x: jax.Array, shape: Shape) -> jax.Array:
-    """Returns `x` sliced to the logical shape, as by `lax.slice`; marks the rest as padding for `even_program.evenly`."""
+    """Slices `x` to its logical shape, as `lax.slice` does, but so that `even_program` recognizes the rest as padding."""
 
     def slice_off_padding(x: jax.Array) -> jax.Array:
         return lax.slice(x, (0,) * x.ndim, shape)
@@ -245,7 +247,7 @@ def slice_off(x: jax.Array, shape: Shape) -> jax.Array:
 
 
 def put_back(x: jax.Array, shape: Shape) -> jax.Array:
-    """Returns `x` padded with zeros to a padded shape, as by `lax.pad`; `even_program.evenly` recognises the zeros as padding."""
+    """Pads `x` with zeros to a padded shape, as `lax.pad` does, but so that `even_program` recognizes the padding."""
 
     def put_padding_back(x: jax.Array) -> jax.Array:
         widths = [(0, new - old, 0) for old, new in zip(x.shape, shape, strict=True)]

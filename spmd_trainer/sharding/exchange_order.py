@@ -1,17 +1,18 @@
-"""Orders the exchanges of a traced program around its loops, for host (CPU) devices.
+"""Orders the exchanges of a traced program around its loops, to prevent deadlocks on host (CPU) devices.
 
-XLA's CPU runtime starts whatever has its inputs. If a loop and an exchange beside it need nothing of each other, one device may
-wait in the loop and another in the exchange, forever (`docs/partitioner_faults.md`). Exchanges only appear when XLA divides the
-program. So every operation that XLA may divide is made to need the loop before it:
+An exchange is communication between devices, such as an all-gather. XLA's CPU runtime starts every operation whose inputs are
+ready. If a loop and an exchange don't depend on each other, one device may wait in the loop and another in the exchange,
+forever (`docs/partitioner_faults.md`). Exchanges appear only when XLA partitions the program, after tracing. So every
+operation that XLA may partition is made to depend on the loop before it:
 
-- An operation that a loop needs comes before the first such loop, and after the loops before that one. All others come after the
-  last loop.
-- Each loop carries a number besides its own values, the token, which the next loop starts from. A condition whose branches have
-  loops counts as a loop.
-- An operation after a loop reads its inputs through a condition on the loop's token. Elementwise operations don't: they need no
-  exchange if their operands are divided in the same way. Nor do a loop's slices: it takes them one by one.
+- An operation that a loop needs comes before the first such loop, and after all earlier ones. All others come after the last
+  loop.
+- Each loop carries, besides its own values, a number called the token, which the next loop starts from. A `cond` whose
+  branches have loops counts as a loop.
+- An operation after a loop reads its inputs through a `select` on the loop's token. Exceptions are elementwise operations,
+  which need no exchange if their operands are split in the same way, and the arrays that a scan slices.
 
-`docs/limits.md` has what stays unordered. Programs with side effects stay as they are, because their order matters too.
+`docs/limits.md` lists what stays unordered. Programs with side effects stay as they are, because their order matters too.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _Atom: TypeAlias = core.Var | core.Literal
 def ordered(
     closed: core.ClosedJaxpr, shardings: Sequence[NamedSharding] = (), num_variables: int = 0
 ) -> core.ClosedJaxpr:
-    """Returns the program with its exchanges in order; the same program if it has no loops.
+    """Orders a program's communication between devices around its loops. Returns a program without loops as it is.
 
     Args:
-      closed: the traced program of several devices.
-      shardings: of the first arguments. Those of which each device has the whole are not exchanged.
-      num_variables: number of the first arguments that are variables.
+      closed: the traced program, which several devices run.
+      shardings: the shardings of the program's first arguments. Fully replicated arguments need no communication.
+      num_variables: how many of the first arguments are variables.
     """
     if closed.jaxpr.effects or not _has_loop(closed.jaxpr):
         return closed
@@ -55,7 +56,7 @@ def _rewritten(
     *,
     has_token: bool = False,
 ) -> core.ClosedJaxpr:
-    """Returns the program in order. `has_token`: its first argument and its first result are the token before and after it."""
+    """Returns the reordered program. With `has_token`, the token that orders loops is its first argument and first result."""
     arguments, flat, found = [core.Var(var.aval) for var in closed.jaxpr.invars], _Equations(), _Equations()
     results = flat.add(closed, arguments)
     own = [core.Var(jax.typeof(jnp.zeros(())))] if has_token else []
@@ -78,11 +79,11 @@ def _rewritten(
 
 
 class _Equations:
-    """A list of equations that others are added to.
+    """Collects the equations of a new program.
 
     Attributes:
       eqns: the equations.
-      constants: {variable: value} of their constants.
+      constants: {variable: value} of the constants that the equations use.
     """
 
     def __init__(self) -> None:
@@ -90,9 +91,9 @@ class _Equations:
         self.constants: dict[core.Var, Any] = {}
 
     def add(self, closed: core.ClosedJaxpr, arguments: Sequence[_Atom], within: Any = None) -> list[_Atom]:
-        """Adds a program's equations on `arguments`, with new variables. Returns the program's results.
+        """Adds a program's equations, applied to `arguments`, with new variables. Returns the variables of its results.
 
-        Calls that have loops, and rematerialised parts, are replaced by their equations. `within`: the call's name stack.
+        Calls that have loops, and calls of `jax.checkpoint`, are inlined. `within` is the name stack of the program's caller.
         """
         constants = [core.Var(var.aval) for var in closed.jaxpr.constvars]
         self.constants.update(zip(constants, closed.consts, strict=True))
@@ -122,11 +123,11 @@ class _Equations:
         return [read(atom) for atom in closed.jaxpr.outvars]
 
     def call(self, fn: Callable[..., Any], *operands: _Atom) -> list[_Atom]:
-        """Adds the equations of a function of arrays. Returns its results."""
+        """Traces a function of arrays, and adds its equations, applied to `operands`. Returns the variables of its results."""
         return self.add(jax.make_jaxpr(fn)(*(atom.aval for atom in operands)), operands)
 
     def _barrier(self, operands: Sequence[_Atom], prevent_cse: bool | Sequence[bool]) -> list[_Atom]:
-        """Keeps XLA from reusing results of the forward pass for a rematerialised part. Returns the part's arguments."""
+        """Keeps XLA from reusing forward-pass results in a `jax.checkpoint` call. Returns the call's new operands."""
         where = [prevent_cse] * len(operands) if isinstance(prevent_cse, bool) else prevent_cse
         kept = [operand for operand, is_kept in zip(operands, where, strict=True) if is_kept]
         results = iter(self.call(lambda *arrays: lax.optimization_barrier(arrays), *kept) if kept else ())
@@ -134,14 +135,14 @@ class _Equations:
 
 
 class _InOrder:
-    """Adds equations in order to `found`.
+    """Adds a program's equations to `found`, each behind the loops that must come before it.
 
     Args:
       found: the equations of the new program.
-      token: the token before its loops.
+      token: the token before the program's loops.
       constants: the program's constants.
-      split: shardings of the first arguments.
-      num_variables: how many of them are variables.
+      split: the shardings of the program's first arguments.
+      num_variables: how many of these arguments are variables.
     """
 
     def __init__(
@@ -153,30 +154,30 @@ class _InOrder:
         num_variables: int,
     ):
         self._found = found
-        self.token = token  # after the loops that were added
+        self.token = token  # the token after the loops added so far
         # A constraint on a variable could change the order of its axes (`constraints.computable`), which is an exchange.
         self._inputs: dict[_Atom, NamedSharding] = dict([*split.items()][num_variables:])
         self._whole: set[_Atom] = {*constants, *(var for var, over in split.items() if over.is_fully_replicated)}
-        self._after: dict[_Atom, int] = {}  # the number of loops that a variable comes after, if any
+        self._after: dict[_Atom, int] = {}  # {variable: the number of loops before it}
         self._held: dict[tuple[_Atom, int], _Atom] = {}
         self._holds: dict[tuple[Any, NamedSharding | None], core.ClosedJaxpr] = {}  # traced `_hold`
-        self._new: dict[_Atom, _Atom] = {}  # results of loops, by their variables before
+        self._new: dict[_Atom, _Atom] = {}  # {result of a loop in the old program: its variable in the new one}
 
     def result(self, atom: _Atom) -> _Atom:
-        """Returns what an atom of the program has become."""
+        """Returns the new program's variable (or literal) for one of the old program."""
         return atom if isinstance(atom, core.Literal) else self._new.get(atom, atom)
 
     def add(self, eqn: core.JaxprEqn, loops: int) -> None:
-        """Adds an equation after that many loops."""
+        """Adds an equation that comes after the first `loops` loops."""
         name, operands = eqn.primitive.name, [self.result(atom) for atom in eqn.invars]
-        if name == "optimization_barrier":  # XLA removes it, so no result waits for another's operand
+        if name == "optimization_barrier":  # XLA removes it, so each result waits for its own operand only
             self._found.eqns.append(eqn.replace(invars=operands))
             for operand, result in zip(operands, eqn.outvars, strict=True):
                 self._add_results([result], self._loops_before(operand), is_whole=self._is_whole(operand))
             return
         stack = eqn.source_info.name_stack
         if _is_loop(eqn):
-            # XLA may exchange constants and first values before the loop. It removes the token if nothing needs it later.
+            # XLA may exchange a loop's constants and initial values before the loop, and removes a token that nothing uses.
             held = _num_held(eqn)
             operands = [self._read(atom, loops, stack) if n < held else atom for n, atom in enumerate(operands)]
             self.token, *results = self._found.call(functools.partial(_with_token, eqn), self.token, *operands)
@@ -201,7 +202,7 @@ class _InOrder:
         return isinstance(atom, core.Literal) or atom in self._whole
 
     def _read(self, atom: _Atom, loops: int, stack: Any) -> _Atom:
-        """Returns an atom with the same value. If devices may exchange the value, it is known only after that many loops."""
+        """Returns a variable of equal value. If devices may exchange the value, it is known only after `loops` loops."""
         if self._loops_before(atom) >= loops or self._is_whole(atom) or not _may_be_exchanged(atom.aval):
             return atom
         if (atom, loops) not in self._held:
@@ -214,17 +215,16 @@ class _InOrder:
 
 
 def _hold(array: jax.Array, token: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-    """Returns `array`, which is known only when `token` is."""
+    """Returns `array` unchanged, but makes XLA wait for `token` before the array is used."""
     held = known_after(token > 1, array)  # XLA doesn't know that a cosine doesn't exceed 1
     # Without this, XLA may exchange an input before it reads the token.
     return held if sharding is None else lax.with_sharding_constraint(held, sharding)
 
 
 def _is_loop(eqn: core.JaxprEqn) -> bool:
-    """Returns True for loops, and for conditions with loops.
+    """Returns True for a `scan`, for a `while`, and for a `cond` whose branches have loops.
 
-    Loops mapped over rows and choices of a platform don't count, because they can't be written again with a token: JAX makes them
-    in ways that it doesn't offer to others.
+    Vmapped `while` loops and `lax.platform_dependent` don't count: JAX's public functions can't rebuild them with a token.
     """
     params = eqn.params
     match eqn.primitive.name:
@@ -238,17 +238,16 @@ def _is_loop(eqn: core.JaxprEqn) -> bool:
 
 
 def _has_loop(jaxpr: core.Jaxpr) -> bool:
-    """Returns True if a program runs a loop, itself or in a call."""
     return any(
         _is_loop(eqn) or (eqn.primitive.name in CALLS | REMAT and _has_loop(called(eqn)[0])) for eqn in jaxpr.eqns
     )
 
 
 def _with_loops_before(eqns: Sequence[core.JaxprEqn]) -> list[tuple[int, core.JaxprEqn]]:
-    """Returns the equations in order, each with the number of loops that it comes after."""
+    """Returns (number of loops before it, equation) for each equation, in the new order."""
     loops = [index for index, eqn in enumerate(eqns) if _is_loop(eqn)]
     number = {index: position for position, index in enumerate(loops)}
-    needed: dict[_Atom, int] = {}  # of each variable: the first loop that needs it
+    needed: dict[_Atom, int] = {}  # {variable: the first loop that needs it}
     found = []
     for index in reversed(range(len(eqns))):
         eqn = eqns[index]
@@ -257,27 +256,26 @@ def _with_loops_before(eqns: Sequence[core.JaxprEqn]) -> list[tuple[int, core.Ja
             if isinstance(atom, core.Var):
                 needed[atom] = min(first, needed.get(atom, len(loops)))
         found.append((first, index in number, index))
-    # A loop is the last of the operations that it needs.
+    # A loop comes after all operations that it needs.
     return [(first, eqns[index]) for first, _, index in sorted(found)]
 
 
 def _may_be_exchanged(aval: Any) -> bool:
-    """Returns True for arrays in the devices' memory, not for scalars and PRNG keys."""
+    """Returns True for arrays in device memory; False for scalars, PRNG keys and arrays in host memory."""
     if not getattr(aval, "shape", ()) or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
         return False
     return bool(getattr(aval, "memory_space", None) != jax.memory.Space.Host)
 
 
 def _num_held(loop: core.JaxprEqn) -> int:
-    """Returns the number of a loop's first operands that come after the loop before it: all but a scan's slices."""
+    """Returns how many of a loop's first operands wait for the loop before it: all but the arrays that a scan slices."""
     return sum(scan_sizes(loop.params)) if loop.primitive.name == "scan" else len(loop.invars)
 
 
 def _with_token(eqn: core.JaxprEqn, token: jax.Array, *arrays: Any) -> list[Any]:
-    """Runs a loop that carries `token`, or a condition. Returns the token after it, and its results."""
+    """Runs a loop (or a `cond` with loops) so that it carries `token`. Returns [the token after it, *its results]."""
 
     def carrying(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
-        """Returns a function of (token, arguments) that returns [token, *results]."""
         run: Callable[..., list[Any]] = core.jaxpr_as_fun(_rewritten(closed, has_token=True))
         return run
 
@@ -296,7 +294,7 @@ def _with_token(eqn: core.JaxprEqn, token: jax.Array, *arrays: Any) -> list[Any]
 def _scan_with_token(
     params: Mapping[str, Any], body: Callable[..., list[Any]], token: jax.Array, arrays: Sequence[Any]
 ) -> list[Any]:
-    """Runs a scan with the parameters `params` of its equation and a body that takes and returns a token first."""
+    """Runs a scan that carries a token. `params` are those of its equation; `body` takes and returns the token first."""
     num_consts, num_carry = scan_sizes(params)
     consts, carry, slices = arrays[:num_consts], arrays[num_consts:][:num_carry], arrays[num_consts + num_carry :]
 
@@ -312,7 +310,7 @@ def _scan_with_token(
 def _while_with_token(
     params: Mapping[str, Any], body: Callable[..., list[Any]], token: jax.Array, arrays: Sequence[Any]
 ) -> list[Any]:
-    """Runs a loop of unknown length; arguments as in `_scan_with_token`."""
+    """Runs a `while` loop that carries a token; arguments as in `_scan_with_token`."""
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     of_cond, of_body, carry = arrays[:num_cond], arrays[num_cond:][:num_body], arrays[num_cond + num_body :]
     cond: Callable[..., list[Any]] = core.jaxpr_as_fun(params["cond_jaxpr"])

@@ -1,10 +1,10 @@
-"""Prevents deadlocks on host (CPU) devices, where XLA can't run several independent programs with collectives at a time.
+"""Prevents deadlocks on host (CPU) devices, where independent programs with collectives must not run at the same time.
 
-All host devices of a process share a thread pool with one thread per device. At a collective, each device's thread waits for the
-other devices. If a thread runs a later program meanwhile, a device of the earlier program may never get a thread (jaxlib 0.10.2).
-Training steps are safe, because each step needs the state of the step before.
+All host devices of a process share a thread pool with one thread per device. At a collective, each device's thread waits for
+the other devices. If some threads run a later program meanwhile, a device of the earlier program may never get a thread
+(jaxlib 0.10.2). Training steps are safe, because each step needs the state from the previous step.
 
-Within a program, independent collectives start in any order: see `hold_until_known`.
+Within a program, independent collectives can deadlock too, because they start in any order: see `hold_until_known`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _Arrays = TypeVar("_Arrays")
 
 
 def finish_on_host_devices(arrays: _Arrays) -> _Arrays:
-    """Waits for a program's outputs if they are on several host (CPU) devices of this process. Does not wait for accelerators.
+    """Waits for a program's outputs if they are on several host (CPU) devices of this process. Never waits for accelerators.
 
-    Call it between programs that don't depend on each other.
+    To prevent deadlocks, call it between programs that don't depend on each other.
 
     Args:
       arrays: a pytree of jax.Arrays.
@@ -39,11 +39,11 @@ def finish_on_host_devices(arrays: _Arrays) -> _Arrays:
 
 
 def hold_until_known(earlier: Sequence[jax.Array], *later: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the arrays `later`; on host (CPU) devices, computations on them wait until all of `earlier` are computed.
+    """On host (CPU) devices, makes computations on `later` wait until all of `earlier` are computed. Returns `later`.
 
     Use it under jit. XLA's CPU runtime starts a collective as soon as the loops before it have started, and independent
-    collectives in any order. Some devices may then wait in one collective and other devices in another, forever, unless the later
-    collective depends on results of the earlier one. See `docs/partitioner_faults.md`.
+    collectives in any order. Some devices may then wait in one collective and other devices in another, forever, unless the
+    later collective depends on results of the earlier one. See `docs/partitioner_faults.md`.
     """
     if not _on_host_devices():
         return later
@@ -53,7 +53,7 @@ def hold_until_known(earlier: Sequence[jax.Array], *later: jax.Array) -> tuple[j
 
 
 def known_after(never: jax.Array, array: jax.Array) -> jax.Array:
-    """Returns `array`, which is known only when `never` is: a bool scalar that is False, which XLA must not know."""
+    """Returns `array` unchanged, but makes XLA compute `never` first: a bool scalar that is False, which XLA can't infer."""
     return lax.select(never, jnp.zeros_like(array), array)
 
 

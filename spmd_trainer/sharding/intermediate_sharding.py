@@ -1,10 +1,10 @@
 """Finds an intermediate sharding for moves between two meshes: on the source's devices, with the target's number of shards.
 
 An array can move from 8 shards to 4 different shards without a full gather: pairs of devices first merge their shards, so each
-merged shard is on two devices. Then one of the two copies moves. The idea was published in pathwaysutils
-(`pathwaysutils/experimental/reshard.py`); the names here are the same. The intermediate sharding has the target's number
-of shards, whichever dimension the target splits. Devices that merge shards are neighbours along one mesh axis, so the merge is
-one gather among them. Other axes do not change.
+merged shard is on two devices. Then one of the two copies of each merged shard moves. The idea was published in pathwaysutils
+(`pathwaysutils/experimental/reshard.py`); the public names in this module are the same. The intermediate sharding has the
+target's number of shards, whichever dimension the target splits. Devices that merge shards are neighbors along one mesh axis,
+so the merge is one gather among them. Other axes do not change.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def find_intermediate_sharding(in_sharding: Sharding, out_sharding: Sharding) ->
 
 
 def plan_intermediate(in_sharding: Sharding, out_sharding: Sharding) -> Intermediate:
-    """As `find_intermediate_sharding`, but returns both forms of the intermediate sharding."""
+    """Does the same as `find_intermediate_sharding`, but returns both forms of the intermediate sharding."""
     source, target = _on_devices(in_sharding), _on_devices(out_sharding)
     rank = max(len(source.spec), len(target.spec))
     source_counts = shard_counts(source.spec, rank, _shape(source))
@@ -102,9 +102,9 @@ def plan_intermediate(in_sharding: Sharding, out_sharding: Sharding) -> Intermed
 def _merged_axes(
     axes_of_dims: tuple[tuple[str, ...], ...], sizes: dict[str, int], copies: int
 ) -> dict[str, int] | None:
-    """Returns {axis: number of neighbours that merge their shards}, `copies` in total; None if the axes do not allow it.
+    """Returns {mesh axis: how many neighbors along it merge their shards}; the product is `copies`. None if impossible.
 
-    Neighbouring shards of a dimension are on neighbours along its last axis. Devices merge along an earlier axis only if all
+    Neighboring shards of a dimension are on neighbors along its last axis. Devices merge along an earlier axis only if all
     devices along the last axis merge.
     """
     merged: dict[str, int] = {}
@@ -120,7 +120,7 @@ def _merged_axes(
 
 
 def _build(source: NamedSharding, rank: int, merged: dict[str, int]) -> Intermediate:
-    """Returns the intermediate sharding: each axis in `merged` becomes a split and a replica axis; replica axes come first."""
+    """Returns the intermediate sharding. Each axis in `merged` becomes a split axis and a replica axis."""
     names: list[str] = []
     sizes: list[int] = []
     split_name: dict[str, str] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import jax.interpreters.partial_eval
 from jax.extend import core, source_info_util
 
-# Operations that run a program on their own arguments; the latter have derivatives of their own.
+# Operations that run an inner program on their own arguments. Those in OWN_DERIVATIVES have custom derivatives.
 PLAIN_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 OWN_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 CALLS = PLAIN_CALLS | OWN_DERIVATIVES
@@ -22,7 +22,7 @@ _are_products_shown: contextvars.ContextVar[bool] = contextvars.ContextVar("prod
 
 @contextlib.contextmanager
 def products_shown(is_on: bool = True) -> Iterator[None]:
-    """A context for tracing in which functions with custom derivatives show their products with variables in the jaxpr.
+    """Context manager: functions with custom derivatives are traced so that their products with variables are in the jaxpr.
 
     JAX's trace caches ignore this context: a function that the model jits itself keeps the form of its first trace.
     """
@@ -39,20 +39,20 @@ def are_products_shown() -> bool:
 
 
 def called(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]]:
-    """Returns the inner jaxpr of an equation of `CALLS` or `REMAT`, and its constants."""
+    """Returns the inner jaxpr, and its constants, of an equation whose primitive is in `CALLS` or `REMAT`."""
     found: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
     return (found.jaxpr, found.consts) if isinstance(found, core.ClosedJaxpr) else (found, ())
 
 
 def live(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Returns the jaxpr without unused equations (dead code)."""
+    """Returns the program without unused equations (dead code)."""
     used = [True] * len(closed.jaxpr.outvars)
     jaxpr, _ = jax.interpreters.partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
     return core.ClosedJaxpr(jaxpr, closed.consts)
 
 
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of constants and of carried values of a `scan`, from its equation's `params`."""
+    """Returns (number of constants, number of carried values) of a `scan`, from its equation's `params`."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # JAX 0.11: a tree of all operands
@@ -70,7 +70,7 @@ def equations(jaxpr: core.Jaxpr, skipped: Collection[str] = ()) -> Iterator[core
 
 @contextlib.contextmanager
 def source_of(eqn: Any) -> Iterator[None]:
-    """Gives operations that are traced inside the name stack and source line of `eqn`."""
+    """Context manager: operations traced inside it get the name stack and source line of `eqn`."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield

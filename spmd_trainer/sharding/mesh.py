@@ -55,9 +55,9 @@ def create_hybrid_mesh(
 ) -> Mesh:
     """Makes a mesh over several slices or hosts: `create_hybrid_mesh([1, 4], [2, 1], ['data', 'mdl'])` is 2 x 4.
 
-    Axis i has size `dcn[i] * ici[i]`. Along it, every `ici[i]` consecutive devices share a slice, so only the outer part
-    of the axis crosses the slow network. The devices' `slice_index` tells slices apart. If it is the same for all devices,
-    each process counts as a slice. With a single process (host devices), the devices are divided into equal groups in order.
+    Axis i has size `dcn[i] * ici[i]`. Along this axis, every `ici[i]` consecutive devices share a slice, so only its outer
+    part crosses the slow network. The devices' `slice_index` tells slices apart. If it is the same for all devices, each
+    process counts as a slice. With a single process (host devices), the devices are divided into equal groups in order.
 
     Args:
       ici: size of each axis within a slice. One size of `ici` or `dcn` may be -1 for all remaining devices.
@@ -98,11 +98,11 @@ def fit_mesh_shape(mesh_shape: Mapping[str, int], num_devices: int, *, grow: str
     """Fits a mesh to another number of devices: `fit_mesh_shape({'data': 4, 'mdl': 2}, 12, grow='data')` is 6 x 2.
 
     Every axis except `grow` keeps its size if possible, and otherwise gets the largest divisor of its size that fits. The last
-    axis, which communicates most, is fitted first. `grow` gets the remaining devices: on 3 devices the mesh above becomes 3 x 1.
+    axis, which communicates most, is fitted first. `grow` gets the remaining devices: on 3 devices this mesh becomes 3 x 1.
 
     Args:
       mesh_shape: the size of each axis, outermost first. The size of `grow` may be -1.
-      num_devices: the product of the sizes to return; at least 1.
+      num_devices: the new number of devices; at least 1.
       grow: the axis whose size may change freely.
 
     Returns:
@@ -125,7 +125,7 @@ def fit_mesh_shape(mesh_shape: Mapping[str, int], num_devices: int, *, grow: str
 
 
 def size_problem(size: object) -> str | None:
-    """Returns the problem with a mesh axis' size, or None if it is a positive whole number or -1."""
+    """Returns the problem with `size` as the size of a mesh axis, or None if it is a positive whole number or -1."""
     if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != REST):
         return f"{size!r} is not a size: give a whole number of 1 or more, or -1 for the remaining devices"
     return None
@@ -150,7 +150,7 @@ def _parse_config(config_mesh: Sequence[tuple[str, int]]) -> tuple[tuple[str, ..
 
 
 def _resolve_sizes(names: Sequence[str], sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
-    """Returns the sizes, with -1 replaced by the number of remaining devices, after checking their product."""
+    """Checks the product of the sizes, and returns them with -1 replaced by the number of remaining devices."""
     asked = mesh_text(dict(zip(names, sizes, strict=True)))
     open_axes = [name for name, size in zip(names, sizes, strict=True) if size == REST]
     if len(open_axes) > 1:
@@ -172,7 +172,7 @@ def _resolve_sizes(names: Sequence[str], sizes: tuple[int, ...], num_devices: in
 
 
 def _nearest_sizes(sizes: Sequence[int], num_devices: int) -> list[tuple[int, ...]]:
-    """Returns the two factorizations of `num_devices` closest to the sizes; a size of -1 may become any factor."""
+    """Returns the two factorizations of `num_devices` that are closest to `sizes`. A size of -1 may become any factor."""
 
     def distance(fit: tuple[int, ...]) -> tuple[float, int]:
         changes = [(s, f) for s, f in zip(sizes, fit, strict=True) if s not in (REST, f)]
@@ -217,7 +217,7 @@ def _arrange(sizes: Sequence[int], devices: Sequence[jax.Device], names: Sequenc
 
 
 def _granules(devices: Sequence[jax.Device], dcn: dict[str, int]) -> list[list[jax.Device]]:
-    """Returns the devices in prod(dcn) equal groups, each within one slice (or process)."""
+    """Returns the devices in prod(dcn) groups of equal size, each within one slice (or process)."""
     count = math.prod(dcn.values())
     slices = [getattr(device, "slice_index", 0) for device in devices]
     keys = slices if len(set(slices)) > 1 else [device.process_index for device in devices]

@@ -17,27 +17,26 @@ from spmd_trainer.sharding.variables import named_leaves
 
 
 def split_by_mesh_axis(tree: PyTree, axis: str, sections: int | Sequence[int] | None = None) -> list[PyTree]:
-    """Splits every array of a tree into arrays on the parts of its mesh along `axis`, without copying any data.
+    """Splits the mesh of a tree's arrays along `axis`, and each array with it, without copying any data.
 
-    Example: x has shape (8, 4) and is on the mesh (replica=2, data=4) with P('data', None).
-    `split_by_mesh_axis(x, 'replica')` gives two copies of x, each of shape (8, 4), on the meshes (replica=1, data=4) of
-    the first and of the last four devices. `split_by_mesh_axis(x, 'data', 2)` gives two arrays of shape (4, 4): rows 0-3
-    on (replica=2, data=2), and rows 4-7 on the other half. With sections `[1]` it gives rows 0-1 on (2, 1) and rows 2-7
-    on (2, 3).
+    Example: x has shape (8, 4) and is on the mesh (replica=2, data=4) with P('data', None). `split_by_mesh_axis(x, 'replica')`
+    gives two copies of x, each of shape (8, 4), on the meshes (replica=1, data=4) of the first and of the last four devices.
+    `split_by_mesh_axis(x, 'data', 2)` gives two arrays of shape (4, 4): rows 0-3 on (replica=2, data=2), and rows 4-7 on the
+    other half. With sections `[1]` it gives rows 0-1 on (2, 1) and rows 2-7 on (2, 3).
 
     Published as `pathwaysutils.experimental.split_by_mesh_axis`.
 
     Args:
       tree: jax.Arrays, all of them on one mesh (NamedShardings).
       axis: the mesh axis to split.
-      sections: the number of equal parts, or the increasing positions to split at, without 0 and the axis' size. None:
-        parts of size 1.
+      sections: the number of equal parts, or the increasing positions along `axis` to split at, without 0 and the axis' size.
+        None: parts of size 1.
 
     Returns:
       One tree like `tree` for each part of the mesh, in order, with the same axis names and specs. Along a dimension that
-      `axis` splits, each array holds the consecutive shards of its part (for P(('x', 'y')) and 'y', these are strided
-      blocks of the original). Other arrays keep their shape. The arrays share their buffers with `tree`: deleting or
-      donating one also deletes the other.
+      `axis` splits, each array holds the consecutive shards of its part (for P(('x', 'y')) and 'y', these are strided blocks
+      of the original). Other arrays keep their shape. The arrays share their buffers with `tree`: deleting or donating one
+      also deletes the other.
 
     Raises:
       ValueError: a leaf is not a jax.Array on a mesh, leaves are on different meshes, `axis` is missing from the mesh, or
@@ -59,14 +58,14 @@ def split_by_mesh_axis(tree: PyTree, axis: str, sections: int | Sequence[int] | 
 
 
 def relabel(x: jax.Array, sharding: NamedSharding, shape: Sequence[int] | None = None) -> jax.Array:
-    """Returns an array with another sharding that shares the buffers of `x`, without copies.
+    """Returns an array that shares the buffers of `x` but has another sharding. Nothing is copied.
 
     The caller guarantees that each device's buffer is the shard that the device has under `sharding`.
 
     Args:
       x: the array that holds the buffers.
       sharding: the new array's sharding, on some or all of the devices of `x`.
-      shape: the new array's shape; default x's.
+      shape: the new array's shape; default: the shape of `x`.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)

@@ -1,7 +1,7 @@
 """Text helpers shared by errors and reports.
 
-It imports the standard library only, because `spmd_trainer.errors` imports it, and errors in flags must not wait for the import
-of JAX.
+This module imports only the standard library: `spmd_trainer.errors` imports it, and errors in command-line flags must not wait
+for the import of JAX.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def spec_text(spec: Iterable[object] | None) -> str:
 
 
 def nearest_names(name: object, known: Iterable[object], *, count: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Returns at most `count` known names spelled like `name`, the nearest first."""
+    """Returns at most `count` of the known names that are spelled like `name`, the most similar first."""
     return difflib.get_close_matches(str(name), [str(k) for k in known], n=count, cutoff=cutoff)
 
 
 def suggestion_text(near: Iterable[str]) -> str:
-    """Returns `; did you mean a or b?`, or '' without names."""
+    """Returns `; did you mean a or b?` for the names a and b; '' without names."""
     names = " or ".join(near)
     return f"; did you mean {names}?" if names else ""
 
@@ -67,7 +67,7 @@ def shortened(text: str, most: int, end: str = "...") -> str:
 
 
 def short_hash(text: str, digits: int = 16) -> str:
-    """Returns the first hexadecimal digits of a text's SHA-256, for use as a key."""
+    """Returns the first `digits` hexadecimal digits of a text's SHA-256, for use as a key."""
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 

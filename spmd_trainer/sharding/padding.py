@@ -1,12 +1,12 @@
 """Pads dimensions that are not divisible by their numbers of shards, and slices the padding off.
 
-JAX arrays on a mesh must be split evenly. If a variable can't be split evenly, it is stored with zeros after its logical region.
-The step slices the padding off, computes on the logical shape, and pads the result with zeros again. GSPMD also pads to the next
-multiple, but inside a program (Xu et al. 2021, https://arxiv.org/abs/2105.04663). This module pads a program's inputs and
-outputs, where JAX requires even arrays.
+JAX arrays on a mesh must be split evenly. If a variable can't be split evenly, it is stored with zeros after its logical
+region. The training step slices the padding off, computes on the logical shape, and pads the result with zeros again. GSPMD
+also pads to the next multiple, but only inside a program (Xu et al. 2021, https://arxiv.org/abs/2105.04663). This module pads
+a program's inputs and outputs, which JAX requires to be even.
 
-Worked example on a mesh (x=2, y=4): shape (3, 5) with P('x', None) becomes (4, 5); with P(('x', 'y'), None), 8 shards
-of dimension 0, it becomes (8, 5); with P(None, 'y') it becomes (3, 8).
+Worked example on a mesh (x=2, y=4): shape (3, 5) with P('x', None) becomes (4, 5); with P(('x', 'y'), None), 8 shards of
+dimension 0, it becomes (8, 5); with P(None, 'y') it becomes (3, 8).
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ def uneven_paddings(
 def pad_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree, mesh: AnyMesh) -> PyTree:
     """Pads every leaf with zeros from its logical shape to the smallest shape that its spec splits evenly.
 
-    Works on concrete arrays and inside jit; a NumPy leaf stays in host memory. A leaf that needs no padding is returned
-    as the same object. Nodes without leaves (None, optax.MaskedNode) pass through.
+    Works on concrete arrays and inside jit; a NumPy leaf stays in host memory. A leaf that needs no padding is returned as the
+    same object. Nodes without leaves (None, optax.MaskedNode) pass through.
 
     Args:
-      tree: arrays of their logical shapes.
+      tree: arrays at their logical shapes.
       specs: a prefix tree of `tree`: PartitionSpecs, NamedShardings, VariableSpecs, or None for replicated.
       logical_shapes: a prefix tree of `tree`: tuples of ints, objects with a `.shape`, or VariableSpecs.
       mesh: the mesh; only its axis sizes are used.
 
     Returns:
-      A tree like `tree`.
+      A tree like `tree`, of padded arrays.
 
     Raises:
-      ValueError: a prefix tree does not fit the tree, a leaf does not have its logical shape, or a spec does not fit the leaf or
-        the mesh.
+      ValueError: a prefix tree does not fit the tree, a leaf does not have its logical shape, or a spec does not fit the leaf
+        or the mesh.
     """
     sizes = mesh_shape_of(mesh)
 
@@ -90,7 +90,7 @@ def pad_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree, mesh: AnyMes
 
 
 def slice_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree) -> PyTree:
-    """Slices the padding off: the inverse of `pad_uneven`. Arguments as for `pad_uneven`.
+    """Slices the padding off every leaf: the inverse of `pad_uneven`. Arguments as for `pad_uneven`.
 
     For arrays on a mesh, call it inside jit. Outside jit, JAX would replicate slices that can't be split evenly.
 
@@ -98,8 +98,8 @@ def slice_uneven(tree: PyTree, specs: PyTree, logical_shapes: PyTree) -> PyTree:
       A tree like `tree` with logical shapes; a leaf without padding is returned as the same object.
 
     Raises:
-      ValueError: a prefix tree does not fit the tree, or a leaf is smaller than its logical shape, has another rank, or is larger
-        in a dimension that its spec does not split.
+      ValueError: a prefix tree does not fit the tree, or a leaf is smaller than its logical shape, has another rank, or is
+        larger in a dimension that its spec does not split.
     """
 
     def unpad(path: str, leaf: Any, spec: PartitionSpec, logical: tuple[int, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Builds self-contained HTML pages: the document around a page's body, with styles, scripts and data inlined."""
+"""Builds self-contained HTML pages: puts a page's body into a document, with styles, scripts and data inlined."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 _MARK = re.compile(r"__PAGE_(\w+?)__")
-# Characters that could end the script element that holds the data. JSON's own escapes cover those that are no ASCII.
+# Characters that could end the script element that holds the data. `json.dumps` escapes all non-ASCII characters.
 _UNSAFE = str.maketrans({char: f"\\u{ord(char):04x}" for char in "<>&"})
 _START = """<!doctype html>
 <html lang="en">
@@ -22,8 +22,8 @@ _START = """<!doctype html>
 <meta http-equiv="Content-Security-Policy" content="__POLICY__">
 <link rel="icon" href="data:,">
 """
-# The page's own scripts and style sheets alone, by their hashes: a text of the run that became HTML could not run, nor ask for
-# anything. The scripts draw with style attributes; pictures stand in the page.
+# Allows only the page's own scripts and style sheets, by their hashes. If text from a run became HTML, it could neither run
+# scripts nor load anything. Style attributes are allowed because the scripts draw with them; images are inlined.
 _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src {styles}; style-src-attr 'unsafe-inline'; img-src data:; "
     "connect-src {server}; base-uri 'none'; form-action 'none'"
@@ -46,14 +46,14 @@ def document(
     libraries: Iterable[str] = (),
     asks_server: bool = False,
 ) -> str:
-    """Returns an HTML page whose Content-Security-Policy allows only the scripts and style sheets given here.
+    """Returns an HTML page whose Content-Security-Policy allows only the scripts and style sheets given as arguments.
 
     Args:
       title: the page's title, plain text.
       body: the HTML of the body.
       styles: texts of style sheets.
-      data: JSON-serialisable data, which scripts find in the element with id `data`; None for a page without scripts.
-      scripts: texts of scripts, joined to one script in strict mode.
+      data: JSON-serializable data, which scripts find in the element with id `data`. None for a page without scripts.
+      scripts: texts of scripts, which are concatenated into one script in strict mode.
       libraries: texts of scripts that run before `scripts`, each in its own script element.
       asks_server: True if the scripts fetch data from the page's own server.
 
@@ -75,7 +75,7 @@ def document(
 
 
 def _hashes(texts: Iterable[str]) -> str:
-    """Returns the hashes of inline scripts or style sheets, in the form of a Content-Security-Policy's source list."""
+    """Returns the hashes of inline scripts or style sheets as a source list of a Content-Security-Policy."""
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
     return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
 
@@ -90,7 +90,7 @@ def script_json(data: object) -> str:
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
-    """Returns a template with its marks, such as __PAGE_TITLE__, replaced by `parts`, e.g. {'TITLE': HTML}.
+    """Fills a template: replaces its marks, such as __PAGE_TITLE__, by the values in `parts`, such as {'TITLE': HTML}.
 
     All marks are replaced in one pass, so marks inside `parts` are not replaced.
     """

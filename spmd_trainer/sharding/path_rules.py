@@ -2,14 +2,14 @@
 
     strategy = [
         ('embedding', 'shard_dim(0, "mdl", allow_uneven=True)'),
-        ('kernel', ['shard_dim(-1, "mdl")', 'fsdp(axis="data")']),   # tensor parallel, then the rest over data
+        ('kernel', ['shard_dim(-1, "mdl")', 'fsdp(axis="data")']),   # tensor parallel over mdl, then FSDP over data
         ('.*', 'fsdp(axis="data")'),
     ]
 
 Regular expressions are searched for anywhere in the path (`re.search`): 'bias' matches `params/bias/b`, and '^params/' or
-'/b$' anchors the match. A path is a leaf's keys joined by '/', e.g. `params/layers/0/kernel`. The paths of optimizer and
-EMA leaves contain their variable's path, so they follow its rule. A tactic is a text, a callable (see `tactics`), or a
-list of these, each of which is applied to the result of the previous one.
+'/b$' anchors the match. A path is a leaf's keys joined by '/', e.g. `params/layers/0/kernel`. The paths of optimizer and EMA
+leaves contain their variable's path, so they follow its rule. A tactic is a text, a callable (see `tactics`), or a list of
+these, each of which is applied to the result of the previous one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def infer_sharding(state: PyTree, strategy: Strategy, mesh: AnyMesh) -> PyTree:
 
     Args:
       state: any pytree: an NNX state, a Flax dict, a praxis NestedMap, an optax state, ShapeDtypeStructs.
-      strategy: [(regex, tactic), ...], see the module. A leaf that no rule matches keeps its current spec on this mesh; if it
-        has none, it is replicated.
+      strategy: [(regex, tactic), ...], see the module `path_rules`. A leaf that no rule matches keeps its current spec on this
+        mesh; if it has none, it is replicated.
       mesh: the mesh.
 
     Returns:
@@ -51,17 +51,17 @@ def plan_sharding(state: PyTree, strategy: Strategy, mesh: AnyMesh) -> PyTree:
 
     Args:
       state: any pytree of arrays, ShapeDtypeStructs or Python numbers.
-      strategy: [(regex, tactic), ...], see the module; regexes are matched with `re.search`.
+      strategy: [(regex, tactic), ...], see the module `path_rules`; regexes are matched with `re.search`.
       mesh: the mesh.
 
     Returns:
-      A tree like `state` of VariableSpecs. Their reasons read `rule 2 ('kernel', fsdp(axis='data'))`,
-      `replicated: no dimension of (7, 13) divides by data=4; rule 2 (...)`, `replicated: no rule matched`, ...
+      A tree like `state` of VariableSpecs. Their reasons read `rule 2 ('kernel', fsdp(axis='data'))`, `replicated: no
+      dimension of (7, 13) divides by data=4; rule 2 (...)`, `replicated: no rule matched`, ...
 
     Raises:
-      ValueError: the strategy is not a list of (regex, tactic), a regex does not compile, a tactic is unknown, names an
-        axis that the mesh does not have, replicates a leaf that is already split, uses an axis twice for one leaf, splits
-        a scalar, or returns a spec that does not fit.
+      ValueError: the strategy is not a list of (regex, tactic), a regex does not compile, or a tactic is unknown, names an
+        axis that the mesh does not have, replicates a leaf that is already split, uses an axis twice for one leaf, splits a
+        scalar, or returns a spec that does not fit.
     """
     rules = [_Rule(number, entry) for number, entry in enumerate(_checked(strategy), start=1)]
 
@@ -101,7 +101,7 @@ class _Rule:
         self._text = f"rule {number} ({pattern!r}, {texts[0] if len(texts) == 1 else '[' + ', '.join(texts) + ']'})"
 
     def decide(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> tuple[PartitionSpec, str]:
-        """Applies the tactics in turn. Returns the spec and the reason, with notes on tactics that did not apply."""
+        """Applies the rule's tactics in turn. Returns the spec and its reason, with notes on tactics that did not apply."""
         notes = []
         for tactic in self._tactics:
             if isinstance(tactic, BuiltinTactic):

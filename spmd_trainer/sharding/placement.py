@@ -25,17 +25,17 @@ def place_like_target(tree: PyTree, target: PyTree) -> PyTree:
     """Returns `tree` with every leaf in the sharding of its counterpart in `target`.
 
     Args:
-      tree: NumPy or JAX arrays, or Python numbers. Dtypes stay, except that JAX narrows 64-bit types on devices unless they are
-        enabled (`jax_enable_x64`).
-      target: a tree of the same structure: jax.Arrays, ShapeDtypeStructs with or without a sharding, or NumPy arrays.
-        If a counterpart has no sharding, the leaf becomes a NumPy array on the host.
+      tree: NumPy or JAX arrays, or Python numbers. Dtypes stay, except that JAX narrows 64-bit types on devices unless they
+        are enabled (`jax_enable_x64`).
+      target: a tree of the same structure: jax.Arrays, ShapeDtypeStructs with or without a sharding, or NumPy arrays. If a
+        counterpart has no sharding, the leaf becomes a NumPy array on the host.
 
     Returns:
-      A tree like `tree`. A leaf that already has its sharding is returned as the same object.
+      A tree like `tree`. A leaf that already has the sharding of its counterpart is returned as the same object.
 
     Raises:
-      ValueError: the structures differ, a leaf and its counterpart differ in shape, a dimension is not divisible by its number of
-        shards, or a leaf that should become a NumPy array is partly on other processes' devices.
+      ValueError: the structures differ, a leaf and its counterpart differ in shape, a dimension is not divisible by its number
+        of shards, or a leaf that should become a NumPy array is partly on other processes' devices.
     """
     leaves, targets = named_leaves(tree), named_leaves(target)
     paths, target_paths = [path for path, _ in leaves], [path for path, _ in targets]
@@ -61,17 +61,17 @@ def update_model_sharding(state: PyTree, mesh: Mesh, strategy: Strategy) -> PyTr
     """Puts a loaded state (parameters, optimizer, EMA) onto a mesh, by the rules of `path_rules`.
 
     Each device receives only its own shard of each leaf, sliced from the host's copy, so no device ever holds a whole array
-    that is to be split. The old state keeps its memory until the caller deletes it; a state of NumPy arrays occupies no
-    device memory.
+    that is to be split. The old state keeps its memory until the caller deletes it; if it consists of NumPy arrays, it
+    occupies no device memory.
 
     Args:
       state: any pytree of NumPy or JAX arrays without padding, on any mesh or none.
-      mesh: the mesh to put it on.
-      strategy: [(regex, tactic), ...], matched with `re.search`; see `path_rules`.
+      mesh: the mesh to put the state on.
+      strategy: [(regex, tactic), ...], matched with `re.search`; see the module `path_rules`.
 
     Returns:
-      A tree like `state` of arrays on `mesh`. Leaves that a rule splits unevenly (`allow_uneven`) have their padded
-      shape, with zeros in the padding.
+      A tree like `state` of arrays on `mesh`. Leaves that a rule splits unevenly (`allow_uneven`) have their padded shape,
+      with zeros in the padding.
 
     Raises:
       ValueError: see `plan_sharding`.
@@ -86,21 +86,20 @@ def update_model_sharding(state: PyTree, mesh: Mesh, strategy: Strategy) -> PyTr
 
 
 def make_fsarray_from_local_slice(local_slice: npt.ArrayLike, global_devices: Sequence[jax.Device]) -> jax.Array:
-    """Returns a global array, split on dimension 0 over all devices, made of the rows that each process has read.
+    """Builds a global array, split on dimension 0 over all devices, from the rows that each process has read.
 
-    Every process calls this with the same number of rows per local device. The rows of a process go to its devices in
-    their order in `global_devices`. If each process has consecutive devices, the global array is the concatenation of the
-    slices.
+    Every process calls this with the same number of rows per local device. The rows of a process go to its devices in their
+    order in `global_devices`. If each process has consecutive devices, the global array concatenates the processes' slices.
 
     Args:
       local_slice: this process's rows, [local rows, ...]; NumPy must be able to convert it to an array.
-      global_devices: the devices of all processes, in the same order everywhere.
+      global_devices: the devices of all processes, in the same order on every process.
 
     Returns:
       An array of shape (rows per device x number of devices, ...), split on dimension 0.
 
     Raises:
-      ValueError: `local_slice` is a scalar, this process has no device, or the number of local devices does not divide the rows.
+      ValueError: `local_slice` is a scalar, this process has no device, or its number of devices does not divide the rows.
     """
     local = np.asarray(local_slice)
     mesh = Mesh(np.asarray(global_devices), (_FS_AXIS,))
@@ -157,7 +156,7 @@ def get_local_slice_from_fsarray(x: jax.Array) -> np.ndarray:
 
 
 def _place(path: str, leaf: Any, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
-    """Returns `leaf` with this sharding, padded with zeros at the end to `shape`."""
+    """Pads `leaf` with zeros at the end to `shape`, and returns it as a JAX array with this sharding."""
     if isinstance(sharding, NamedSharding):
         check_divides(path, shape, sharding.spec, mesh_shape_of(sharding.mesh))
     if isinstance(leaf, jax.Array):
@@ -175,7 +174,7 @@ def _place(path: str, leaf: Any, shape: tuple[int, ...], sharding: Sharding) -> 
 
 
 def _place_global(path: str, leaf: jax.Array, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
-    """As `_place`, for an array that is partly on other processes' devices; it can only move among its own devices."""
+    """Like `_place`, for an array that is partly on other processes' devices: it can only move among its own devices."""
     if leaf.sharding.device_set != sharding.device_set:
         raise ValueError(
             f"{path}: an array of shape {leaf.shape} on the devices of several processes can only move among its own "

@@ -1,4 +1,4 @@
-"""The sharding report: shapes, spec, bytes per device and reason of every variable and input, as text, JSON or HTML."""
+"""The sharding report: each variable's and input's shapes, spec, bytes per device and reason, as text, JSON or HTML."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ShardingReport:
     Attributes:
       variables: the VariableSpecs, in the order of the report.
       mesh: the mesh of the VariableSpecs.
-      about: the names and values in the report's header.
+      about: names and values for the report's header, such as the experiment's name.
       inputs: shapes and shardings of the job's inputs.
     """
 
@@ -48,9 +48,9 @@ class ShardingReport:
         Args:
           variables: a tree or list of VariableSpecs.
           mesh: the mesh of the VariableSpecs; an AbstractMesh if there are no devices.
-          about: names and values for the report's header, in this order, e.g. {'experiment': 'lm.stdlib.StdlibBytes',
-            'date': '2026-01-31 12:00', 'spmd-trainer': '0.1.0'}. 'experiment' is the page's title. JAX's version is added
-            as 'jax' unless given.
+          about: names and values for the report's header, in this order, e.g. {'experiment': 'lm.stdlib.StdlibBytes', 'date':
+            '2026-01-31 12:00', 'spmd-trainer': '0.1.0'}. 'experiment' is the page's title. 'jax', JAX's version, is added if
+            missing.
           inputs: shapes and shardings of the job's inputs, in the order of the report.
 
         Raises:

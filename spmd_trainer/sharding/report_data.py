@@ -27,11 +27,11 @@ _KIND_OF_FIRST_KEY = {
 
 @dataclasses.dataclass(frozen=True)
 class ShardingTotals:
-    """The totals over all variables of a report.
+    """The totals over all variables of a sharding report.
 
     Attributes:
       num_variables: number of variables.
-      num_elements: elements of one whole copy, without padding.
+      num_elements: elements of one whole copy of all variables, without padding.
       num_split: number of variables that are split over devices.
       num_replicated: number of replicated variables.
       num_padded: number of variables with padding.
@@ -60,14 +60,14 @@ class MeshAxis(TypedDict):
 
 
 class MeshData(TypedDict):
-    """The mesh: its axes, and its device ids in row-major order (None for a mesh without devices)."""
+    """The mesh of a sharding report: its axes, and its device ids in row-major order (None for a mesh without devices)."""
 
     axes: list[MeshAxis]
     device_ids: list[int] | None
 
 
 class VariableData(TypedDict):
-    """One variable's entry. `spec` has the mesh axes of each dimension; it is empty for a replicated variable."""
+    """A variable's entry in a sharding report. `spec` has each dimension's mesh axes; a replicated variable has none."""
 
     path: str
     kind: str
@@ -83,7 +83,7 @@ class VariableData(TypedDict):
 
 
 class ReportData(TypedDict):
-    """The whole report. `totals` and each value of `totals_by_kind` have the fields of ShardingTotals."""
+    """A whole sharding report. `totals` and each value of `totals_by_kind` have the fields of ShardingTotals."""
 
     about: dict[str, str]
     mesh: MeshData
@@ -104,7 +104,7 @@ def variable_kind(path: str) -> str:
 
 
 def sharding_totals(variables: PyTree, mesh: AnyMesh) -> ShardingTotals:
-    """Returns the totals of a tree or list of VariableSpecs.
+    """Returns the totals (variables, elements, bytes) over a tree or list of VariableSpecs.
 
     Raises:
       ValueError: a leaf is not a VariableSpec.
@@ -143,7 +143,7 @@ def report_records(variables: PyTree) -> list[VariableSpec]:
 def report_data(
     variables: Sequence[VariableSpec], mesh: AnyMesh, about: Mapping[str, str], inputs: Sequence[InputLayout] = ()
 ) -> ReportData:
-    """Returns the data of a report, which text, JSON and HTML share."""
+    """Returns the data of a sharding report, from which its text, JSON and HTML forms are made."""
     sizes = mesh_shape_of(mesh)
     by_kind: dict[str, list[VariableSpec]] = {kind: [] for kind in KINDS}
     for v in variables:
@@ -177,9 +177,9 @@ def report_data(
 
 
 def opening_variable(variables: Sequence[VariableData]) -> int | None:
-    """Returns the index of the variable to show first; None without variables.
+    """Returns the index of the variable that the HTML report shows first; None without variables.
 
-    It is the largest split variable (by bytes of one copy), or the largest variable if none is split; the first of equal ones. A
+    It is the largest split variable (by bytes of one copy), or the largest variable if none is split; on a tie, the first. A
     variable whose spec has only axes of size 1 does not count as split.
     """
 
@@ -191,7 +191,7 @@ def opening_variable(variables: Sequence[VariableData]) -> int | None:
 
 
 def percent_text(part: int, whole: int) -> str:
-    """Returns a share as a percentage: `2.97%`, `1500%`, or `<0.01%` if it would round to `0.00%`."""
+    """Returns `part / whole` as a percentage: `2.97%`, `1500%`, or `<0.01%` if it would round to `0.00%`."""
     share = part / whole if whole else 0.0
     if 0 < share < 0.00005:
         return "<0.01%"
@@ -211,14 +211,14 @@ class InputLayout:
     """Shapes and shardings of one input of a job.
 
     Attributes:
-      use: 'train', 'eval' or 'decode'.
+      use: the input's purpose: 'train', 'eval' or 'decode'.
       name: the input's name.
-      class_name: the class or function that reads it.
+      class_name: the class or function that reads the input.
       shapes: ShapeDtypeStructs of the global batch, without padding; None if they are unknown.
       padded_shapes: ShapeDtypeStructs of the padded batch on the devices, same structure.
       arrives: PartitionSpecs of the batch as `Layout.put` puts it on the devices, same structure.
-      in_step: PartitionSpecs of the batch inside the step, same structure.
-      problem: the reason if the shapes are unknown.
+      in_step: PartitionSpecs of the batch inside the training, evaluation or decode step, same structure.
+      problem: the reason why the shapes are unknown; '' if they are known.
     """
 
     use: str
@@ -232,9 +232,9 @@ class InputLayout:
 
 
 class InputFieldData(TypedDict):
-    """One field of an input's batch. `arrives` and `in_step` are specs, as the mesh axes of each dimension.
+    """A field of an input's batch in a sharding report. `arrives` and `in_step` are specs: each dimension's mesh axes.
 
-    `shape_in_step` is the field's shape inside the step, with the padding for the axes of `in_step`.
+    `shape_in_step` is the field's shape inside the training (or other) step, with the padding for the axes of `in_step`.
     """
 
     path: str
@@ -254,7 +254,7 @@ InputData = TypedDict(
 
 
 def input_data(layout: InputLayout, sizes: Mapping[str, int]) -> InputData:
-    """Returns one input's data for all forms of the report. `sizes`: {axis: size} of the mesh."""
+    """Returns one input's data for all forms of the sharding report. `sizes` is {axis: size} of the mesh."""
     return {
         "use": layout.use,
         "name": layout.name,
@@ -287,7 +287,7 @@ def _fields(layout: InputLayout, sizes: Mapping[str, int]) -> Iterator[InputFiel
 
 
 def input_rows(inputs: Sequence[InputData]) -> list[tuple[str, ...]]:
-    """Returns table rows for the columns of `HEADER`, one for each field; only an input's first row has its name and class."""
+    """Returns table rows with the columns of `HEADER`, one per field. Only an input's first row has its name and class."""
     rows: list[tuple[str, ...]] = []
     for given in inputs:
         head = (f"{given['use']}: {given['name']}", given["class"])

@@ -1,4 +1,4 @@
-"""The sharding report as HTML: a self-contained page (report.html, .css, .js, report_pictures.js) and a notebook's view."""
+"""The sharding report as HTML: a self-contained page (report.html, .css, .js, report_pictures.js), and a notebook's view."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spmd_trainer.sharding.report_data import (
     waste_text,
 )
 
-# Most rows of a notebook's table. A notebook stores its output in its file and draws all of it at once.
+# The maximum number of rows in a notebook's table. A notebook stores its output in its file, and draws all of it at once.
 NOTEBOOK_ROWS = 200
 
 
@@ -43,10 +43,9 @@ def report_page(data: ReportData) -> str:
 
 
 def notebook(data: ReportData) -> str:
-    """Returns the report as HTML for a notebook: header, totals, a table, and the page in a section that opens on a click.
+    """Returns the report as HTML for a notebook: header, totals, a table, and the full page in a collapsed section.
 
-    The table needs no script and takes its colours from the notebook. The page is in a sandboxed frame, which loads when
-    the section is opened.
+    The table needs no script and takes its colors from the notebook. The page is in a sandboxed frame, loaded when opened.
     """
     variables, title = data["variables"], data["about"].get("experiment")
     largest = heapq.nlargest(NOTEBOOK_ROWS, range(len(variables)), key=lambda i: (variables[i]["bytes_per_device"], -i))

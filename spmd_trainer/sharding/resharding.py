@@ -41,17 +41,17 @@ def reshard(
       x: any pytree of jax.Arrays (also PRNG keys), NumPy arrays and Python numbers. Shapes stay the same: first pad variables
         that the target can't split evenly (`pad_uneven`).
       sharding: a prefix tree of `x` of jax Shardings: an entry applies to all leaves below it.
-      donate: True deletes all buffers of `x`, leaf by leaf after each has moved.
+      donate: True deletes the buffers of `x`: those of each leaf when it has moved.
       may_alias: False: no result shares buffers with `x`. None or True: a result may, if nothing needs to move.
-      cache_resharding_plans: True keeps plans and compiled programs, by shape, dtype, source and target, for the next
-        call. Use it for repeated moves; the compiled programs stay in memory.
+      cache_resharding_plans: True keeps transfer plans and compiled programs, by shape, dtype, source and target, for the
+        next call. Use it for repeated moves; the compiled programs stay in memory.
 
     Returns:
       A tree like `x` of jax.Arrays, committed to their shardings; dtypes stay.
 
     Raises:
-      ValueError: a prefix tree does not fit, an entry is not a Sharding on devices, a spec does not fit or evenly split its leaf,
-        a leaf is not an array or was deleted, or an array on the devices of several processes has a target on other devices.
+      ValueError: a prefix tree does not fit, an entry is not a Sharding on devices, a spec does not fit or evenly split its
+        leaf, a leaf is not an array or was deleted, or an array on several processes' devices has a target on other devices.
     """
     paths_leaves = named_leaves(x)
     targets = broadcast_prefix("sharding", sharding, x, is_leaf=_is_sharding)
@@ -67,8 +67,7 @@ def reshard_with_intermediate_sharding(
 ) -> PyTree:
     """Reshards through an intermediate sharding (`find_intermediate_sharding`), or directly if there is none.
 
-    First, one compiled program on the source's devices merges the shards of neighbours. Then one of the resulting copies
-    moves to the target.
+    First, one compiled program merges the shards of neighboring source devices. Then one of the copies moves to the target.
 
     Published as `pathwaysutils.experimental.reshard.reshard_with_intermediate_sharding`.
 
@@ -107,7 +106,7 @@ def _move_all(
     may_alias: bool | None,
     plans: Plans,
 ) -> list[jax.Array]:
-    """Returns every leaf moved to its target, through an intermediate sharding if `with_intermediate` and possible."""
+    """Moves every leaf to its target; if `with_intermediate`, through an intermediate sharding where there is one."""
     uses = collections.Counter(id(leaf) for leaf in leaves)
     shared = {id(leaf): leaf for leaf in leaves if donate and isinstance(leaf, jax.Array) and uses[id(leaf)] > 1}
     may_alias = False if shared else may_alias
@@ -117,7 +116,7 @@ def _move_all(
         if not isinstance(leaf, jax.Array):
             results[i] = jax.device_put(leaf, target)
             continue
-        # Between processes, only compiled programs move arrays, and a single program for both hops would gather.
+        # Between processes, only compiled programs move arrays; a single program for both moves would gather the array.
         between = with_intermediate or not leaf.is_fully_addressable
         if between and (found := _intermediate(leaf, target, plans)) is not None:
             copy = _one_copy(leaf, found, donate and id(leaf) not in shared, plans)
@@ -135,7 +134,7 @@ def _move_all(
 def _one_copy(x: jax.Array, found: Intermediate, donate: bool, plans: Plans) -> jax.Array:
     """Returns `x` after the move to the intermediate sharding, with one copy of each merged shard.
 
-    An array on the devices of several processes keeps all copies, because it can only move among the same devices.
+    If `x` is on the devices of several processes, all copies are kept, because it can only move among the same devices.
     """
     [copy] = move_here([x], [found.in_order], [donate], False, plans)
     for axis in found.replica_axes if copy.is_fully_addressable else ():
@@ -144,7 +143,7 @@ def _one_copy(x: jax.Array, found: Intermediate, donate: bool, plans: Plans) -> 
 
 
 def _intermediate(x: jax.Array, target: Sharding, plans: Plans) -> Intermediate | None:
-    """Returns the result of `plan_intermediate`, or None; always None for PRNG keys, which are small."""
+    """Returns the cached result of `plan_intermediate`; None if there is none, and for PRNG keys, which are small."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return None
     key = (x.sharding, target)
@@ -161,7 +160,7 @@ def _is_sharding(node: object) -> bool:
 
 
 def _check(path: str, leaf: Any, target: object) -> None:
-    """Raises an error for a leaf that cannot move, before any leaf has moved."""
+    """Raises a ValueError for a leaf that cannot move to its target. Called for all leaves before any of them is moved."""
     if not isinstance(target, Sharding) or (
         isinstance(target, NamedSharding) and isinstance(target.mesh, AbstractMesh)
     ):

@@ -1,9 +1,9 @@
 """Sharding by shape alone, for arrays without a declared sharding, on a mesh with some of the axes fsdp, dp, sp and tp.
 
-The names and the order of the methods follow `MeshPartitionHelper` of EasyDeL's library eformer. That class had faults.
-`jax.device_put` refused some of its specs, because it checked only that two axes together divide the product of two dimensions.
-Its `min_shard_size` had a different meaning in different methods, and it left axes unused. Here each axis splits a dimension
-that it divides, and `min_shard_size` limits the number of elements of one shard.
+The names and the order of the methods (tuples of mesh axes to split over) follow `MeshPartitionHelper` of EasyDeL's library
+eformer. That class had faults. `jax.device_put` refused some of its specs, because it checked only that two axes together divide
+the product of two dimensions. Its `min_shard_size` had a different meaning in different methods, and it left axes unused. In this
+module, each axis splits a dimension that it divides, and `min_shard_size` limits the number of elements of one shard.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from spmd_trainer.sharding.variables import named_leaves, named_shardings, plan_
 
 Method = tuple[str, ...]
 
-# In order of preference. A method with two axes splits a dimension for each of them, or none.
+# In order of preference. A method with two axes splits one dimension over each of them, or splits nothing.
 METHODS: tuple[Method, ...] = (("fsdp", "sp"), ("dp",), ("sp",), ("tp",), ("fsdp",))
 
 
 class MeshPartitionHelper:
     """Splits arrays over a mesh by their shapes.
 
-    It uses the axes fsdp, dp, sp and tp if the mesh has them; a spec never names an axis of size 1. On a mesh
-    (dp=2, fsdp=2, tp=2), a (512, 256, 6) array gets `P('dp', 'tp', 'fsdp')`: in the order of the methods, each axis splits
-    the first unsplit dimension that it divides.
+    It uses the axes fsdp, dp, sp and tp if the mesh has them; a spec never names an axis of size 1. On a mesh (dp=2, fsdp=2,
+    tp=2), a (512, 256, 6) array gets `P('dp', 'tp', 'fsdp')`: the axes are taken in the order dp, sp, tp, fsdp (on meshes with
+    fsdp and sp, these two first), and each splits the first unsplit dimension that it divides.
     """
 
     def __init__(self, mesh: Mesh):
@@ -54,14 +54,14 @@ class MeshPartitionHelper:
     ) -> PartitionSpec:
         """Returns a spec that `jax.device_put` accepts for `shape`.
 
-        The methods are applied in turn. For each of its axes, a method splits the first unsplit dimension that the axis divides,
-        if a shard keeps at least `min_shard_size` elements. A method with several axes splits a dimension for each of them, or
-        splits nothing. Finally, every unused axis is tried alone.
+        The methods, tuples of mesh axes, are applied in turn. A method splits, for each of its axes, the first unsplit
+        dimension that the axis divides, if a shard keeps at least `min_shard_size` elements. A method with several axes splits
+        one dimension over each of them, or splits nothing. Finally, every unused axis is tried alone.
 
         Args:
           shape: the array's shape.
           methods: tuples of axis names, as `analyze_pytree` returns them.
-          min_shard_size: the least number of elements of a shard.
+          min_shard_size: the minimum number of elements of a shard.
 
         Returns:
           A spec with an entry per dimension, or `P()` if nothing is split.
@@ -95,8 +95,8 @@ class MeshPartitionHelper:
 
         Args:
           tree: any pytree of arrays.
-          min_shard_size: the least number of elements of a shard. Axes that would make smaller shards are not used; a leaf for
-            which no axis is left is replicated.
+          min_shard_size: the minimum number of elements of a shard. Axes that would make smaller shards are not used; a leaf
+            for which no axis is left is replicated.
 
         Returns:
           A tree like `tree` of arrays on the mesh.
@@ -109,11 +109,11 @@ class MeshPartitionHelper:
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     def plan_sharding(self, tree: PyTree, min_shard_size: int = 1024) -> PyTree:
-        """Returns the decisions of `auto_shard_pytree` as VariableSpecs, with reasons.
+        """Returns the shardings that `auto_shard_pytree` would choose, as VariableSpecs with reasons. Moves no array.
 
         Args:
           tree: any pytree of arrays or ShapeDtypeStructs.
-          min_shard_size: the least number of elements of a shard.
+          min_shard_size: the minimum number of elements of a shard.
 
         Returns:
           A tree like `tree` of VariableSpecs; reasons read `shape rule: dp, tp` or `replicated: ...`.
@@ -133,7 +133,7 @@ class MeshPartitionHelper:
         return [m for m in METHODS if len(shape) >= len(m) and all(axis in self._sizes for axis in m)]
 
     def _take(self, shape: tuple[int, ...], taken: list[str | None], method: Method, min_shard_size: int) -> None:
-        """Assigns each axis of `method` an unsplit dimension in `taken`, or leaves `taken` unchanged."""
+        """Assigns an unsplit dimension in `taken` to each axis of `method`, or leaves `taken` unchanged."""
         new = list(taken)
         for axis in method:
             size = self._sizes[axis]

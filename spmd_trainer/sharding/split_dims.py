@@ -1,7 +1,7 @@
 """Parses a split_dims_mapping, e.g. `(('replica', 'data'), None, 'mdl')`, into a PartitionSpec.
 
-A mapping has one item per dimension: an axis name, an axis index, a tuple of axes (split over their product), or None /
--1 (not split). Layers declare the splits of their variables in this form, and `split_mapping` those of inputs.
+A mapping has one item per dimension: an axis name, an axis index, a tuple of axes (split over their product), or None / -1
+(not split). Layers declare the splits of their variables in this form; the splits of inputs (`split_mapping`) have it too.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def parse_split_dims(where: str, mapping: SplitDimsMapping, mesh_axes: MeshAxes)
 
 
 def check_mesh_axes(mesh_axes: object) -> None:
-    """Checks an argument with the mesh's axes.
+    """Checks the type of an argument that gives a mesh's axes.
 
     Raises:
       ValueError: `mesh_axes` is neither a sequence of names nor a mapping of names to sizes.
@@ -107,7 +107,7 @@ def _axis_name(where: str, axis: object, mesh_axes: MeshAxes) -> str:
 
 
 def axes_names_text(mesh_axes: MeshAxes) -> str:
-    """Returns the axis names as text, with sizes if `mesh_axes` or an ambient mesh with the same axes has them."""
+    """Returns a mesh's axis names as text, with sizes if `mesh_axes` or an ambient mesh with these axes has them."""
     if isinstance(mesh_axes, Mapping):
         return mesh_text(mesh_axes)
     ambient = jax.sharding.get_abstract_mesh()

@@ -7,15 +7,15 @@
         by_name={'audio/*': ('data', 'mdl')},     # overrides the rank's entry for one input, or for a glob of inputs
     )
 
-The value for a rank is a tuple with one item per dimension: an axis name, an axis index, a tuple of axes (split over
-their product), or None / -1 (not split). None instead of the tuple replicates the inputs of that rank. The keys of
-`by_name` are paths (`images/patches`) or fnmatch globs, not regular expressions. An exact path takes precedence over a
-glob, an earlier glob over a later one, and `by_name` over the rank.
+The value for a rank is a tuple with one item per dimension: an axis name, an axis index, a tuple of axes (split over their
+product), or None / -1 (not split). None instead of the tuple replicates the inputs of that rank. The keys of `by_name` are
+paths (`images/patches`) or fnmatch globs, not regular expressions. An exact path takes precedence over a glob, an earlier glob
+over a later one, and `by_name` over the rank.
 
-To support a new rank, add one line (`map_3d=(('replica', 'data'), None, None)`). To make an exception for one input, add
-one key to `by_name`.
+To support a new rank, add one line (`map_3d=(('replica', 'data'), None, None)`). To make an exception for one input, add one
+key to `by_name`.
 
-Every `mesh_axis_names` below may also be a mapping of names to sizes (`mesh.shape`); errors then show the sizes too.
+In this module, every `mesh_axis_names` may also be a mapping of names to sizes (`mesh.shape`); errors then show the sizes too.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _RANK_KEY = re.compile(r"map_([1-9][0-9]*)d")
 def to_partition_spec(split_dims_mapping: SplitDimsMapping, mesh_axis_names: MeshAxes) -> PartitionSpec:
     """Returns the PartitionSpec of one split_dims_mapping.
 
-    `(0, -1)` on axes ('replica', 'data', 'mdl') is `P('replica', None)`; `(('replica', 'data'), 'mdl')` is
+    For the axes ('replica', 'data', 'mdl'), `(0, -1)` is `P('replica', None)`, and `(('replica', 'data'), 'mdl')` is
     `P(('replica', 'data'), 'mdl')`.
 
     Args:
-      split_dims_mapping: one item per dimension: an axis name, an axis index, a tuple of axes, or None / -1 (not
-        split). None instead of the tuple: replicated.
+      split_dims_mapping: one item per dimension: an axis name, an axis index, a tuple of axes, or None / -1 (not split). None
+        instead of the tuple: replicated.
       mesh_axis_names: the mesh's axes, in order.
 
     Returns:
@@ -116,11 +116,11 @@ def input_partition_spec(
 ) -> PartitionSpec | None:
     """Returns the spec of the input at `path`: from `by_name` if a key matches, otherwise from its rank.
 
-    With `by_name={'images': ('data', None, None, 'mdl')}`, the input `images` [batch, height, width, channels] gets
-    `P('data', None, None, 'mdl')`, even if `map_4d` differs.
+    With `by_name={'images': ('data', None, None, 'mdl')}`, the input `images` [batch, height, width, channels] gets `P('data',
+    None, None, 'mdl')`, even if `map_4d` differs.
 
     Args:
-      mapping_dict: see the module; None for no mapping.
+      mapping_dict: a split mapping (see the module `split_mapping`); None for no mapping.
       mesh_axis_names: the mesh's axes, in order.
       path: the input's path, such as `images/patches`.
       x: anything with a shape.
@@ -153,7 +153,7 @@ def input_partition_specs(mapping_dict: SplitMapping | None, mesh_axis_names: Me
     """Returns the specs of a whole batch (see `input_partition_spec`); `P()` for fully replicated inputs.
 
     Args:
-      mapping_dict: see the module; None for no mapping.
+      mapping_dict: a split mapping (see the module `split_mapping`); None for no mapping.
       mesh_axis_names: the mesh's axes, in order.
       inputs: a pytree of arrays or ShapeDtypeStructs.
 
@@ -179,10 +179,10 @@ def reshard_input_based_on_rank_fn(
     *,
     mesh: AnyMesh | None = None,
 ) -> jax.Array:
-    """Constrains one input inside jit to the sharding that the mapping has for its rank.
+    """Constrains one input inside jit to the sharding that a split mapping gives for its rank.
 
     Args:
-      mapping_dict: see the module; None leaves `x` unchanged.
+      mapping_dict: a split mapping (see the module `split_mapping`); None leaves `x` unchanged.
       mesh_axis_names: the mesh's axes, in order.
       x: the input.
       mesh: default the ambient mesh (`jax.set_mesh`).
@@ -208,21 +208,21 @@ def reshard_inputs(
     mesh: AnyMesh | None = None,
     allow_uneven: bool = False,
 ) -> PyTree:
-    """Applies `reshard_input_based_on_rank_fn` to every input of a batch, each with its own path.
+    """Constrains every input of a batch inside jit to the sharding that a split mapping gives for its path or rank.
 
     Args:
-      mapping_dict: see the module; None leaves the inputs unchanged.
+      mapping_dict: a split mapping (see the module `split_mapping`); None leaves the inputs unchanged.
       mesh_axis_names: the mesh's axes, in order.
       inputs: a pytree of arrays.
       mesh: default the ambient mesh (`jax.set_mesh`).
-      allow_uneven: accept a dimension that is not divisible by its number of shards; XLA then pads it for the computation. Off by
-        default, because JAX silently replicates an uneven value that the jitted function returns.
+      allow_uneven: True accepts a dimension that is not divisible by its number of shards; XLA then pads it for the
+        computation. False by default, because JAX silently replicates an uneven value that the jitted function returns.
 
     Returns:
       A tree like `inputs`.
 
     Raises:
-      ValueError: as `input_partition_specs`; also without a mesh, and for a dimension that its axes don't divide.
+      ValueError: as `input_partition_specs`; also without a mesh, and for an uneven dimension (unless `allow_uneven`).
     """
     if mapping_dict is None:
         return inputs
@@ -235,18 +235,17 @@ def reshard_inputs(
 
 
 def validate_split_mapping(mapping_dict: SplitMapping | None, mesh_axis_names: MeshAxes, inputs: PyTree = None) -> None:
-    """Checks a mapping against the mesh before any device is touched.
+    """Checks a split mapping against the names of a mesh's axes. Needs no devices.
 
     Args:
-      mapping_dict: see the module; None is a valid mapping.
+      mapping_dict: a split mapping (see the module `split_mapping`); None is valid.
       mesh_axis_names: the mesh's axes, in order.
-      inputs: the training batch, if its shapes are known: a pytree of anything with shapes. Then every input must have
-        an entry, and every `by_name` key must match an input. (Evaluation and decode batches share the mapping and may
-        lack some inputs.)
+      inputs: the training batch, if its shapes are known: a pytree of anything with shapes. Then every input must have an entry,
+        and every `by_name` key must match an input. (Evaluation and decode batches share the mapping and may lack some inputs.)
 
     Raises:
-      ValueError: the mesh is empty, a key or an axis is unknown, an entry's length differs from its key's rank, or an entry has
-        an axis twice. The message names the key, the entry, the mesh axes and the fix.
+      ValueError: the mesh is empty, a key or an axis is unknown, an entry's length differs from its key's rank, or an entry
+        has an axis twice. The message names the key, the entry, the mesh axes and the fix.
     """
     if mapping_dict is None:
         return
@@ -358,7 +357,7 @@ def _name_key(by_name: Mapping[str, Any], path: str) -> str | None:
 
 
 def _batch_entry(mapping_dict: SplitMapping | None, mesh_axes: MeshAxes, rank: int) -> tuple[Any, ...]:
-    """Proposes an entry for a rank: splits the batch like the other ranks, or over the whole mesh."""
+    """Proposes an entry for a rank that the mapping lacks: splits the batch like other ranks, or over the whole mesh."""
     for key, entry in (mapping_dict or {}).items():
         if _RANK_KEY.fullmatch(str(key)) and entry:
             return (entry[0], *(None,) * (rank - 1))

@@ -1,12 +1,12 @@
 """Tactics: the actions of path rules. A tactic takes a leaf's current spec and returns a new one.
 
-A tactic is any callable `(spec, mesh, path, leaf) -> spec`; `spec` has an entry for every dimension of the leaf. The
-tactics of this module can also be written as text in experiments and on the command line: `replicate`,
-`fsdp(axis="data")`, `fsdp(axis="data, mdl", min_size_to_shard_mb=0)`, `shard_dim(-1, "mdl")`.
+A tactic is any callable `(spec, mesh, path, leaf) -> spec`; `spec` has an entry for every dimension of the leaf. The tactics
+of this module can also be written as text in experiments and on the command line: `replicate`, `fsdp(axis="data")`,
+`fsdp(axis="data, mdl", min_size_to_shard_mb=0)`, `shard_dim(-1, "mdl")`.
 
-The design (regular expressions over parameter names, small composable tactics that refuse to split twice) was published
-with big_vision (https://github.com/google-research/big_vision). Two things differ here: the sharding report (not a log) gives
-the reason if a tactic does not apply, and uneven dimensions can be padded.
+The design (regular expressions over parameter names, small composable tactics that refuse to split twice) was published with
+big_vision (https://github.com/google-research/big_vision). This module differs in two ways: if a tactic does not apply, the
+sharding report (not a log) gives the reason, and uneven dimensions can be padded.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ def replicate() -> BuiltinTactic:
 
 
 def fsdp(axis: str | Sequence[str], min_size_to_shard_mb: float = 4, allow_uneven: bool = False) -> BuiltinTactic:
-    """Returns the tactic that splits the largest unsplit dimension that the axes divide (the last of equally large ones).
+    """Returns the tactic that splits the largest unsplit dimension that the axes divide; on a tie, the last one.
 
-    This is fully sharded data parallelism: parameters, gradients and optimizer state are split over the same axis as the
-    batch (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, stage 3).
+    This is fully sharded data parallelism: parameters, gradients and optimizer state are split over the same axis as the batch
+    (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, stage 3).
 
     Args:
       axis: a mesh axis, or several as a tuple or as 'data, mdl'.
       min_size_to_shard_mb: leaves of at most this many MiB are not changed.
-      allow_uneven: if the axes divide no dimension, split the dimension with the least padding relative to its size.
+      allow_uneven: if the axes divide no dimension, split the dimension that needs the least padding relative to its size.
 
     Returns:
-      The tactic. It does not change scalars, small leaves, leaves that these axes already split, and leaves without an
-      unsplit dimension that the axes divide; the report gives the reason.
+      The tactic. It does not change scalars, small leaves, leaves that these axes already split, and leaves without an unsplit
+      dimension that the axes divide; the sharding report gives the reason.
 
     Raises:
-      ValueError: the axis or the size is invalid. When the tactic is applied: an axis is missing from the mesh, or some but not
-        all of the axes already split the leaf.
+      ValueError: the axis or the size is invalid. When the tactic is applied: an axis is missing from the mesh, or some but
+        not all of the axes already split the leaf.
     """
     if isinstance(min_size_to_shard_mb, bool) or not isinstance(min_size_to_shard_mb, int | float):
         raise ValueError(f"fsdp: min_size_to_shard_mb={min_size_to_shard_mb!r} must be a number of MiB, e.g. 4.")
@@ -68,11 +68,11 @@ def shard_dim(dim: int, axis: str | Sequence[str], allow_uneven: bool = False) -
       allow_uneven: split with padding if the axes don't divide the dimension.
 
     Returns:
-      The tactic. It does not change a leaf if the axes don't divide the dimension; the report gives the reason.
+      The tactic. It does not change a leaf if the axes don't divide the dimension; the sharding report gives the reason.
 
     Raises:
-      ValueError: the dimension or axis is invalid. When the tactic is applied: the leaf lacks the dimension (such as a scalar),
-        the dimension is already split over other axes, or an axis is missing from the mesh or splits another dimension.
+      ValueError: the dimension or axis is invalid. When the tactic is applied: the leaf lacks the dimension (such as a
+        scalar), other axes already split the dimension, or an axis is missing from the mesh or splits another dimension.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise ValueError(f"shard_dim: dim={dim!r} must be a whole number, e.g. 0 for the first dimension or -1.")
@@ -162,13 +162,13 @@ class _Leaf:
 
 
 class BuiltinTactic:
-    """A tactic that also reports the reason if it does not apply. Subclasses are frozen dataclasses of their arguments."""
+    """A tactic that also gives the reason if it does not apply. A subclass has the tactic's arguments as fields."""
 
     name: ClassVar[str]
     axis: tuple[str, ...] = ()
 
     def decide(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> tuple[PartitionSpec, str]:
-        """Returns (new spec, ''), or (unchanged spec, the reason why the tactic did not apply). Raises as `__call__`."""
+        """Returns (new spec, ''), or (unchanged spec, why the tactic did not apply). Raises the same errors as `__call__`."""
         shape, dtype = leaf_shape_dtype(path, leaf)
         sizes = mesh_shape_of(mesh)
         view = _Leaf(self, path, shape, math.prod(shape) * dtype.itemsize, spec, sizes)
@@ -185,7 +185,7 @@ class BuiltinTactic:
         """Returns the new spec of the leaf at `path`.
 
         Raises:
-          ValueError: see the function that returned this tactic.
+          ValueError: see the function that made this tactic (`fsdp`, `shard_dim` or `replicate`).
         """
         return self.decide(spec, mesh, path, leaf)[0]
 

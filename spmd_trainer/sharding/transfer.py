@@ -1,12 +1,12 @@
-"""Moves an array from one sharding to another by the best available way:
+"""Moves an array from one sharding to another by the first of these ways that is possible:
 
 - On Pathways (`pathwaysutils` installed, proxy platform in use), the Pathways transfer engine moves arrays.
-- Among the same devices in the same order, one compiled program moves the array, if its temporaries are not larger than one
+- Among the same devices in the same order, one compiled program moves the array, unless its temporaries are larger than one
   shard. (They are larger if the compiler gathers the array.)
+- If the array is on the devices of several processes, `jax.device_put` moves it, only among the same devices.
 - If the target's devices need exactly the shards of the source, each shard is copied from device to device.
-- In all other cases, each target shard is assembled in host memory from the source shards that overlap it, so devices hold
-  only source and target shards. (`jax.device_put` would fetch the whole array.)
-- Without such a program, arrays on the devices of several processes move by `jax.device_put`, only among the same devices.
+- Otherwise, each target shard is assembled in host memory from the source shards that overlap it, so devices hold only source
+  and target shards. (`jax.device_put` would fetch the whole array.)
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass
 class Plans:
-    """Caches of compiled programs and intermediate shardings, for one call or for all calls.
+    """Caches of compiled programs and intermediate shardings, for one call of `reshard` or for all calls.
 
     Attributes:
       kept: True if the caches are kept after the call.
-      programs: {(shape, dtype, source, target, donation): program}; None for a program that needs too much memory.
+      programs: {(shape, dtype, source, target, donation): compiled program}; None for a program that needs too much memory.
       intermediates: {(source, target): intermediate sharding}; None if there is none.
     """
 
@@ -102,12 +102,11 @@ def move_here(
     may_alias: bool | None,
     plans: Plans,
 ) -> list[jax.Array]:
-    """As `move`, without Pathways."""
+    """Does the same as `move`, without Pathways."""
     return [_move(*each, may_alias, plans) for each in zip(arrays, shardings, donate, strict=True)]
 
 
 def _move(x: jax.Array, sharding: Sharding, donate: bool, may_alias: bool | None, plans: Plans) -> jax.Array:
-    """Moves one array; see `move_here`."""
     if x.sharding.is_equivalent_to(sharding, x.ndim) and not donate and may_alias is not False:
         committed: jax.Array = jax.device_put(x, sharding)  # with the target's axis names
         return committed
@@ -134,14 +133,14 @@ def _put(x: jax.Array, sharding: Sharding, donate: bool, may_alias: bool | None)
 
 
 def _used_up(x: jax.Array, moved: jax.Array, donate: bool) -> jax.Array:
-    """Returns `moved`. With `donate`, deletes `x`, because JAX keeps a donated array whose buffers it did not use."""
+    """Returns `moved`. With `donate`, deletes `x`: JAX keeps a donated array if the program did not use its buffers."""
     if donate and not x.is_deleted():
         x.delete()
     return moved
 
 
 def _compile(x: jax.Array, sharding: Sharding, donate: bool) -> Callable[[jax.Array], jax.Array] | None:
-    """Returns the compiled identity from x's sharding to `sharding`; None if its temporaries are larger than a shard."""
+    """Returns a program that moves an array like `x` to `sharding`; None if its temporaries are larger than a shard."""
     shard_shapes = x.sharding.shard_shape(x.shape), sharding.shard_shape(x.shape)
     reuse = donate and shard_shapes[0] == shard_shapes[1]
     compiled = jax.jit(_identity, out_shardings=sharding, donate_argnums=0 if reuse else ()).lower(x).compile()
@@ -163,7 +162,7 @@ def _device_order(sharding: Sharding) -> tuple[jax.Device, ...]:
 
 
 def _shards(x: jax.Array) -> dict[Bounds, list[jax.Array]]:
-    """Returns {bounds in the array: all copies of the shard} of the distinct shards on this process's devices."""
+    """Returns {bounds of a shard: all its copies} for the distinct shards on this process's devices."""
     shards: dict[Bounds, list[jax.Array]] = {}
     for shard in x.addressable_shards:
         shards.setdefault(_bounds(shard.index, x.shape), []).append(shard.data)
@@ -182,7 +181,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
 def _copy_shards(
     shards: dict[Bounds, list[jax.Array]], wanted: dict[jax.Device, Bounds], sharding: Sharding, copy: bool
 ) -> list[jax.Array]:
-    """Returns each device's shard: its own copy if it has one, otherwise one from the devices that hold it, in turn."""
+    """Returns each device's shard: the copy on the device itself, or else one from the devices that hold it, used in turn."""
     chosen = []
     for turn, (device, bounds) in enumerate(wanted.items()):
         holders = shards[bounds]
@@ -196,7 +195,7 @@ def _copy_shards(
 def _assemble(
     x: jax.Array, shards: dict[Bounds, list[jax.Array]], wanted: dict[jax.Device, Bounds], sharding: Sharding
 ) -> list[jax.Array]:
-    """Returns each device's shard, assembled in host memory from the source shards that overlap it."""
+    """Returns each device's target shard, assembled in host memory from the source shards that overlap it."""
 
     @functools.cache
     def on_host(bounds: Bounds) -> np.ndarray:
@@ -221,5 +220,5 @@ def _assemble(
 
 
 def _slices(part: Sequence[tuple[int, int]], within: Bounds) -> tuple[slice, ...]:
-    """Returns the slices for the bounds `part`, relative to the start of the bounds `within`."""
+    """Returns slices for the bounds `part`, relative to the start of the bounds `within`."""
     return tuple(slice(p[0] - w[0], p[1] - w[0]) for p, w in zip(part, within, strict=True))

@@ -1,7 +1,7 @@
 """`VariableSpec`, the record of a variable's sharding and padding on a mesh, and the paths that name variables.
 
-A `VariableSpec` is computed once, from shapes alone. Initialisation, jit shardings, padding, checkpoints and reports all
-read it. Messages, rules and reports write paths in the same form: `layers/0/attn/kernel` (`path_str`).
+A `VariableSpec` is computed once, from shapes alone. Initialization, jit shardings, padding, checkpoints and reports all read
+it. Messages, rules and reports write a variable's path in the same form: `layers/0/attn/kernel` (`path_str`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spmd_trainer.sharding.specs import (
 
 @dataclasses.dataclass(frozen=True)
 class VariableSpec:
-    """Shape, sharding and padding of one variable on a mesh. It is a pytree leaf, so the specs of a state form a tree like it.
+    """Shape, sharding and padding of one variable on a mesh. It is a pytree leaf: a state's specs form a tree like it.
 
     Attributes:
       path: the variable's keys joined by '/', e.g. `params/layers/0/kernel`.
@@ -98,18 +98,18 @@ def make_variable_spec(
     mesh_shape: Mapping[str, int],
     reason: str,
 ) -> VariableSpec:
-    """Returns the record of one variable, after checking `spec` against the shape and the mesh.
+    """Returns the VariableSpec of one variable, after checking `spec` against the shape and the mesh.
 
     Args:
       path: the variable's path, for errors and reports.
       shape: the logical shape.
       dtype: anything that NumPy accepts as a dtype, or one of JAX's extended types.
       spec: entries for the leading dimensions; None for replicated.
-      mesh_shape: {axis name: size}.
+      mesh_shape: {axis name: size} of the mesh.
       reason: the reason for the spec, for the report.
 
     Returns:
-      The record. Its spec has an entry for every dimension, or is `P()`.
+      The VariableSpec. Its spec has an entry for every dimension, or is `P()`.
 
     Raises:
       ValueError: the spec does not fit (see `specs.check_spec`).
@@ -123,11 +123,10 @@ def make_variable_spec(
 
 
 def path_str(key_path: Sequence[object]) -> str:
-    """Returns a leaf's path: its keys joined by '/', in the same form for trees of every library.
+    """Returns a leaf's path: its keys joined by '/', in the same form for the trees of every library.
 
     Keys are dict keys, list indices, and attributes of NamedTuples and dataclasses. The attribute `value`, in which an NNX
-    Variable or a Linen Partitioned box keeps its array, is omitted: the path in `{'lin': {'kernel': Param(...)}}` is
-    `lin/kernel`.
+    Variable or a Linen Partitioned box keeps its array, is omitted: `{'lin': {'kernel': Param(...)}}` has the path `lin/kernel`.
 
     Args:
       key_path: the keys that `jax.tree_util.tree_flatten_with_path` returns with each leaf.
@@ -174,7 +173,7 @@ def leaf_shape_dtype(path: str, leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def broadcast_prefix(what: str, prefix: PyTree, tree: PyTree, is_leaf: Callable[[Any], bool]) -> list[Any]:
-    """Returns an entry of `prefix` for each leaf of `tree`: a leaf of `prefix` applies to all leaves below it.
+    """Returns the entry of `prefix` that applies to each leaf of `tree`: an entry applies to all leaves below it.
 
     Args:
       what: the name of `prefix`, for errors.
@@ -201,7 +200,7 @@ def broadcast_prefix(what: str, prefix: PyTree, tree: PyTree, is_leaf: Callable[
 
 
 def _misfit(what: str, prefix: PyTree, tree: PyTree, is_leaf: Callable[[Any], bool]) -> str | None:
-    """Returns the first path that only one of `prefix` and `tree` has, as a sentence; None if only node types differ."""
+    """Describes the first path that only one of `prefix` and `tree` has; None if only node types differ."""
 
     def covers(entry: str, leaf: str) -> bool:
         return entry in ("", leaf) or leaf.startswith(f"{entry}/")
@@ -218,12 +217,12 @@ def _misfit(what: str, prefix: PyTree, tree: PyTree, is_leaf: Callable[[Any], bo
 
 
 def is_spec(node: object) -> bool:
-    """Returns True for an entry of a prefix tree of specs; None means replicated."""
+    """Returns True if a node of a tree is a spec: a PartitionSpec, a NamedSharding, a VariableSpec, or None (replicated)."""
     return node is None or isinstance(node, PartitionSpec | NamedSharding | VariableSpec)
 
 
 def named_shardings(variables: PyTree, mesh: AnyMesh) -> PyTree:
-    """Returns the NamedShardings of a tree of VariableSpecs; variables with equal specs share one object."""
+    """Returns a tree of NamedShardings for a tree of VariableSpecs; variables with equal specs share one object."""
     sharding = functools.cache(lambda spec, kind: NamedSharding(mesh, spec, memory_kind=kind))
     return jax.tree.map(lambda variable: sharding(variable.spec, variable.memory_kind), variables)
 
@@ -259,7 +258,7 @@ def plan_leaves(state: PyTree, mesh: AnyMesh, decide: Decision) -> PyTree:
 
 
 def _spec_so_far(leaf: Any, rank: int, mesh_shape: Mapping[str, int]) -> PartitionSpec:
-    """Returns the leaf's current spec; all entries are None if it is not on a mesh of this shape."""
+    """Returns the leaf's current spec; all its entries are None if the leaf is not on a mesh of this shape."""
     sharding = getattr(leaf, "sharding", None)
     entries: tuple[Any, ...] = ()
     if isinstance(sharding, NamedSharding) and mesh_shape_of(sharding.mesh) == dict(mesh_shape):

@@ -14,7 +14,7 @@ from etils import epath
 from spmd_trainer.errors import UserError, disk_is_full
 from spmd_trainer.storage import backends, retry
 
-# Attempts of a run's first request; few, because the user is waiting.
+# Maximum number of attempts for a run's first request; few, because the user is waiting.
 _ATTEMPTS = 2
 _NO_CREDENTIALS = re.compile(
     r"anonymous caller|unable to locate credentials|default credentials were not found|could not automatically determine|"
@@ -45,11 +45,11 @@ def check_writable(name: str, path: epath.Path) -> None:
     writes and deletes one tiny object: there is no other way to check permissions.
 
     Args:
-      name: source of the path, for messages, e.g. '--job_log_dir'.
-      path: the directory, see `paths.directory`.
+      name: the flag or argument that gave the path, for messages, e.g. '--job_log_dir'.
+      path: the directory, as `paths.directory` returns it.
 
     Raises:
-      UserError: it can't be written; says why and how to fix it.
+      UserError: files can't be written there. The message says why and how to fix it.
     """
     if (scheme := backends.scheme_of(path)) is not None:
         _check_remote(name, path, scheme)
@@ -64,12 +64,12 @@ def check_writable(name: str, path: epath.Path) -> None:
 
 
 def check_readable(name: str, path: epath.Path) -> None:
-    """Checks that a directory can be listed, if it exists.
+    """Checks that a directory can be listed, if it exists. The arguments are those of `check_writable`.
 
     Raises:
-      UserError: missing permission or credentials; says how to fix it.
+      UserError: a permission or credentials are missing. The message says how to fix it.
     """
-    # If it is a file, the code that uses the path refuses it with a better message.
+    # If the path is a file, the code that uses it refuses it with a better message.
     with explained(name, path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         next(iter(path.iterdir()), None)
 
@@ -86,7 +86,7 @@ def free_space(path: epath.Path) -> int | None:
 
 @contextlib.contextmanager
 def explained(name: str, path: epath.Path) -> Iterator[None]:
-    """Converts storage errors about access to a `UserError` with the fix; `name` is the source of the path."""
+    """Context manager that turns access errors into a `UserError` that says how to fix them. `name`: as in `check_writable`."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, UserError):
@@ -100,9 +100,9 @@ def explained(name: str, path: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def outages_explained(path: epath.Path) -> Iterator[None]:
-    """Converts permanent storage errors during a run to a `UserError`: revoked credentials, a deleted bucket, a full disk.
+    """Context manager that turns permanent storage errors (revoked credentials, deleted bucket, full disk) into a `UserError`.
 
-    Object stores have already retried transient errors. Errors of other kinds pass unchanged.
+    Transient errors of object stores have been retried before. Errors of other kinds pass unchanged.
     """
     try:
         yield
@@ -147,7 +147,7 @@ def explain(path: epath.PathLike, error: BaseException) -> str | None:
 
 
 def explain_missing(path: epath.PathLike, error: BaseException) -> str | None:
-    """Explains, as a clause, that the Hub has no repository or no revision of a missing path.
+    """Returns a clause that says that the Hugging Face Hub doesn't have the repository or the revision of a missing path.
 
     Returns None if only the file is missing, or if the path is not on the Hub.
     """

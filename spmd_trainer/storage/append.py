@@ -1,8 +1,8 @@
 """Appends to files that grow during a run: metrics, event files, logs.
 
 Object stores can't append. There, a growing file is a series of objects, its parts: `NAME.part-000001-HOST-PID`, ... A
-process rewrites its newest part with the added bytes, and begins another when the part is large, so that the bytes
-written stay in proportion to the file. `read_joined` joins the parts. Each uploaded part is complete, also after a kill.
+process rewrites its newest part with the added bytes, and begins another part when that one is large, so that the bytes
+written stay in proportion to the file's size. `read_joined` joins the parts. Uploaded parts are complete even after a kill.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from spmd_trainer.storage import backends, paths, reading
 from spmd_trainer.storage.object_store import ObjectStore
 
 _PART = re.compile(r"(?P<file>.+)\.part-(?P<number>\d{6})-[^/]+")
-# A part of this many bytes is final.
+# A part of this many bytes or more is not rewritten again.
 _PART_BYTES = 256 * 1024
 # Seconds between two puts of one part: services limit how often an object may be replaced (GCS: once a second).
 _SECONDS_BETWEEN_PUTS = 5.0
 
 
 class GrowingFile(Protocol):
-    """A file that is opened for appending."""
+    """A file that is open for appending."""
 
     def write(self, data: bytes) -> None:
         """Appends bytes. In an object store, others may see them only after `flush`.
@@ -37,10 +37,10 @@ class GrowingFile(Protocol):
         """
 
     def flush(self) -> None:
-        """Makes everything visible to others.
+        """Makes all appended bytes visible to others.
 
         Raises:
-          OSError: the data can't be written; they are kept for the next call.
+          OSError: the bytes can't be written; they are kept for the next call.
         """
 
 
@@ -51,10 +51,10 @@ def open_append(
 
     Args:
       path: the file.
-      header: first bytes of each file or part.
-      separate_files: in an object store, name the parts like independent files ('NAME', 'NAME.1', ...), for readers
+      header: bytes with which the file begins; in an object store, with which each part begins.
+      separate_files: in an object store, name the parts like independent files ('NAME', 'NAME.000002', ...), for readers
         that don't know parts, e.g. TensorBoard.
-      attempts: in an object store, attempts per write; None for the default.
+      attempts: in an object store, maximum number of attempts per write; None for the default.
     """
     scheme = backends.scheme_of(path)
     if scheme is None:
@@ -63,7 +63,7 @@ def open_append(
 
 
 def read_joined(path: epath.Path) -> str:
-    """Returns the text of a growing file, its parts joined in order; '' if missing."""
+    """Returns the text of a growing file, with its parts joined in order; '' if the file is missing."""
     if not paths.is_remote(path):
         try:
             return reading.read(os.fspath(path)).decode()
@@ -96,7 +96,7 @@ class _LocalFile:
     def write(self, data: bytes) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         reading.require_regular(self._path)
-        # Without a buffer: closing the file would write what a full disk did not take, after it is cut off.
+        # Without a buffer: otherwise closing the file, after it is truncated, would write what a full disk did not take.
         with open(os.fspath(self._path), "ab", buffering=0) as file:
             start = file.tell()
             left = memoryview(data if start else self._header + data)
@@ -114,7 +114,7 @@ class _LocalFile:
 
 
 class _Parts:
-    """A growing file in an object store: the parts that this process writes."""
+    """The parts of a growing file in an object store that this process writes."""
 
     def __init__(
         self, store: ObjectStore, path: epath.Path, header: bytes, *, separate_files: bool, attempts: int | None

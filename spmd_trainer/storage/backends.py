@@ -2,10 +2,10 @@
 huggingface_hub for hf://, which is only read.
 
 All remote paths are `epath.Path`s of a class registered with epath, so that the trainer, Orbax and JAX's compilation
-cache share one choice. TensorStore has its own drivers for arrays; `prepare` gives them the same endpoints.
+cache share one choice. TensorStore has its own drivers for arrays; `prepare` and `kvstore` give them the same endpoints.
 
-Relevant environment variables, all defined by the libraries: STORAGE_EMULATOR_HOST (GCS), AWS_ENDPOINT_URL and the
-other AWS_ variables (S3), HF_ENDPOINT and HF_TOKEN (the Hub), and the credentials of Google's and Amazon's libraries.
+These environment variables of the libraries have an effect: STORAGE_EMULATOR_HOST (GCS), AWS_ENDPOINT_URL and other AWS_
+variables (S3), HF_ENDPOINT and HF_TOKEN (Hugging Face Hub), and those for Google's and Amazon's credentials.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ATTEMPTS = {"gs": 4, "s3": 8, "hf": 8}
 
 
 class _ObjectStores(type(epath_backend.fsspec_backend)):  # type: ignore[misc]  # its class has no public name
-    """epath's fsspec backend, with this package's file systems."""
+    """epath's fsspec backend, with the `ObjectStore`s of this package as file systems."""
 
     def fs(self, path: epath.PathLike) -> ObjectStore:
         scheme = scheme_of(path)
@@ -50,7 +50,7 @@ _OBJECT_STORES = _ObjectStores()
 
 @epath.register_path_cls(tuple(f"{scheme}://" for scheme in _PACKAGES))
 class ObjectPath(gpath.PosixGPath):
-    """The `epath.Path` of an object. Always uses gcsfs, s3fs and huggingface_hub; this module imports none of them.
+    """The `epath.Path` class for gs://, s3:// and hf:// paths. Always uses gcsfs, s3fs or huggingface_hub, imported at first use.
 
     epath's own class uses TensorFlow's file system if TensorFlow is installed, which takes seconds to import and
     ignores the endpoints of emulators.
@@ -62,7 +62,7 @@ class ObjectPath(gpath.PosixGPath):
 
 
 def prepare(scheme: str) -> None:
-    """Checks that the package of a scheme ('gs', 's3' or 'hf') is installed, and configures the libraries for its endpoint.
+    """Checks that the package for a scheme ('gs', 's3' or 'hf') is installed, and configures TensorStore and Orbax for it.
 
     Raises:
       UserError: the package is not installed.
@@ -85,10 +85,9 @@ def prepare(scheme: str) -> None:
 
 
 def kvstore(path: str) -> dict[str, Any]:
-    """Returns TensorStore's key-value store spec of a path: 'gs://BUCKET/KEY', 's3://BUCKET/KEY' or a local one.
+    """Returns TensorStore's key-value store spec for a path: 'gs://BUCKET/KEY', 's3://BUCKET/KEY' or a local path.
 
-    TensorStore's S3 driver finds credentials itself, but reads neither the endpoint nor the region from the
-    environment.
+    TensorStore's S3 driver finds credentials itself, but reads neither the endpoint nor the region from the environment.
     """
     scheme = scheme_of(path)
     if scheme is None:
@@ -113,7 +112,7 @@ def kvstore(path: str) -> dict[str, Any]:
 
 @functools.cache
 def object_store(scheme: str) -> ObjectStore:
-    """Returns the object store of a scheme, 'gs', 's3' or 'hf'. Raises UserError if its package is not installed."""
+    """Returns the object store for a scheme, 'gs', 's3' or 'hf'. Raises UserError if the scheme's package is not installed."""
     prepare(scheme)
     import fsspec
 
@@ -142,13 +141,13 @@ def object_store(scheme: str) -> ObjectStore:
 
 
 def scheme_of(path: epath.PathLike) -> str | None:
-    """Returns 'gs', 's3' or 'hf' for a path in an object store, None for a local one."""
+    """Returns 'gs', 's3' or 'hf' for a path in an object store, None for a local path."""
     scheme, separator, _ = os.fspath(path).partition("://")
     return scheme if separator and scheme in _PACKAGES else None
 
 
 def _gcs_emulator() -> str:
-    """Returns the URL of the GCS emulator that the environment names; '' for the real service."""
+    """Returns the URL of the GCS emulator in STORAGE_EMULATOR_HOST; '' if the real service is to be used."""
     address = os.environ.get("STORAGE_EMULATOR_HOST", "")
     if address in ("", "default"):
         return ""

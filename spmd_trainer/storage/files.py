@@ -14,18 +14,18 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.storage import backends, paths, reading
 from spmd_trainer.storage.listing import Entry
 
-# Suffix of files being written. A leftover one is from a killed process.
+# Suffix of files that are being written. A file that keeps it is left from a killed process.
 UNFINISHED_SUFFIX = ".writing"
 
 
 def check_target(name: str, path: epath.Path, example: str) -> None:
-    """Checks the path of a file that the user wants written. In object stores, every path passes.
+    """Checks the path of a file that the user wants written. Paths in object stores always pass.
 
-    The file's directory must exist: a missing one is probably a typing error, so it is not created.
+    The file's directory must exist: a missing directory is probably a typing error, so it is not created.
 
     Args:
-      name: source of the path, for messages, e.g. '--page_file'.
-      path: the file; a regular one may exist.
+      name: the flag or argument that gave the path, for messages, e.g. '--page_file'.
+      path: the file; if it exists, it must be a regular file.
       example: a usual name of the file, for messages, e.g. 'run.html'.
 
     Raises:
@@ -44,10 +44,10 @@ def check_target(name: str, path: epath.Path, example: str) -> None:
 
 
 def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
-    """Writes lines, given without line ends, into a text file. Creates its directory.
+    """Writes lines, given without line ends, into a text file. Creates the file's directory if it is missing.
 
     The write is atomic, even if the machine loses power. On a file system, a temporary file is written and renamed. In an object
-    store, one object is put.
+    store, one put writes the object.
 
     Raises:
       OSError: the file can't be written, or is a device or a named pipe. The error names the file; its old content stays.
@@ -66,15 +66,15 @@ def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        # The error of a write names no file, and that of an open the unfinished one.
+        # The error of a failed write names no file, and that of a failed open names the unfinished file.
         error.filename = os.fspath(path)
         raise
 
 
 @contextlib.contextmanager
 def replacing(path: epath.Path) -> Iterator[epath.Path]:
-    """Yields a temporary path beside a local file. The temporary file then replaces the file, unless the block raises."""
-    # Several may write the same file: threads, and processes of containers that share a disk and have equal numbers.
+    """Context manager that yields a temporary path, and at the end renames it to `path`, or deletes it if the block raises."""
+    # Threads may write the same file, and so may processes with equal ids in containers that share a disk.
     unfinished = path.parent / f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{UNFINISHED_SUFFIX}"
     try:
         yield unfinished
@@ -85,9 +85,9 @@ def replacing(path: epath.Path) -> Iterator[epath.Path]:
 
 
 def write_if_changed(path: epath.Path, lines: Iterable[str]) -> bool:
-    """Writes as `write_atomically`, unless the file already has this content. Returns True if it was written.
+    """Writes as `write_atomically`, unless the file already has this content. Returns True if the file was written.
 
-    In an object store it always writes: reading first would cost another request.
+    In an object store, the file is always written: reading it first would cost another request.
     """
     wanted = list(lines)
     if paths.is_remote(path):
@@ -103,9 +103,9 @@ def write_if_changed(path: epath.Path, lines: Iterable[str]) -> bool:
 
 
 def files_below(directory: epath.Path) -> dict[str, Entry]:
-    """Returns {path relative to the directory, with slashes: `Entry`} of all files at any depth, sorted.
+    """Returns {path relative to the directory, with slashes: `Entry`} for all files at any depth, sorted.
 
-    An object store takes one request per 1,000 files. A missing directory has no files.
+    In an object store, takes one request per 1,000 files. For a missing directory, returns {}.
 
     Raises:
       OSError: the directory can't be listed.

@@ -1,6 +1,6 @@
-"""Reads JSON that others wrote or that may be damaged, within limits, so that it can't cause a traceback or take all memory.
+"""Parses JSON that others wrote or that may be damaged. Limits keep it from causing a traceback or taking all memory.
 
-This module reads all JSON files that come from outside, and all files of the trainer that may be damaged on a disk.
+This module parses all JSON from outside, and all JSON files of the trainer that may be damaged on a disk.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 from spmd_trainer.sharding.messages import shortened
 from spmd_trainer.storage import backends, reading
 
-# The largest files of this kind are tokenizers of 35 MB, in which objects and lists are nested 10 deep and have 2 million values.
+# The largest JSON files are tokenizers of 35 MB, in which objects and lists are nested 10 deep and have 2 million values.
 MOST_BYTES = 128 * 2**20
 MOST_DEPTH = 64
-# Three bytes of text can be a list, which takes 80 bytes of memory.
+# Three bytes of JSON can be a list, which takes 80 bytes of memory.
 MOST_VALUES = 8_000_000
-# 128 bits, as states of random number generators have. Python turns it into a float without an overflow.
+# Enough for integers of 128 bits, as in states of random number generators. Python converts these to floats without overflow.
 MOST_DIGITS = 39
 LARGEST_INTEGER = 2**63 - 1
-# NumPy's.
+# The limit of NumPy.
 MOST_DIMENSIONS = 64
-# Such texts can have more values than the limit.
+# Only longer texts can have more values than the limit.
 _FEW_BYTES = MOST_VALUES
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _STRINGS = re.compile(_STRING, re.DOTALL)
@@ -35,14 +35,14 @@ _SHOWN = 100
 
 
 class _Refused:
-    """Stands in a parsed value for a number that is refused, until its keys are known."""
+    """Placeholder in a parsed value for a refused number, so that the error can name the keys that lead to it."""
 
     def __init__(self, text: str):
         self.text = text
 
 
 def content_of(path: str | os.PathLike[str]) -> bytes:
-    """Returns the bytes of a file for `parse`. Of a local file, it reads at most one byte more than `parse` accepts.
+    """Returns the bytes of a file for `parse`. Reads at most one byte more of a local file than `parse` accepts.
 
     Raises:
       OSError: the file can't be read.
@@ -56,16 +56,16 @@ def parse(content: bytes | str, *, finite: bool = True, unique: bool = False) ->
 
     Args:
       content: the text.
-      finite: False lets NaN and infinities pass, which Python writes into rows of data and into metrics.
-      unique: True refuses an object that has a key twice. Otherwise the last one counts, as in `json`.
+      finite: False accepts NaN and infinities, which Python writes into rows of data and into metrics.
+      unique: True refuses an object that has a key twice. Otherwise the key's last value counts, as in `json`.
 
     Raises:
-      ValueError: it is not JSON, is larger or nested deeper than the limits, or has a number that is not finite or has too
-        many digits. The message is a clause that names the field, e.g. 'step is 1e400, which is not finite'.
+      ValueError: the text is not JSON, is larger or nested deeper than the limits, or has a number that is not finite or has
+        too many digits. The message is a clause that names the field, e.g. 'step is 1e400, which is not finite'.
     """
     if len(content) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES} bytes, the most that are read of such a file")
-    # As `json` decodes bytes.
+    # Bytes are decoded as `json` does it.
     text = content if isinstance(content, str) else content.decode(json.detect_encoding(content), "surrogatepass")
     if len(text) > _FEW_BYTES and (count := _most_values(text)) > MOST_VALUES:
         raise ValueError(f"it has up to {count} values; {MOST_VALUES} is the most that are read of such a file")
@@ -99,7 +99,7 @@ def parse(content: bytes | str, *, finite: bool = True, unique: bool = False) ->
 
 
 def parse_object(content: bytes | str, *, finite: bool = True, unique: bool = False) -> dict[str, Any]:
-    """Returns the object of a JSON text. Arguments and errors are those of `parse`; other values raise ValueError too."""
+    """Like `parse`, for a text that must be a JSON object: any other value raises ValueError too."""
     value = parse(content, finite=finite, unique=unique)
     if not isinstance(value, dict):
         raise ValueError(f"it holds {type(value).__name__}, not an object")
@@ -107,7 +107,7 @@ def parse_object(content: bytes | str, *, finite: bool = True, unique: bool = Fa
 
 
 def lines(text: str) -> list[str]:
-    """Returns the lines of a file of JSON lines. `str.splitlines` would also split at U+2028 and the like, in texts."""
+    """Splits a JSON Lines text into its lines. `str.splitlines` would also split at U+2028 and the like, inside of strings."""
     return text.removesuffix("\n").split("\n") if text else []
 
 
@@ -115,7 +115,7 @@ def integer(value: object, name: str, *, least: int = 0) -> int:
     """Returns `value`, which must be a whole number from `least` to `LARGEST_INTEGER`. `name`: its field, for messages.
 
     Raises:
-      ValueError: it is another value, e.g. true or 2.0, or out of range.
+      ValueError: `value` is out of range or not a whole number, e.g. true or 2.0.
     """
     if type(value) is not int or not least <= value <= LARGEST_INTEGER:
         raise ValueError(
@@ -125,10 +125,10 @@ def integer(value: object, name: str, *, least: int = 0) -> int:
 
 
 def shape(value: object, name: str) -> tuple[int, ...]:
-    """Returns the shape of an array as a tuple; arguments as `integer`.
+    """Returns `value`, which must be the shape of an array, as a tuple. `name`: its field, for messages.
 
     Raises:
-      ValueError: it is not a list of whole numbers, or has more than `MOST_DIMENSIONS` dimensions or too many elements.
+      ValueError: `value` is no list of whole numbers, or has more than `MOST_DIMENSIONS` dimensions or too many elements.
     """
     if not isinstance(value, list) or len(value) > MOST_DIMENSIONS:
         raise ValueError(
@@ -150,7 +150,7 @@ def _once(entries: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _most_values(text: str) -> int:
-    """Returns an upper bound on the number of values in a text, by the commas and opening brackets outside of strings."""
+    """Returns an upper bound on the number of values in a JSON text: it counts commas and opening brackets."""
     count = sum(map(text.count, ",[{"))
     return count if count <= MOST_VALUES else sum(map(_STRINGS.sub("", text).count, ",[{"))
 
@@ -170,7 +170,7 @@ def _depth_exceeds(value: Any) -> bool:
 
 
 def _too_deep(text: str) -> str:
-    """Returns the error message for a text that is nested too deep. It names the field of the outermost object."""
+    """Returns the error message for a text that is nested too deep. It names the outermost object's field that is too deep."""
     depth, field = 0, ""
     for token in _TOKENS.finditer(text):
         if token[0] in "[{":
@@ -186,7 +186,7 @@ def _too_deep(text: str) -> str:
 
 
 def _keys_of(value: Any, wanted: _Refused) -> list[str | int] | None:
-    """Returns the keys and indices that lead to `wanted` in a value; None if a later entry with the same key has replaced it."""
+    """Returns the keys and indices that lead to `wanted` in `value`; None if a later entry with the same key replaced it."""
     if value is wanted:
         return []
     entries = value.items() if type(value) is dict else enumerate(value) if type(value) is list else ()
@@ -197,6 +197,6 @@ def _keys_of(value: Any, wanted: _Refused) -> list[str | int] | None:
 
 
 def _named(keys: Sequence[str | int] | None) -> str:
-    """Formats keys for messages: layers[3].size."""
+    """Formats keys and indices for messages, e.g. as layers[3].size."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys or ()).removeprefix(".")
     return shortened(text if text.isprintable() else repr(text), _SHOWN) or "a number"

@@ -1,9 +1,9 @@
 """Lists the objects of a bucket with one request per page of up to 1,000, through gcsfs or s3fs.
 
 These libraries' own listings cost more: gcsfs asks for an object three times, and for a missing directory both list
-its neighbours, page by page. GCS and S3 listings are consistent with all earlier writes.
+the neighboring names, page by page. GCS and S3 listings are consistent with all earlier writes.
 
-Repositories of the Hub (hf://) are listed by huggingface_hub, which asks once for each directory and keeps the answer.
+Repositories of the Hugging Face Hub (hf://) are listed by huggingface_hub, which asks once per directory and keeps the answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import datetime
 from collections.abc import Iterator
 from typing import Any
 
-# The most objects that GCS and S3 return at once.
+# Maximum number of objects that GCS and S3 return at once.
 PAGE = 1000
 # Directories have no time of their own.
 _NO_TIME = datetime.datetime.fromtimestamp(0, datetime.UTC)
@@ -26,9 +26,9 @@ class Entry:
     Attributes:
       name: 'bucket/key'. An object whose key ends with a slash marks an empty directory.
       size: bytes; 0 for a directory.
-      modified: time of the last write; 1970 for a directory, and on the Hub.
+      modified: time of the last write; 1970 for a directory and for everything on the Hugging Face Hub.
       is_directory: True for a common prefix.
-      content: hash of the content, on the Hub; elsewhere ''.
+      content: hash of the content for an object on the Hub; otherwise ''.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Entry:
 
 
 def entries(fs: Any, scheme: str, path: str, *, recursive: bool) -> list[Entry]:
-    """Lists a directory.
+    """Lists a directory of an object store.
 
     Args:
       fs: the synchronous file system of gcsfs, s3fs or huggingface_hub.
       scheme: 'gs', 's3' or 'hf'.
-      path: 'bucket/key', or 'bucket' alone; of the Hub 'datasets/ORG/NAME/key'.
-      recursive: True lists all objects at any depth, without directories; False one level.
+      path: 'bucket/key', or 'bucket' alone; on the Hugging Face Hub 'datasets/ORG/NAME/key'.
+      recursive: True lists all objects at any depth, without directories; False lists one level, with directories.
     """
     if scheme == "hf":
         return [_of_hub(info) for info in (fs.find(path, detail=True).values() if recursive else fs.ls(path))]
@@ -55,10 +55,10 @@ def entries(fs: Any, scheme: str, path: str, *, recursive: bool) -> list[Entry]:
 
 
 def look_up(fs: Any, scheme: str, path: str) -> Entry | None:
-    """Returns the object of this name, or else the directory, or None. One request, or two if many names share the
-    prefix.
+    """Returns the object at `path`, or else the directory there; None if there is neither.
 
-    Arguments are those of `entries`. On the Hub, raises FileNotFoundError where there is no repository.
+    Takes one request, or two if many names begin with `path`. Arguments are those of `entries`. On the Hugging Face Hub,
+    raises FileNotFoundError instead of returning None.
     """
     if scheme == "hf":
         return _of_hub(fs.info(path))
@@ -73,7 +73,7 @@ def look_up(fs: Any, scheme: str, path: str) -> Entry | None:
 
 
 def _first_filled(pages: Iterator[tuple[list[Entry], str | None]]) -> tuple[list[Entry], str | None]:
-    """Returns the first page that is not empty, or the last one."""
+    """Returns the first page that is not empty; if all are empty, the last one."""
     for page in pages:
         if page[0]:
             break
@@ -83,7 +83,7 @@ def _first_filled(pages: Iterator[tuple[list[Entry], str | None]]) -> tuple[list
 def _pages(
     fs: Any, scheme: str, bucket: str, prefix: str, *, recursive: bool, limit: int | None = None
 ) -> Iterator[tuple[list[Entry], str | None]]:
-    """Yields each page, and the token of the next one. A page may be empty and yet have a next one."""
+    """Yields each page of a listing, and the token of the next page (None for the last). An empty page may have a next one."""
     ask = _gcs_page if scheme == "gs" else _s3_page
     token: str | None = None
     while True:

@@ -1,4 +1,4 @@
-"""The cache folder: indices of files, and local copies of remote files for libraries that read only local ones.
+"""The cache folder. It holds indices of input files, and copies of remote files for libraries that read only local ones.
 
 The folder is `$SPMD_TRAINER_CACHE`, or `spmd-trainer` in the user's cache folder. It can be deleted at any time.
 """
@@ -20,12 +20,12 @@ from spmd_trainer.storage.files import replacing
 
 VARIABLE = "SPMD_TRAINER_CACHE"
 _COPY_BYTES = 2**24
-# Indices up to this size are held in memory.
+# Indices of up to this many bytes are read into memory; larger ones are memory-mapped.
 _HELD_BYTES = 2**23
 
 
 def cache_folder() -> pathlib.Path:
-    """Returns the cache folder; it may not exist."""
+    """Returns the path of the cache folder, which may not exist yet."""
     given = os.environ.get(VARIABLE)
     if given:
         return pathlib.Path(given)
@@ -33,7 +33,7 @@ def cache_folder() -> pathlib.Path:
 
 
 def local_copy(path: str) -> str:
-    """Returns the path of a local file, or the path of a local copy of a remote file.
+    """Returns a local path for a file: `path` itself if it is local, otherwise a copy in the cache folder.
 
     Raises:
       OSError: the file can't be read, or the cache folder is full.
@@ -55,16 +55,16 @@ def local_copy(path: str) -> str:
 
 
 def cached_index(path: str, kind: str, make: Callable[[], np.ndarray], *, version: str | None = None) -> np.ndarray:
-    """Returns the index of a file: an array that `make` computes once per size and modification time of the file.
+    """Returns the index of a file: an array computed by `make`, and computed again if the file's `reading.version` changes.
 
     A large index is memory-mapped from the cache folder. If the folder can't be written, logs a warning and keeps the
     index in memory.
 
     Args:
       path: the file.
-      kind: kind of index, e.g. 'lines'; part of the name in the cache.
-      make: computes the array.
-      version: the file's `reading.version`, if it is known; None asks for it.
+      kind: kind of index, e.g. 'lines'; part of the index's file name in the cache.
+      make: function that computes the index.
+      version: the file's `reading.version`; None to find it.
     """
     target = cache_folder() / "index" / f"{_key(path, version)}-{kind}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # it is missing, or a machine stopped while it was written
@@ -88,17 +88,17 @@ def cached_index(path: str, kind: str, make: Callable[[], np.ndarray], *, versio
 
 
 def _mapped(path: pathlib.Path) -> np.ndarray:
-    """Loads a stored array. Small ones are read, because a mapping keeps its file open."""
+    """Loads a stored array. Small arrays are read into memory, because a memory map keeps its file open."""
     found: np.ndarray = np.load(path, mmap_mode="r")
     return found if found.nbytes > _HELD_BYTES else np.array(found)
 
 
 def _private(path: str, flags: int) -> int:
-    """Opens a file that only this user may read: the cache may be a shared folder, and the data somebody's own."""
+    """Opens a file that only this user may read: the cache folder may be shared, and the data may be private."""
     return os.open(path, flags, 0o600)
 
 
 def _key(path: str, version: str | None = None) -> str:
-    """Returns the name of a file in the cache. `version`: as `reading.version` returns it; None asks for it."""
+    """Returns a name in the cache for a version of a file. `version`: the file's `reading.version`; None to find it."""
     name = path if is_remote(path) else os.path.abspath(path)
     return short_hash(f"{name}:{version or reading.version(path)}", 24)

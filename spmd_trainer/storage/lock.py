@@ -1,10 +1,10 @@
 """Keeps a second trainer out of a directory.
 
-A lock is a file in `DIRECTORY/lock/`: 000001.json, 000002.json, ... The highest number is valid. A process takes the
-lock by creating the next number, which only one process can do: by a hard link on a file system, a conditional put in
-an object store. It keeps the lock by writing a new heartbeat every few seconds. A lock whose heartbeat has stopped is
-stale, and the next number takes it over. Clocks of different hosts are never compared: a waiting process watches for a
-change of the heartbeat.
+A lock is a file in `DIRECTORY/lock/`: 000001.json, 000002.json, ... The file with the highest number is valid. A process
+takes the lock by creating the file with the next number, which only one process can do: with a hard link on a file
+system, and a conditional put in an object store. It keeps the lock by writing a new heartbeat into the file every few
+seconds. A lock whose heartbeat has stopped is stale: another process takes it over with the next number. Clocks of
+different hosts are never compared: a waiting process watches whether the heartbeat changes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Owner:
       pid: its process id.
       started: when it took the lock, as text.
       machine: identifies the machine and container in which the process id is valid.
-      process_start: start of the process, in clock ticks since boot; process ids are reused.
+      process_start: start time in clock ticks since boot, which tells apart processes with the same (reused) id.
       token: random text that identifies the lock.
       heartbeat: number of heartbeats so far.
     """
@@ -70,20 +70,20 @@ def locked(
     heartbeat_seconds: float = _HEARTBEAT_SECONDS,
     stale_seconds: float = _STALE_SECONDS,
 ) -> Iterator[Callable[[], None]]:
-    """Holds the lock of a directory. Called by one process of a job.
+    """Context manager that holds the lock of a directory. Only one process of a job uses it.
 
-    Enters at once if the directory is unlocked, or if the owner is known to be dead. Otherwise it watches the lock for up to
-    `stale_seconds`.
+    Enters at once if the directory is unlocked, or if the lock's owner is known to be dead. Otherwise it watches the lock for up
+    to `stale_seconds`, to see whether the owner is alive.
 
     Args:
       directory: the directory to lock, created if missing.
-      name: source of the path, for messages.
+      name: the flag or argument that gave the path, for messages.
       heartbeat_seconds: time between two heartbeats.
       stale_seconds: a lock without a heartbeat for this long is taken over.
 
     Yields:
-      A function that raises `LockedError` if another process has taken the lock over, because this one was stopped for
-      longer than `stale_seconds`. It is cheap; call it before each save.
+      A function that raises `LockedError` if another process has taken the lock over, because this process was stopped for
+      longer than `stale_seconds`. The function is cheap; call it before each save.
 
     Raises:
       LockedError: another process holds the lock.
@@ -143,7 +143,7 @@ def _take(folder: epath.Path, what: str, stale_seconds: float) -> _Lock:
     numbers: list[int] = []
     while True:
         if numbers and not _wait_until_stale(_path(folder, numbers[-1]), what, stale_seconds):
-            numbers = _numbers(folder)  # it is gone, or has another owner
+            numbers = _numbers(folder)  # the lock is gone, or has another owner
             continue
         number, me = max(numbers, default=0) + 1, _myself()
         if _create(_path(folder, number), me):
@@ -158,12 +158,12 @@ def _take(folder: epath.Path, what: str, stale_seconds: float) -> _Lock:
 
 
 def _wait_until_stale(path: epath.Path, what: str, stale_seconds: float) -> bool:
-    """Returns True when a lock is stale; False if it disappeared or changed hands.
+    """Watches a lock. Returns True when it is known to be stale; False when it disappears or gets another owner.
 
-    A lock that can't be read may be one that its process is writing, on a mount without hard links.
+    On a mount without hard links, a lock file that can't be read may be one that its owner is just writing.
 
     Raises:
-      LockedError: its process is alive.
+      LockedError: the lock's owner is alive.
     """
     first = _read(path)
     if first is None and not path.exists():
@@ -190,7 +190,7 @@ def _wait_until_stale(path: epath.Path, what: str, stale_seconds: float) -> bool
 
 
 def _is_alive(owner: Owner) -> bool | None:
-    """Returns True if a lock's process runs; None if it belongs to another machine or container, so that this is unknown."""
+    """Returns whether a lock's owner runs; None if unknown, because the owner is on another machine or in another container."""
     if owner.machine != _machine() or not owner.machine:
         return None
     return _process_start(owner.pid) == owner.process_start
@@ -217,7 +217,7 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """Returns the start of a process in clock ticks since boot; '' if it does not exist or is a zombie."""
+    """Returns the start time of a process, in clock ticks since boot; '' if the process does not exist or is a zombie."""
     try:
         # The name, in brackets, may have spaces.
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -239,7 +239,7 @@ def _numbers(folder: epath.Path) -> list[int]:
 
 
 def _read(path: epath.Path) -> Owner | None:
-    """Returns the owner of a lock; None if the file is missing or unreadable, as after a kill or a full disk."""
+    """Returns the owner of the lock in a file; None if the file is missing or unreadable, as after a kill or a full disk."""
     try:
         return Owner(**json_values.parse_object(json_values.content_of(path)))
     except (FileNotFoundError, ValueError, TypeError):
@@ -251,12 +251,12 @@ def _text(owner: Owner) -> str:
 
 
 def _create(path: epath.Path, owner: Owner) -> bool:
-    """Creates the lock file `path` atomically. Returns False if it exists."""
+    """Creates the lock file `path` atomically. Returns False if the file already exists."""
     scheme = backends.scheme_of(path)
     if scheme is not None:
         return backends.object_store(scheme).create(path, _text(owner).encode())
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written first, then linked: readers never see an incomplete lock.
+    # The file is written first, then linked, so that readers never see an incomplete lock.
     unfinished = path.parent / f".{path.name}.{owner.token}.writing"
     unfinished.write_text(_text(owner))
     try:

@@ -31,7 +31,7 @@ _COPIES_AT_ONCE = 16
 _READ_BYTES = 4 * 2**20
 # Files up to this size are buffered in memory.
 _MEMORY_BYTES = 16 * 2**20
-# Requests with more bytes than this may take longer even where the network is good.
+# Requests with more bytes than this may take long even on a good network.
 _BRIEF_BYTES = 64 * 1024
 # Arguments of `cat_file` without which a read takes more requests or bytes: s3fs asks for the size first, to read large
 # objects in pieces, and huggingface_hub reads megabytes ahead.
@@ -39,7 +39,7 @@ _READ_OPTIONS: dict[str, dict[str, Any]] = {"s3": {"max_concurrency": 1}, "hf": 
 
 
 class ObjectStore:
-    """The part of fsspec's interface that epath calls, and the trainer's additions.
+    """An object store: the part of fsspec's interface that epath calls, and additions for the trainer.
 
     Paths may begin with the scheme. A "directory" is a common prefix of objects: it exists while it has an object
     below it.
@@ -50,9 +50,9 @@ class ObjectStore:
 
         Args:
           scheme: 'gs', 's3' or 'hf'.
-          file_system: makes a synchronous `fsspec.AbstractFileSystem` without a listings cache, which may ask services for
-            credentials.
-          attempts: attempts per request.
+          file_system: function that makes a synchronous `fsspec.AbstractFileSystem` without a listings cache. It is called at
+            the first request, because it may ask services for credentials.
+          attempts: maximum number of attempts per request.
         """
         self.scheme = scheme
         self._make = file_system
@@ -67,7 +67,7 @@ class ObjectStore:
         """Returns {'type': 'file' or 'directory', 'size': bytes, 'mtime': datetime, 'content': `listing.Entry.content`}.
 
         Raises:
-          FileNotFoundError: neither an object nor a directory.
+          FileNotFoundError: there is neither an object nor a directory at `path`.
         """
         key = self._key(path)
         if "/" not in key:
@@ -80,7 +80,7 @@ class ObjectStore:
         return {"name": entry.name, "type": kind, **about}
 
     def exists(self, path: PathLike) -> bool:
-        """True for an object or a directory. Unlike fsspec's, raises errors of the service."""
+        """Returns True for an object or a directory. Raises errors of the service, which fsspec's `exists` hides."""
         try:
             self.info(path)
         except FileNotFoundError:
@@ -88,7 +88,7 @@ class ObjectStore:
         return True
 
     def isdir(self, path: PathLike) -> bool:
-        """True for a directory. Unlike fsspec's, raises errors of the service."""
+        """Returns True for a directory. Raises errors of the service, which fsspec's `isdir` hides."""
         try:
             return bool(self.info(path)["type"] == "directory")
         except FileNotFoundError:
@@ -121,7 +121,7 @@ class ObjectStore:
         return self._try("listing", path, lambda: listing.entries(self._fs, self.scheme, key, recursive=recursive))
 
     def glob(self, pattern: PathLike) -> list[str]:
-        """Returns the matches of a pattern, without scheme, sorted."""
+        """Returns the sorted paths that match a glob pattern, without the scheme."""
         return sorted(self._try("listing", pattern, lambda: self._fs.glob(_text(pattern))))
 
     def walk(self, top: PathLike, **settings: Any) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -130,13 +130,13 @@ class ObjectStore:
             yield f"{self.scheme}://{root}", directories, files
 
     def makedirs(self, path: PathLike, exist_ok: bool = False) -> None:
-        """No-op: directories exist through their objects, and buckets are made by the user."""
+        """Does nothing: a directory exists while it has objects, and buckets are made by the user."""
 
     def mkdir(self, path: PathLike, create_parents: bool = False) -> None:
-        """No-op, as `makedirs`."""
+        """Does nothing; see `makedirs`."""
 
     def rmdir(self, path: PathLike) -> None:
-        """Removes the marker objects of an empty directory; never a bucket."""
+        """Removes the object that marks an empty directory. Never removes a bucket."""
         key = self._key(path)
         if "/" in key:
             self._remove_all([f"{key}/"])
@@ -145,7 +145,7 @@ class ObjectStore:
         """Deletes an object; with `recursive`, everything below a directory.
 
         Raises:
-          FileNotFoundError: the path does not exist. S3 does not report it.
+          FileNotFoundError: the path does not exist. On S3, deleting a single missing object raises nothing.
         """
         if not recursive:
             self._try("deleting", path, lambda: self._fs.rm_file(_text(path)))
@@ -156,7 +156,7 @@ class ObjectStore:
         self._remove_all(found)
 
     def rename(self, path: PathLike, target: PathLike, recursive: bool = False) -> None:
-        """Copies every object to the new path, then deletes the old ones. Not atomic: both are visible meanwhile."""
+        """Copies every object to the new path, then deletes the old ones. Not atomic: old and new are visible meanwhile."""
         del recursive
         source, goal = _text(path).rstrip("/"), _text(target).rstrip("/")
         found = self.find(path) or [source]
@@ -201,14 +201,14 @@ class ObjectStore:
         return int(found["size"])
 
     def read(self, path: PathLike, start: int | None = None, end: int | None = None) -> bytes:
-        """Returns the bytes of an object from `start` to `end` (None: its beginning, its end). Takes one request."""
+        """Returns the bytes of an object from `start` to `end`; None means its beginning or its end. Takes one request."""
         given = {"start": start, "end": end, **_READ_OPTIONS.get(self.scheme, {})}
         self._greet(path)
         data: bytes = self._try("reading", path, lambda: self._fs.cat_file(_text(path), **given))
         return data
 
     def put(self, path: PathLike, data: bytes, *, attempts: int | None = None) -> None:
-        """Writes an object atomically, with `attempts` attempts (None for the default)."""
+        """Writes an object atomically. `attempts`: maximum number of attempts; None for the default."""
         if len(data) > _BRIEF_BYTES:
             self._greet(path)
         self._call(lambda: self._fs.pipe_file(_text(path), data), f"writing {_text(path)}", attempts or self._attempts)
@@ -219,10 +219,10 @@ class ObjectStore:
         self._try("writing", path, lambda: self._fs.put_file(local, _text(path)))
 
     def create(self, path: PathLike, data: bytes) -> bool:
-        """Creates an object atomically. Returns False if it exists.
+        """Creates an object atomically. Returns False if the object exists with another content than `data`.
 
-        After a cut connection the put is repeated, and fails if the first one had succeeded. So the result is True if the
-        existing object holds `data`.
+        If the connection is cut, the put is repeated, and the repeated put fails if the first one had succeeded. Therefore the
+        result is True if the existing object holds `data`.
         """
         try:
             self._try("writing", path, lambda: self._fs.pipe_file(_text(path), data, mode="create"))
@@ -236,7 +236,7 @@ class ObjectStore:
         return True
 
     def remove(self, path: PathLike) -> None:
-        """Deletes an object if it exists. One request."""
+        """Deletes an object if it exists. Takes one request."""
         self._try("deleting", path, lambda: self._remove_if_there(_text(path)))
 
     def _remove_all(self, paths: list[str]) -> None:
@@ -269,7 +269,7 @@ class ObjectStore:
         return self._call(call, f"{doing} {_text(path)}", self._attempts)
 
     def _greet(self, path: PathLike) -> None:
-        """Sends a brief request if the service has not answered yet: the time for a first answer is limited (`FirstAnswer`)."""
+        """If the service has not answered yet, sends a brief request: `FirstAnswer` limits the time of the first request."""
         if not self._first_answer.has_come:
             self.exists(path)
 
@@ -286,7 +286,7 @@ class ObjectStore:
 
 
 class _Reader(io.RawIOBase):
-    """Reads an object by ranges."""
+    """A file that reads an object in byte ranges."""
 
     def __init__(self, store: ObjectStore, path: str):
         super().__init__()
@@ -312,7 +312,7 @@ class _Reader(io.RawIOBase):
         return self._position
 
     def readall(self) -> bytes:
-        """Reads the rest in one request; the inherited method takes one per 8 KiB."""
+        """Reads the rest of the object in one request; the inherited method takes one request per 8 KiB."""
         if self._position == 0:
             data = self._store.read(self._path)
         elif self._position >= self._size:
@@ -333,7 +333,7 @@ class _Reader(io.RawIOBase):
 
 
 class _Writer(io.IOBase):
-    """Collects the content in memory or in a temporary file, and uploads it when closed."""
+    """A file that collects its content in memory or in a temporary file, and uploads it when it is closed."""
 
     def __init__(self, store: ObjectStore, path: str, mode: str):
         super().__init__()
@@ -344,7 +344,6 @@ class _Writer(io.IOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Writes text or bytes, as the mode says; returns their length."""
         self._content.write(data.encode() if self._is_text else data)
         return len(data)
 
@@ -352,7 +351,7 @@ class _Writer(io.IOBase):
         return int(self._content.tell())
 
     def flush(self) -> None:
-        """No-op: an object is written at once."""
+        """Does nothing: the whole object is written when the file is closed."""
 
     def close(self) -> None:
         if self.closed:
@@ -363,7 +362,7 @@ class _Writer(io.IOBase):
             self.discard()
 
     def discard(self) -> None:
-        """Closes the file without an upload."""
+        """Closes the file without uploading it."""
         self._content.close()
         super().close()
 

@@ -1,8 +1,8 @@
 """Patches Orbax so that it can keep checkpoints in S3.
 
-Orbax 0.12 knows gs:// and file systems; for an s3:// path it makes a spec of TensorStore's file driver. This module
-makes it treat s3:// as an object store without atomic renames: steps are committed by a file, as on gs://, and
-TensorStore's S3 driver reads and writes arrays. It changes four private functions and one constant, and checks that
+Orbax 0.12 knows gs:// and file systems; for an s3:// path it would use TensorStore's file driver. This module makes
+Orbax treat s3:// as an object store without atomic renames: a file commits a step, as on gs://, and TensorStore's S3
+driver reads and writes arrays. The module replaces three private functions and one constant of Orbax, and checks that
 they exist.
 """
 
@@ -17,10 +17,10 @@ _PREFIX = "s3://"
 
 
 def install(s3_kvstore: Callable[[str], dict[str, Any]]) -> None:
-    """Patches Orbax, once. `s3_kvstore` makes TensorStore's spec of an s3:// path.
+    """Patches Orbax, once. `s3_kvstore`: function from an s3:// path to TensorStore's key-value store spec.
 
     Raises:
-      UserError: the installed Orbax has other internals.
+      UserError: the installed Orbax doesn't have the names that are patched.
     """
     from orbax.checkpoint._src.path import gcs_utils
     from orbax.checkpoint._src.serialization import tensorstore_utils

@@ -13,15 +13,15 @@ from spmd_trainer.sharding.messages import nearest_names, shortened
 from spmd_trainer.storage import backends
 
 _SCHEMES = ("gs", "s3", "file")
-# Files of inputs may be there; nothing is written to it.
+# The Hugging Face Hub. Input files may be there; nothing is written to it.
 _HUB = "hf"
 # Common misspellings and aliases of schemes.
 _OTHER_NAMES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/*)(.*)", re.DOTALL)
-# Of data sets, spaces and models: [datasets/]ORG/NAME[@REVISION][/FILE].
+# Paths in repositories of data sets, spaces and models: [datasets/]ORG/NAME[@REVISION][/FILE].
 _REPOSITORY = re.compile(r"((datasets|spaces)/)?(?!(datasets|spaces|buckets)/)[^/@]+/[^/@]+(@[^/]+)?(/.*)?", re.DOTALL)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-# The libraries treat these as patterns when listing and deleting: 'run*' would match other runs too.
+# gcsfs and s3fs treat these as patterns when they list and delete: 'run*' would match other runs too.
 _WILDCARDS = frozenset("*?[]")
 _SHOWN_CHARACTERS = 80
 # Bytes reserved for paths below a directory, e.g. /checkpoints/1000000/state/ocdbt.process_0/d/<32 digits>.
@@ -35,7 +35,7 @@ def directory(name: str, text: str | os.PathLike[str]) -> epath.Path:
     """Returns the absolute path of a user's directory, without touching disk or network.
 
     Args:
-      name: source of the path, for messages, e.g. '--job_log_dir'.
+      name: the flag or argument that gave the path, for messages, e.g. '--job_log_dir'.
       text: a local path (~ is the user's home), file:///DIR, gs://BUCKET/DIR or s3://BUCKET/DIR.
 
     Raises:
@@ -64,9 +64,9 @@ def directory(name: str, text: str | os.PathLike[str]) -> epath.Path:
 
 
 def file_or_pattern(name: str, text: str | os.PathLike[str]) -> str:
-    """Returns the path or pattern of an input's file with a normalised scheme; a local one is unchanged.
+    """Returns a user's path or glob pattern of input files. A URL gets a normalized scheme; a local path stays as it is.
 
-    Arguments and errors are those of `directory`; patterns and hf://datasets/ORG/NAME/FILE are allowed.
+    Arguments and errors are those of `directory`, but patterns and hf://datasets/ORG/NAME/FILE are allowed.
     """
     given = os.fspath(text)
     match = _SCHEME.fullmatch(given)
@@ -76,7 +76,7 @@ def file_or_pattern(name: str, text: str | os.PathLike[str]) -> str:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Returns True for a path in an object store or on the Hub."""
+    """Returns True for a path in an object store or on the Hugging Face Hub."""
     return backends.scheme_of(path) is not None
 
 
@@ -102,9 +102,9 @@ def _parse(name: str, text: str | os.PathLike[str]) -> epath.Path:
 
 
 def _is_url(match: re.Match[str]) -> bool:
-    """Returns True if a match is a URL, not a local name with a colon, e.g. 'run:1'.
+    """Returns True if a match of `_SCHEME` is a URL; False if it is a local name with a colon, e.g. 'run:1'.
 
-    In a URL, '://' follows the scheme, or fewer slashes follow a known scheme.
+    In a URL, '://' follows the scheme. A known scheme may also have fewer slashes, by mistake.
     """
     known = match[1].lower() in (*_SCHEMES, *_OTHER_NAMES, _HUB)
     return match[2].startswith("//") or (known and len(match[1]) > 1)
@@ -135,7 +135,7 @@ def _local_url(name: str, given: str) -> epath.Path:
         raise UserError(
             f"{name}={_shown(given)}: file:// takes an absolute path; did you mean file:///{given.partition(':')[2].strip('/')}?"
         )
-    # Not parsed.path: '?' and '#' are letters of a path here.
+    # Not parsed.path, which ends at a '?' or '#': here these are characters of the path.
     return _local(name, urllib.parse.unquote(given.split("://", 1)[1].removeprefix("localhost")))
 
 
@@ -159,7 +159,7 @@ def _unknown_scheme(name: str, given: str, scheme: str, rest: str) -> str:
     host, _, key = rest.partition("/")
     if scheme.lower() in ("http", "https") and host == "storage.googleapis.com":
         return f"{name}={_shown(given)} is a web address; did you mean gs://{key}?"
-    # Names of two letters: fewer letters must agree than in longer ones.
+    # Schemes have only two letters, so few letters can agree.
     near = nearest_names(scheme.lower(), [*_SCHEMES, *_OTHER_NAMES], count=1, cutoff=0.5)
     if near:
         hint = f"did you mean {_OTHER_NAMES.get(near[0], near[0])}://{_shown(rest)}?"
@@ -169,7 +169,7 @@ def _unknown_scheme(name: str, given: str, scheme: str, rest: str) -> str:
 
 
 def _shown(text: str | os.PathLike[str]) -> str:
-    """Formats the text for messages: on one line, truncated."""
+    """Formats a path for messages: on one line, truncated."""
     shown = os.fspath(text)
     if not shown.isprintable():
         shown = repr(shown)[1:-1]

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class NotRegularError(OSError):
-    """A path is a named pipe, a socket or a device. Opening it could wait for ever, and reading it need not end."""
+    """A path is a named pipe, a socket or a device. Opening such a file may block forever, and reading it may never end."""
 
 
 def exists(path: str) -> bool:
@@ -44,14 +44,14 @@ def size(path: str) -> int:
     """Returns the size of a file in bytes.
 
     Raises:
-      OSError: the file does not exist. A directory in an object store is an IsADirectoryError.
+      OSError: the file does not exist, or (IsADirectoryError) it is a directory in an object store.
     """
     scheme = backends.scheme_of(path)
     return os.stat(path).st_size if scheme is None else backends.object_store(scheme).size(path)
 
 
 def version(path: str) -> str:
-    """Returns a text that changes with a file's content: its size and time of the last write, on the Hub its hash.
+    """Returns a text that changes with a file's content: from its size and time of last write, or its hash on the Hub (hf://).
 
     Raises:
       OSError: the file does not exist.
@@ -65,11 +65,11 @@ def version(path: str) -> str:
 
 
 def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raises if a local path is a named pipe, a socket or a device. Missing paths and paths in object stores pass.
+    """Raises an error if a local path is no regular file or folder. Missing paths and paths in object stores pass.
 
     Raises:
-      NotRegularError: it is a named pipe, a socket or a device.
-      OSError: its folder can't be read.
+      NotRegularError: the path is a named pipe, a socket or a device.
+      OSError: the path's folder can't be read.
     """
     if backends.scheme_of(path) is not None:
         return
@@ -83,7 +83,7 @@ def require_regular(path: str | os.PathLike[str]) -> None:
 
 
 def require_regular_below(folder: str | os.PathLike[str]) -> None:
-    """Calls `require_regular` for everything in a local folder, at any depth: for libraries that open files themselves."""
+    """Calls `require_regular` for each file at any depth in a local folder, before a library opens these files itself."""
     if backends.scheme_of(folder) is not None:
         return
     for root, _, names in os.walk(folder):
@@ -92,20 +92,20 @@ def require_regular_below(folder: str | os.PathLike[str]) -> None:
 
 
 def opened(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a local file and returns its descriptor. Use it as the `opener` of `open` for files that others may have replaced.
+    """Opens a local file and returns its descriptor. Use it as the `opener` of `open`, to refuse files that are not regular.
 
     Raises:
-      OSError: as `require_regular`, or the file can't be opened.
+      OSError: `require_regular` refuses the file, or it can't be opened.
     """
     require_regular(path)
     return os.open(path, flags, 0o666)
 
 
 def for_each(paths: Sequence[str], call: Callable[[str], T]) -> tuple[T, ...]:
-    """Calls a function for each path, e.g. `size`, concurrently for object stores; returns the results in order.
+    """Calls a function, e.g. `size`, for each path, concurrently if a path is in an object store. Returns the results in order.
 
     Raises:
-      Exception: the error of the first failing path.
+      Exception: the error for the first path that fails.
     """
     if all(backends.scheme_of(path) is None for path in paths):
         return tuple(map(call, paths))

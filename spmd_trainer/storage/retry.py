@@ -18,13 +18,13 @@ _Result = TypeVar("_Result")
 
 # Attempts that outlast an outage of a minute: the waits before them are 1, 2, 4, 8, 16, 30 and 30 s.
 OUTAGE_ATTEMPTS = 8
-# Seconds. The longest wait, so that a call resumes soon after an outage.
+# Maximum wait in seconds, so that a call resumes soon after an outage.
 _LONGEST_WAIT = 30.0
-# Within which a service must answer a process for the first time.
+# Time within which a service must give its first answer to a process.
 FIRST_ANSWER_SECONDS = 15.0
 # Marks the error of a call whose attempts are exhausted.
 _TRIED_AGAIN = "_spmd_trainer_tried_again"
-# Missing paths, wrong kinds of path and missing permissions don't change within seconds.
+# Missing paths, wrong kinds of paths and missing permissions don't change within seconds.
 _LASTING = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _LASTING_NUMBERS = {
     errno.EACCES,
@@ -39,7 +39,8 @@ _LASTING_NUMBERS = {
     errno.EROFS,
     errno.EXDEV,
 }
-# HTTP: request timeout, too early, too many requests. Every 5xx passes too, but "not implemented" and "version not supported".
+# Transient HTTP statuses: request timeout, too early, too many requests; and 5xx, except "not implemented" and "version not
+# supported".
 _PASSING_STATUS = {408, 425, 429}
 _LASTING_STATUS = {501, 505}
 # gcsfs raises a plain OSError for a 403, with the service's text.
@@ -54,7 +55,7 @@ _PASSING_TEXT = re.compile(
     r"CURL error|connection (was )?(reset|aborted|closed)|server disconnected|timed out",
     re.IGNORECASE,
 )
-# Errors of HTTP libraries that no OSError is behind, by class name: the libraries are optional.
+# Transient errors of HTTP libraries that are no OSErrors, by class name, because the libraries are optional.
 _PASSING_CLASSES = {
     "ClientConnectionError",
     "ClientPayloadError",
@@ -88,24 +89,24 @@ CREDENTIALS_CLASSES = {
 
 
 class StoreError(OSError):
-    """Wraps an object store library's error that is not an OSError; the error is its cause."""
+    """Wraps an error of an object store library that is not an OSError. The library's error is the `__cause__`."""
 
 
 def retry(
     fn: Callable[[], _Result], *, what: str, attempts: int = 5, first_wait: float = 1.0, until: float = math.inf
 ) -> _Result:
-    """Calls `fn` until it succeeds. After a transient error it waits, each time twice as long, with jitter.
+    """Calls `fn` until it succeeds, and returns its result. Waits after a transient error, each time twice as long, with jitter.
 
     Args:
-      fn: the call; must be safe to repeat after an interruption.
-      what: description, e.g. 'reading gs://b/run/checkpoints/12/manifest.json'; begins the log lines.
-      attempts: largest number of calls. `OUTAGE_ATTEMPTS` outlasts an outage of a minute.
+      fn: the function to call; must be safe to repeat after an interruption.
+      what: description of the call, e.g. 'reading gs://b/run/checkpoints/12/manifest.json'; begins the log lines.
+      attempts: maximum number of calls. `OUTAGE_ATTEMPTS` outlasts an outage of a minute.
       first_wait: mean seconds before the second call.
       until: time (as of `time.monotonic()`) after which no further call begins. The first call is always made.
 
     Raises:
-      Exception: the error of the last attempt, with a note of the attempts; immediately any error that is not
-        transient (see `is_transient`) or that a nested `retry` has given up on.
+      Exception: the error of the last attempt, with a note that says how often `fn` was called. An error that is not
+        transient (see `is_transient`), or that a nested `retry` has given up on, is raised at once.
     """
     started = time.monotonic()
     for attempt in range(1, attempts + 1):
@@ -130,14 +131,14 @@ def retry(
 class FirstAnswer:
     """Limits the wait for a service's first answer to this process.
 
-    Libraries try for minutes, too long for a user who waits for a run to start.
+    Client libraries keep trying for minutes, which is too long for a user who waits for a run to start.
 
     Attributes:
-      has_come: True once the service has answered, even with an error. `retry` waits for the end of later outages.
+      has_come: True once the service has answered, even with an error. Later outages are left to `retry`.
     """
 
     def __init__(self, service: str):
-        """`service` names it in errors, e.g. 'gs://'."""
+        """`service`: the service's name in error messages, e.g. 'gs://'."""
         self.has_come = False
         self._service = service
         # A service that did not answer is not asked again at once, e.g. for the names near one that can't be read.
@@ -148,7 +149,7 @@ class FirstAnswer:
 
         Raises:
           StoreError: the service did not answer within `FIRST_ANSWER_SECONDS`.
-          Exception: as `retry`.
+          Exception: any error that `retry` raises.
         """
         began = time.monotonic()
         answer: concurrent.futures.Future[_Result] = concurrent.futures.Future()
@@ -219,7 +220,7 @@ def summary(error: BaseException) -> str:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and its causes; not errors that were merely being handled when it was raised."""
+    """Yields an error and its `__cause__`s, but no errors that were merely being handled when it was raised."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

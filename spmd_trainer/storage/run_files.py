@@ -11,7 +11,7 @@ from etils import epath
 
 from spmd_trainer.storage import json_values, reading
 
-# Whose the directory is, how the run stands, how it was asked for, and the versions and devices of its newest start.
+# The record of the run: experiment, status, settings, and the versions and devices of its newest start; see `read_record`.
 RUN = "run.json"
 # Full logs of the processes that worked in a job_log_dir.
 LOGS = "logs"
@@ -22,9 +22,9 @@ EARLIER_CONFIG = re.compile(r"config\.(\d{4,})\.txt")
 SHARDING_REPORT = "sharding_report.json"
 # The page that shows the run.
 PAGE = "run.html"
-# The page that compares it with other runs.
+# The page that compares the run with other runs.
 COMPARISON = "compare.html"
-# What runs wrote that began before `run.json` had a status.
+# Files of runs of an older version of the trainer, in which `run.json` had no status.
 OLD_MARKER, _OLD_END, _OLD_FAILURE = "experiment.json", "end_of_training.json", "failure.json"
 _FAILURE_OF_PROCESS = re.compile(r"failure_(\d+)\.json")
 # Fields that hold numbers of steps.
@@ -34,21 +34,21 @@ _STEPS = {"step", "last_step"}
 def read_record(directory: epath.Path) -> dict[str, Any]:
     """Returns a run's record, from `run.json` and the failure files of processes other than 0; {} if there is none.
 
-    Its keys:
+    The record's keys:
 
     - 'experiment'.
     - 'status': 'running', 'stopped', 'finished' or 'failed'.
     - 'last_step': only once training has ended.
-    - 'failure': only after a failure; its step, process and reason.
+    - 'failure': only after a failure: the step, process and reason of the failure.
     - 'parameters', 'devices' and 'versions': those of the newest start.
     - 'overrides', 'settings' (the flags that are not the defaults) and 'working_directory': those of the newest start that has
-      begun to train; missing before the first one.
+      begun to train; missing before the first such start.
 
-    A file beside `run.json` that can't be read is left out, with a warning; so is `run.json` itself if files of an older version
-    of the trainer are there.
+    A file beside `run.json` that can't be read is left out, with a warning; so is `run.json` itself if the directory also has
+    files of an older version of the trainer, which are used instead.
 
     Raises:
-      ValueError: `run.json` can't be read, and nothing stands in for it.
+      ValueError: `run.json` can't be read, and the directory has no files of an older version.
     """
     names = names_in(directory)
     record = (_readable if OLD_MARKER in names else _object)(directory / RUN)
@@ -70,12 +70,12 @@ def failure_file(process: int) -> str:
 
 
 def failures_among(names: Iterable[str]) -> dict[int, str]:
-    """Returns {process: name} of the `failure_file`s among a directory's names, in the order of the processes."""
+    """Returns {process: file name} for the `failure_file`s among a directory's names, in the order of the processes."""
     return dict(sorted((int(found[1]), name) for name in names if (found := _FAILURE_OF_PROCESS.fullmatch(name))))
 
 
 def names_in(directory: epath.Path) -> set[str]:
-    """Returns the names in a directory; none if it is missing."""
+    """Returns the names of a directory's entries; an empty set if the directory is missing."""
     try:
         return {path.name for path in directory.iterdir()}
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def has_run(directory: epath.Path) -> bool:
 
 
 def _readable(path: epath.Path) -> dict[str, Any]:
-    """Returns the object in a file; {}, with a warning, if it can't be read."""
+    """Returns the JSON object in a file. If it can't be read, logs a warning and returns {}."""
     try:
         return _object(path)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The callback of a trial: writes the trial's result, stops it when it is pruned, and ends it if its sweep is gone."""
+"""The callback of a sweep's trial: writes the trial's result, and stops the trial if it is pruned or its sweep has died."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spmd_trainer.sweeps.trials import Sweep
 from spmd_trainer.training import ramps
 from spmd_trainer.watch import progress
 
-# In the environment of a trial's process: the process of its sweep.
+# Environment variable of a trial's process: the process id of its sweep.
 PARENT = "SPMD_TRAINER_SWEEP_PROCESS"
 
 
@@ -30,7 +30,7 @@ class TrialCallback(Callback):
     turn: ClassVar[Turn] = Turn.LAST
 
     def __init__(self, sweep: Sweep, number: int):
-        """Stores the sweep and the trial's number. Writes no file."""
+        """Stores the sweep and the number of the trial that this process trains. Writes no file."""
         self._sweep = sweep
         self._number = number
         self._pruned = ""
@@ -38,9 +38,9 @@ class TrialCallback(Callback):
         self._parent = int(os.environ.get(PARENT, "0"))
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Sends this process SIGTERM, so that it saves and exits, if the sweep's process is gone.
+        """If the sweep's process has died, sends this process SIGTERM, so that it saves a checkpoint and exits.
 
-        Otherwise a new process of the sweep could not start the trial again.
+        While this process runs, a restarted sweep has to wait with this trial.
         """
         del run, step, scalars
         if self._parent and os.getppid() != self._parent:
@@ -48,15 +48,11 @@ class TrialCallback(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_start(self, run: Run) -> None:
-        """Stops a trial that was pruned before it was killed."""
+        """Stops a resumed trial at once if its evaluation at the current step was bad enough to prune it."""
         self._prune(run, run.step)
 
     def after_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Stops the trial if the sweep prunes it.
-
-        Raises:
-          UserError: the evaluation doesn't have the sweep's metric.
-        """
+        """Stops the trial if the sweep prunes it. Raises UserError if the evaluation doesn't have the sweep's metric."""
         name = self._sweep.metric.name
         if "/" in name and name not in metrics:
             raise UserError(
@@ -66,7 +62,7 @@ class TrialCallback(Callback):
         self._prune(run, step)
 
     def _prune(self, run: Run, step: int) -> None:
-        """Stops the run if the sweep prunes its trial. Process 0, which writes the summaries, reads them and decides."""
+        """Stops the run if its trial is to be pruned at `step`. Process 0, which writes the summaries, decides for all."""
         if not self._sweep.stops_early:
             return
         value = None if jax.process_index() else self._sweep.curve(self._number).get(step)
@@ -77,7 +73,7 @@ class TrialCallback(Callback):
             run.stop(f"pruned: {self._pruned}")
 
     def on_end(self, run: Run) -> None:
-        """Writes the trial's result if the run is complete; otherwise only the time that it took, because it continues later."""
+        """Writes the trial's result if the run is complete. Otherwise writes only the seconds spent: the trial resumes later."""
         run.summaries.flush()
         result = self._sweep.metric.result(run.job_log_dir)
         if not run.is_complete:
@@ -97,7 +93,7 @@ class TrialCallback(Callback):
             self._write()
 
     def _write(self, **ended: object) -> None:
-        """Writes the trial's file on process 0, with the seconds of this start added and the fields `ended` changed."""
+        """On process 0, writes the trial's file with the given fields, and with the seconds since this start added."""
         if jax.process_index():
             return
         before = self._sweep.begin(self._number)
@@ -106,7 +102,7 @@ class TrialCallback(Callback):
 
 
 def training_flops(run: Run, steps: int) -> float:
-    """Returns the model's FLOPs of a run's first `steps` train steps; 0 if its batches have no tokens."""
+    """Returns the model's FLOPs in a run's first `steps` training steps; 0 if the run's batches have no tokens."""
     per_token = progress.flops_per_item(run).get("mfu_6n", 0.0)
     stages, like_the_last = ramps.stages_of(run.task.train), float(steps)
     if stages and (rows := ramps.stage_at(stages, max(steps - 1, 0)).rows):

@@ -1,7 +1,7 @@
-"""Which values each trial of a sweep gets.
+"""Chooses the values for each trial of a sweep: by a grid, at random, or by Optuna.
 
 A trial's values depend on its number, the sweep's seed and the trials that have ended. So a sweep that is killed and started
-again proposes the values that it would have proposed without the interruption.
+again chooses the same values as without the interruption.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class OverSpace:
     """Chooses the values of trials from a space. `PaxSearch` has the same methods for an experiment's `search()`.
 
     Attributes:
-      space: what is varied.
+      space: the settings to vary, each with its values or its range.
       num_trials: number of trials.
       seed: seed of random values.
       name: 'grid' for all combinations in order; 'random' for random values; or 'optuna' for the values that Optuna's sampler
-        proposes by tree-structured Parzen estimators (Bergstra et al. 2011), which needs the extra `optuna`.
-      maximize: whether a higher metric is better.
+        proposes by tree-structured Parzen estimators (Bergstra et al. 2011), which needs the pip extra `optuna`.
+      maximize: True if a higher metric is better.
     """
 
     space: Space
@@ -42,15 +42,15 @@ class OverSpace:
     maximize: bool
 
     def experiment(self, exp: type[BaseExperiment], values: Values) -> tuple[Experiment, list[str]]:
-        """Returns the experiment and the overrides that give it a trial's values."""
+        """Returns the experiment to train for a trial, and config overrides ('path=value') that set the trial's values."""
         return exp, space_lib.overrides(values)
 
     def own_overrides(self, values: Values) -> list[str]:
-        """Returns the overrides that train a trial as a separate run."""
+        """Returns config overrides ('path=value') that repeat a trial as a separate run."""
         return space_lib.overrides(values)
 
     def description(self) -> dict[str, Any]:
-        """Returns the JSON values that tell this sweep from others: space, method and seed."""
+        """Returns what distinguishes this sweep from others, as JSON values: space, method and seed."""
         return {"space": space_lib.as_json(self.space), "method": self.name, "seed": self.seed}
 
     def values(self, number: int, ended: Sequence[Trial]) -> Values:
@@ -58,25 +58,25 @@ class OverSpace:
 
         Args:
           number: the trial's number.
-          ended: the trials that have ended, in the order of their numbers. Optuna's sampler learns from those with a value.
+          ended: the trials that have ended, in the order of their numbers. Optuna's sampler learns from their metrics.
         """
         if self.name == "grid":
             return space_lib.by_name(space_lib.grid_point(self.space, number))
         if self.name == "random":
             return space_lib.by_name(space_lib.random_point(self.space, self.seed, number))
         optuna = _optuna()
-        # Seeded anew for each trial, so that a sweep that goes on after it was killed draws the same numbers.
+        # Seeded anew for each trial, so that a sweep that resumes after it was killed draws the same numbers.
         sampler = optuna.samplers.TPESampler(seed=self.seed * 1_000_003 + number)
         study = optuna.create_study(direction="maximize" if self.maximize else "minimize", sampler=sampler)
         for trial in ended:
             if trial.value is None:
                 continue
-            # A loss of NaN is a bad one.
+            # NaN counts as the worst value.
             value = trial.value if trial.value == trial.value else float("-inf" if self.maximize else "inf")
             params = self._as_params(trial.values)
             study.add_trial(optuna.create_trial(params=params, distributions=self._distributions, value=value))
         params = study.ask(self._distributions).params
-        # Values of a list are known to Optuna by their places: they may be of any type.
+        # Optuna chooses the index of a value in a list, because the values may have any type.
         chosen = {path: params[path] if isinstance(x, Range) else x[params[path]] for path, x in self.space.items()}
         return space_lib.by_name(chosen)
 
@@ -106,11 +106,7 @@ class OverSpace:
 
 
 def _optuna() -> Any:
-    """Imports Optuna.
-
-    Raises:
-      UserError: it is not installed.
-    """
+    """Imports Optuna. Raises UserError if it is not installed."""
     needed = "--sweep_method=optuna needs the package optuna: pip install 'spmd-trainer[optuna]'"
     optuna = imported("optuna", needed)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -118,12 +114,12 @@ def _optuna() -> Any:
 
 
 def make(name: str, space: Space, num_trials: int | None, seed: int, *, maximize: bool) -> OverSpace:
-    """Returns the method with this name.
+    """Returns the method with this name for choosing the values of trials.
 
     Args:
       name: 'grid', 'random' or 'optuna'.
-      num_trials: None for all points of a grid.
-      maximize: whether a higher metric is better.
+      num_trials: number of trials; None for all points of a grid.
+      maximize: True if a higher metric is better.
 
     Raises:
       UserError: the space or the number of trials don't fit the method.

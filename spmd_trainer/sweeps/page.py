@@ -1,4 +1,4 @@
-"""`sweep.html`: the trials of a sweep as a table, curves and parallel coordinates, and the best one's command."""
+"""Writes `sweep.html`: a sweep's trials as a table, curves and parallel coordinates, and a command for the best trial."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spmd_trainer.sweeps.settings import SweepConfig
 
 FILE = "sweep.html"
-# Points of a curve, about; a screen has no place for more.
+# A curve is thinned to about this number of points; a screen can't show more.
 _MOST_POINTS = 200
 
 
@@ -58,7 +58,7 @@ def data(config: SweepConfig, sweep: Sweep) -> dict[str, Any]:
 
 
 def in_order(sweep: Sweep, found: Sequence[Trial]) -> list[Trial]:
-    """Returns trials from the best to the worst: finished, then pruned, then those that have diverged, then the others."""
+    """Sorts trials from best to worst: finished trials, then pruned, then diverged ones, then trials without a value."""
 
     def key(trial: Trial) -> tuple[int, float]:
         if trial.value is None or math.isnan(trial.value):
@@ -69,7 +69,7 @@ def in_order(sweep: Sweep, found: Sequence[Trial]) -> list[Trial]:
 
 
 def own_command(config: SweepConfig, sweep: Sweep, trial: Trial) -> str:
-    """Returns the command that trains a trial as a separate run, in another directory; '' if no command can."""
+    """Returns a command that repeats a trial as a separate run in another directory; '' if overrides can't set its values."""
     values = sweep.method.own_overrides(trial.values)
     if values is None:
         return ""
@@ -84,7 +84,7 @@ def own_command(config: SweepConfig, sweep: Sweep, trial: Trial) -> str:
 
 
 def _row(sweep: Sweep, trial: Trial) -> dict[str, Any]:
-    """Returns a trial as JSON for the page's script. A value that is not finite becomes None, with 'diverged' set."""
+    """Returns a trial as JSON values for the page's script. If its value is not finite, 'value' is None, 'diverged' True."""
     curve = [(step, value) for step, value in sweep.curve(trial.number).items() if math.isfinite(value)]
     every = -(-len(curve) // _MOST_POINTS) or 1
     points = curve[::every] + (curve[-1:] if (len(curve) - 1) % every else [])

@@ -1,7 +1,8 @@
-"""Sweeps of experiments with Pax's `search()`: their values are PyGlove's `pg.oneof`, `pg.floatv` and the like.
+"""Sweeps of experiments with Pax's `search()`, whose search space consists of PyGlove's `pg.oneof`, `pg.floatv` and the like.
 
-These choices are in class attributes, or in `task()` and the methods of datasets, where each needs a `name`. In a trial each
-choice has one value. While the search space is collected, and in the sweep's own process, each has its first value.
+Such a PyGlove value is called a choice. Choices are in class attributes, or in `task()` and the methods for datasets, where
+each needs a `name`. In a trial, each choice is replaced by one of its values. While the search space is collected, and in the
+process that runs the sweep, each choice is replaced by its first value.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 
     from spmd_trainer.training.run_config import Experiment
 
-# The class attribute that holds the rows of `automl.parameter_sweep`.
+# The class attribute that holds the rows of `automl.parameter_sweep`; a trial gets one row of values.
 _ROW = "PARAMETER_SWEEP_COMBINATION"
-# What an experiment's values may stand in.
+# Methods of an experiment in which choices may occur.
 _METHODS = ("task", "datasets", "train_datasets", "eval_datasets", "decode_datasets", "decoder_datasets", "partitioner")
 
 
@@ -43,18 +44,18 @@ def has_search(cls: type[BaseExperiment]) -> bool:
 
 
 class PaxSearch:
-    """Chooses the values of trials as an experiment's `search()` says. See `OverSpace` for its methods."""
+    """Chooses the values of trials as an experiment's `search()` says. It has the same methods as `OverSpace`."""
 
     def __init__(self, cls: type[BaseExperiment], datasets: Sequence[str], num_trials: int | None):
         """Collects the search space of an experiment.
 
         Args:
           cls: the experiment.
-          datasets: names of its evaluation datasets.
-          num_trials: number of trials; None for as many as `search()` says.
+          datasets: names of the experiment's evaluation datasets.
+          num_trials: maximum number of trials; None for the maximum in `search()`.
 
         Raises:
-          UserError: the experiment has no choices, or a search that a sweep can't do.
+          UserError: the experiment has no choices, or a `search()` that a sweep doesn't support.
         """
         pg = _pyglove()
         search = cls().search()  # Pax's automl.SearchHParams
@@ -96,7 +97,7 @@ class PaxSearch:
         self._datasets = datasets
 
     def metric(self, loss: str) -> Metric:
-        """Returns the metric by which trials are compared: the reward of `search()`, or the loss if it has no reward."""
+        """Returns the metric for comparing trials: the reward of `search()`, or without a reward the loss named `loss`."""
         if self._reward is None:
             return Metric.find("", self._datasets, loss, maximize=False)
         aggregator = self._search.cross_step_metric_aggregator
@@ -104,9 +105,9 @@ class PaxSearch:
         return _Reward("reward", True, reward=self._reward, datasets=self._datasets, aggregator=aggregator)
 
     def values(self, number: int, ended: Sequence[Trial]) -> Values:
-        """Returns the values that the search algorithm proposes for a trial, given the trials that have ended.
+        """Returns the values that the search algorithm proposes for trial `number`, given the trials that have ended.
 
-        The algorithm proposes all earlier trials again, because its state depends on more than their values.
+        A new instance of the algorithm first proposes all earlier trials again, to get back into the same state.
         """
         learns_from_all = self._search.treats_early_stopped_trials_as_done
         learnt_from = {
@@ -128,7 +129,7 @@ class PaxSearch:
             random.setstate(before)
 
     def experiment(self, exp: type[BaseExperiment], values: Values) -> tuple[Experiment, list[str]]:
-        """Returns the experiment with its choices fixed to a trial's values, and an empty list: it needs no overrides."""
+        """Returns the experiment with its choices replaced by a trial's values, and no config overrides: an empty list."""
         decide = functools.partial(self._decide, values)
 
         def under(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +152,10 @@ class PaxSearch:
         return self._search.early_stopping is not None
 
     def reason_to_prune(self, sweep: Sweep, number: int, others: Sequence[Trial]) -> str:
-        """Returns why the early-stopping policy of `search()` stops a trial; '' if it doesn't."""
+        """Returns why the early-stopping policy of `search()` stops trial `number`; '' if it doesn't stop the trial.
+
+        `others`: finished and pruned trials, from which the policy learns.
+        """
         policy = pax_fiddle.build(self._search.early_stopping)()
         policy.setup(self._context.dna_spec)
         policy.recover([self._as_pyglove(sweep, trial.number, trial.values, trial.status) for trial in others])
@@ -178,7 +182,7 @@ class PaxSearch:
         )
 
     def own_overrides(self, values: Values) -> list[str] | None:
-        """Returns a trial's values as overrides of class attributes; None if one of the choices is not in a class attribute."""
+        """Returns overrides ('NAME=value') that set a trial's values; None if a choice is not in a class attribute."""
         are_attributes = all(hasattr(self._cls, name) for name in values)
         return space.overrides(values) if are_attributes else None
 
@@ -191,12 +195,15 @@ class PaxSearch:
             return value
         if hyper.num_choices > 1:
             return [hyper.candidates[at] for at in self._decision(hyper, value)]
-        # Another value than a candidate is asked for to see what follows from it.
+        # A value that isn't a candidate comes from `_numbers_that_vary`, which tries other values.
         known = value in [_shown(candidate) for candidate in hyper.candidates]
         return hyper.candidates[self._decision(hyper, value)] if known else value
 
     def _decision(self, hyper: Any, value: Any) -> Any:
-        """Returns PyGlove's decision for a trial's value: the index of a candidate, the indices of several, or a number."""
+        """Converts a trial's value of the choice `hyper` to PyGlove's form.
+
+        That is the index of a candidate, a list of indices if several candidates are chosen, or the number itself for a range.
+        """
         pg = _pyglove()
         if not isinstance(hyper, pg.hyper.Choices):
             return value
@@ -215,7 +222,7 @@ class PaxSearch:
         return values
 
     def _by_choice(self, values: Values) -> Values:
-        """Returns {choice: value}. With `automl.parameter_sweep`, the values of a row are merged into one choice, the row."""
+        """Returns {choice: value} for a trial's values. With `automl.parameter_sweep`, the only choice is a row of values."""
         return {_ROW: tuple(values[name] for name in self._row)} if self._row else values
 
     def _dna_of(self, values: Values) -> Any:
@@ -226,21 +233,22 @@ class PaxSearch:
 
 @dataclasses.dataclass(frozen=True)
 class _Reward(Metric):
-    """The reward of a `search()`, computed from the metrics of each evaluation. Higher is better."""
+    """The reward that an experiment's `search()` computes from the metrics of an evaluation. Higher is better."""
 
     reward: Any = None
     datasets: Sequence[str] = ()
     aggregator: Any = None
 
     def curve(self, directory: epath.Path) -> dict[int, float]:
-        """Returns {step: reward} of the evaluations of a run."""
+        """Returns {step: reward} for the evaluations of a run, whose directory is `directory`."""
         by_step = _metrics_by_step(directory, self.datasets)
         return {step: float(self.reward(found, step)) for step, found in by_step.items()}
 
     def result(self, directory: epath.Path) -> tuple[int, float] | None:
-        """Returns the last step, and the reward of the metrics that the aggregator computes from all steps.
+        """Returns the last evaluated step of a run, and the run's reward; None if the run was never evaluated.
 
-        Without an aggregator, returns the last step and its reward; None if there is none.
+        The reward is computed from the metrics that the aggregator makes of all steps; without an aggregator, from those of
+        the last step.
         """
         found = _metrics_by_step(directory, self.datasets)
         if self.aggregator is None or not found:
@@ -250,15 +258,15 @@ class _Reward(Metric):
 
 
 def _metrics_by_step(directory: epath.Path, datasets: Sequence[str]) -> dict[int, dict[str, float]]:
-    """Returns {step: metrics under Pax's names} of the steps at which a run was evaluated.
+    """Returns {step: {Pax's name of a metric: value}} for the steps at which a run was evaluated.
 
-    Without evaluation datasets, returns the steps with training summaries.
+    If there are no evaluation datasets, returns the steps with training summaries.
     """
     folders = {f"eval_{name}": metrics_prefix(name) for name in (*datasets, "train")} | {"train": "train/"}
     found: dict[int, dict[str, float]] = {}
     for folder, prefix in folders.items():
         for step, record in read_metrics(directory, folder).items():
-            # Training has more summaries than evaluations.
+            # A run writes training summaries at more steps than it is evaluated.
             if folder != "train" or step in found or not datasets:
                 numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
                 found.setdefault(step, {}).update({prefix + name: float(value) for name, value in numbers.items()})
@@ -266,15 +274,15 @@ def _metrics_by_step(directory: epath.Path, datasets: Sequence[str]) -> dict[int
 
 
 def first_values() -> contextlib.AbstractContextManager[object]:
-    """Returns a context manager within which each choice has its first value."""
+    """Returns a context manager in which each choice (`pg.oneof`, ...) of an experiment is replaced by its first value."""
     context: contextlib.AbstractContextManager[object] = _pyglove().hyper.DynamicEvaluationContext().collect()
     return context
 
 
 def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
-    """Returns a subclass of an experiment in which choices in class attributes have names.
+    """Returns a subclass of an experiment in which all choices (`pg.oneof`, ...) in class attributes have names.
 
-    A choice is named after its attribute if it has no name, and gets its value where the attribute is read.
+    A choice without a name is named after its attribute. Reading the attribute gives the choice's current value.
     """
     primitive = _pyglove().hyper.HyperPrimitive
     names = [name for name in dir(cls) if isinstance(inspect.getattr_static(cls, name), primitive)]
@@ -289,16 +297,16 @@ def with_named_choices(cls: type[BaseExperiment]) -> type[BaseExperiment]:
 
 
 class _Decided(property):
-    """A choice that has a value: `refuse_search_space` lets it pass."""
+    """Type of property for swept attributes that have a value. `refuse_search_space` refuses only plain properties."""
 
 
 def _of_row(at: int, experiment: BaseExperiment) -> object:
-    """Returns the value at index `at` of an experiment's row of `automl.parameter_sweep`."""
+    """Returns the value at index `at` of the `automl.parameter_sweep` row that an experiment uses."""
     return getattr(experiment, _ROW)[at]
 
 
 def _shown(candidate: Any) -> Any:
-    """Returns a candidate if it is a literal, else its repr."""
+    """Returns a candidate of a choice if it is a Python literal, otherwise its repr."""
     return candidate if is_literal(candidate) else repr(candidate)
 
 

@@ -1,7 +1,7 @@
 """`--mode=sweep`: runs the trials of a sweep one after the other, each in a separate process.
 
-So a trial that runs out of memory doesn't end the sweep. After a sweep was killed, the same command resumes it: trials that have
-ended don't run again, and the trial that was running resumes from its newest checkpoint.
+A trial that runs out of memory therefore doesn't end the sweep. If a sweep is killed, the same command resumes it: trials that
+have ended don't run again, and the trial that was running resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from spmd_trainer.training.run_config import RunConfig
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 _SECONDS_BEFORE_HANDING_ON = 2.0
-# Lines of a trial's output among which is why it failed.
+# Number of last lines of a failed trial's output that are searched for the reason of the failure.
 _LAST_LINES = 12
-# So many broken trials at the beginning, all for one reason, end the sweep.
+# The sweep ends if this number of trials at the beginning are all broken for the same reason.
 _SAME_FAILURES = 3
 
 
 def prepare(config: RunConfig) -> tuple[SweepConfig, Sweep]:
-    """Checks the settings and opens the sweep's directory. Returns the argument of `run`.
+    """Checks the settings and opens the sweep's directory. Returns the argument for `run`.
 
-    Initialises no device, because the trials' processes use them.
+    Does not initialize JAX's devices, because the processes of the trials use them.
 
     Raises:
       UserError: see `SweepConfig.resolved`; or the directory holds another sweep or other files.
@@ -65,7 +65,9 @@ def prepare(config: RunConfig) -> tuple[SweepConfig, Sweep]:
 
 
 def run(prepared: tuple[SweepConfig, Sweep]) -> list[Trial]:
-    """Runs the trials that have not ended, writes the sweep's page after each, and prints the results. Returns ended trials.
+    """Runs the trials that have not ended, writes the sweep's page after each, and prints the results.
+
+    Returns all trials that have ended, including those of earlier starts.
 
     Raises:
       UserError: all trials are broken.
@@ -114,12 +116,12 @@ def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals
     _wait_for_earlier_start(sweep, number)
     trial = sweep.begin(number)
     if trial.has_ended:
-        return trial  # by the process of an earlier start
+        return trial  # the process of an earlier start has completed it
     values = ", ".join(f"{path}={value!r}" for path, value in trial.values.items())
     logging.info("trial %d, of 0 to %d: %s", number, sweep.method.num_trials - 1, values)
     environment = {**os.environ, PARENT: str(os.getpid())}
     last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
-    # In a session of its own, so that Ctrl-C reaches it once, through this process.
+    # In a separate session, so that the trial's process gets Ctrl-C only once, forwarded by this process.
     with (
         subprocess.Popen(
             [sys.executable, "-m", "spmd_trainer.main", *command(config, sweep, number)],
@@ -136,7 +138,7 @@ def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals
             signals.saw(line)
             terminal.write(f"  {line}", sys.stderr)
     trial = sweep.begin(number)
-    # Status 0: someone has sent the trial's process a signal, and it has saved its state.
+    # Status 0 without an end: someone has sent a signal to the trial's process, which has saved a checkpoint.
     if trial.has_ended or signals.asked or not process.returncode:
         return trial
     if process.returncode < 0:
@@ -152,7 +154,7 @@ def _run_trial(config: SweepConfig, sweep: Sweep, number: int, signals: _Signals
 
 
 def _wait_for_earlier_start(sweep: Sweep, number: int) -> None:
-    """Waits while the process of an earlier start, whose sweep was killed, still saves the trial's state."""
+    """Waits until no other process runs this trial: if an earlier sweep was killed, its trial may be saving a checkpoint."""
     said = False
     while True:
         with contextlib.suppress(LockedError), locked(sweep.trial_directory(number)):
@@ -171,7 +173,7 @@ def _report(sweep: Sweep, trial: Trial, seconds_left: float) -> None:
 
 
 def _stop_if_all_break(sweep: Sweep, done: Sequence[int]) -> None:
-    """Raises UserError if the first `_SAME_FAILURES` trials of this start are all broken for the same reason."""
+    """Raises UserError if the first three trials of this start (`done`) are all broken for the same reason."""
     found = [trial for number in done if (trial := sweep.trial(number)) is not None and trial.status == trials.BROKEN]
     if len(done) == len(found) == _SAME_FAILURES and len({trial.reason for trial in found}) == 1:
         files = ", ".join(str(sweep.trial_file(number)) for number in done)
@@ -188,11 +190,7 @@ def _outcome(sweep: Sweep, trial: Trial) -> str:
 
 
 def _summarise(config: SweepConfig, sweep: Sweep, ended: Sequence[Trial]) -> None:
-    """Prints the trials from the best to the worst, those without a value last, and the best one's command.
-
-    Raises:
-      UserError: all are broken.
-    """
+    """Prints the trials from best to worst, and a command that repeats the best one. Raises UserError if all are broken."""
     broken = [trial for trial in ended if trial.status == trials.BROKEN]
     if ended and len(broken) == len(ended):
         raise UserError(
@@ -210,13 +208,13 @@ def _summarise(config: SweepConfig, sweep: Sweep, ended: Sequence[Trial]) -> Non
 
 
 class _Signals:
-    """Forwards Ctrl-C, SIGTERM and SIGHUP to the running trial, which saves its state and exits.
+    """Forwards Ctrl-C, SIGTERM and SIGHUP to the running trial's process, which then saves a checkpoint and exits.
 
-    A scheduler sends SIGTERM to the trial's process too, and a second one would end that process at once. So SIGTERM is
-    forwarded after a delay, and only if the trial hasn't printed that it has received a signal.
+    A cluster's scheduler may send SIGTERM to the trial's process directly, and a second SIGTERM would end that process at once.
+    So SIGTERM is forwarded after a delay, and only if the trial's process hasn't printed that it has received a signal.
 
     Attributes:
-      asked: the first signal received; None before it.
+      asked: number of the first signal that this process received; None if it has received none.
     """
 
     def __init__(self) -> None:
@@ -236,7 +234,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def sent_to(self, process: subprocess.Popen[str]) -> Iterator[None]:
-        """Forwards signals to `process` in this context, also a signal received before."""
+        """Context manager in which signals are forwarded to `process`, including one that was received before."""
         self._process, self._is_leaving = process, False
         try:
             if self.asked is not None:
@@ -246,7 +244,7 @@ class _Signals:
             self._process = None
 
     def saw(self, line: str) -> None:
-        """Notes whether a line that the trial's process has printed says that it received a signal."""
+        """Checks a line that the trial's process has printed, and remembers if it says that the process received a signal."""
         self._is_leaving |= line.lstrip().startswith(("SIGINT:", "SIGTERM:", "SIGHUP:"))
 
     def _take(self, number: int, frame: types.FrameType | None) -> None:

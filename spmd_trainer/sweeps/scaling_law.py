@@ -1,7 +1,8 @@
 """Fits a scaling law to the losses of a family of models, each trained on tokens in proportion to its size.
 
-The loss is floor + scale * compute^-exponent (Hoffmann et al. 2022, arXiv:2203.15556, along one line of sizes and tokens), where
-the compute of a trial is 6 FLOPs for each parameter and token. Error bars are a bootstrap of the residuals.
+The law is loss = floor + scale * compute^-exponent (Hoffmann et al. 2022, arXiv:2203.15556, for a fixed ratio of tokens to
+parameters), where the compute of a trial is 6 FLOPs for each parameter and token. Error bars come from a bootstrap of the
+residuals.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-# A law of three numbers has no error bars with fewer.
+# The law has three parameters, so error bars need at least four different amounts of compute.
 LEAST_TRIALS = 4
 _FLOORS = 400
 _RESAMPLES = 300
-# Error bars hold this share of the resampled laws.
+# Fraction of the resampled laws that lie within the error bars.
 _SHARE = 0.9
-# How much more compute than that of the largest trial the law is asked about.
+# The page shows the law's losses for these multiples of the largest trial's compute.
 _AHEAD = (10, 100)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScalingLaw:
-    """loss = floor + scale * (compute / unit)^-exponent.
+    """The law loss = floor + scale * (compute / unit)^-exponent.
 
     Attributes:
       floor: limit of the loss for infinite compute.
-      scale: loss above the floor if the compute is `unit`.
-      exponent: how fast the loss above the floor falls with compute.
-      unit: compute in FLOPs.
+      scale: how far the loss is above `floor` if the compute is `unit`.
+      exponent: how fast the difference from `floor` falls with compute.
+      unit: reference compute in FLOPs; `fit` takes the geometric mean of the runs' compute.
     """
 
     floor: float
@@ -45,19 +46,20 @@ class ScalingLaw:
 
 
 def fit(flops: Sequence[float] | Floats, losses: Sequence[float] | Floats) -> ScalingLaw:
-    """Returns the law that fits losses best, by the sum of squared differences of logarithms.
+    """Returns the law that fits losses best: that minimizes the sum of squared differences of their logarithms.
 
     Args:
-      flops: compute of each run, of at least three different values.
+      flops: compute of each run in FLOPs, with at least three different values.
       losses: the runs' losses, positive.
     """
     c, observed = np.asarray(flops, np.float64), np.asarray(losses, np.float64)
     unit = float(np.exp(np.mean(np.log(c))))
     x = np.log(c / unit)
-    # For a given floor the law is a line in logarithms. Floors are tried from 0 to just below the least loss, as rows of arrays.
+    # For a given floor, the law is a straight line in logarithms. Floors from 0 to just below the least loss are tried at
+    # once: each is a row of the arrays below.
     floors = observed.min() * (1 - np.geomspace(1e-4, 1.0, _FLOORS))
     above = observed - floors[:, None]
-    # A difference of logarithms of losses is one of what is above the floor times its share of the loss.
+    # A difference in log(loss) is about (loss - floor) / loss times the difference in log(loss - floor); hence these weights.
     weights, y = (above / observed) ** 2, np.log(above)
     total = weights.sum(1, keepdims=True)
     from_x, from_y = (v - (weights * v).sum(1, keepdims=True) / total for v in (np.broadcast_to(x, y.shape), y))
@@ -69,9 +71,12 @@ def fit(flops: Sequence[float] | Floats, losses: Sequence[float] | Floats) -> Sc
 
 
 def resampled(law: ScalingLaw, flops: Floats, losses: Floats, seed: int = 0) -> list[ScalingLaw]:
-    """Returns laws fitted to bootstrap samples: the losses of `law`, each with a random residual added."""
+    """Returns laws fitted to bootstrap samples: the losses that `law` predicts, each with a random residual added.
+
+    The residuals are the differences between `losses` and the predictions, in logarithms.
+    """
     predicted = np.log(law.loss(flops))
-    # Three numbers were fitted, so that the residuals are smaller than the noise.
+    # Scaled up, because three fitted parameters make the residuals smaller than the noise.
     residuals = (np.log(losses) - predicted) * np.sqrt(len(flops) / max(len(flops) - 3, 1))
     generator = np.random.default_rng(seed)
     draws = generator.choice(residuals, size=(_RESAMPLES, len(flops)))
@@ -79,10 +84,11 @@ def resampled(law: ScalingLaw, flops: Floats, losses: Floats, seed: int = 0) -> 
 
 
 def record(points: Sequence[tuple[int, float, float]]) -> dict[str, Any] | None:
-    """Returns the scaling law for the page of a sweep, as JSON; None if there are too few sizes to fit it.
+    """Returns the fitted scaling law for a sweep's page, as JSON values; None if fewer than 4 trials differ in FLOPs.
 
     Args:
-      points: (number of the trial, FLOPs, loss) of each trial. Those whose FLOPs or loss is not positive and finite are ignored.
+      points: (number of the trial, FLOPs, loss) of each trial. Trials whose FLOPs or loss are not positive, or whose loss is not
+        finite, are ignored.
     """
     found = [point for point in points if point[1] > 0 and point[2] > 0 and np.isfinite(point[2])]
     if len({flops for _, flops, _ in found}) < LEAST_TRIALS:

@@ -1,4 +1,4 @@
-"""Settings of `--mode=sweep`. With `--trial=N` they become the settings of one trial, which trains as any other run."""
+"""Settings of `--mode=sweep`. With `--trial=N` they become the training settings of one trial."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spmd_trainer.training.experiment_config import ResolvedExperiment
     from spmd_trainer.training.run_config import Experiment
 
-# Settings that change the results of trials: a sweep has one value of each.
+# Settings that change the results of trials. They must be the same for all trials of a sweep.
 _OF_ALL_TRIALS = ("mesh", "num_minibatches", "restore_checkpoint_dir", "restore_checkpoint_step", "eval_averages")
 _sweep = functools.partial(setting, group="Sweeps (--mode=sweep)")
 
@@ -35,7 +35,7 @@ def _texts(flag: str, value: object) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class SweepConfig(TrainConfig):
-    """Settings of `--mode=sweep`; those of training are the trials'."""
+    """Settings of `--mode=sweep`. The training settings that it inherits apply to all trials."""
 
     mode: str = "sweep"
     sweep: tuple[str, ...] = _sweep(
@@ -73,8 +73,10 @@ class SweepConfig(TrainConfig):
     def resolved(self, exp: Experiment, overrides: Sequence[str], join: Callable[[], int] | None) -> RunConfig:
         """Returns these settings with the experiment filled in; with `--trial`, the settings of that trial's training run.
 
+        `overrides` are config overrides ('path=value'). `join`, if given, makes this process join a multi-process job.
+
         Raises:
-          UserError: nothing is to be varied; the directory holds another sweep; the experiment contradicts itself.
+          UserError: there is nothing to vary; the directory holds another sweep; or settings of the experiment conflict.
         """
         if not self.writes_reports:
             raise UserError("--job_log_dir=DIR is required: the directory of the sweep, with a run for each trial")
@@ -85,7 +87,7 @@ class SweepConfig(TrainConfig):
         has_choices = not (self.sweep or cls.sweep) and pax_search.has_search(cls)
         with pax_search.first_values() if has_choices else contextlib.nullcontext():
             named = pax_search.with_named_choices(cls) if has_choices else exp
-            # Without devices: those are the trials'.
+            # `None` for `join`: this process must not take the devices, which the trials use.
             base = cast("SweepConfig", super().resolved(named, overrides, None))
         if (last := base.made.method.num_trials - 1) < (self.trial or 0):
             raise UserError(f"--trial={self.trial}: the sweep has trials 0 to {last}")
@@ -93,7 +95,7 @@ class SweepConfig(TrainConfig):
 
     @functools.cached_property
     def made(self) -> Sweep:
-        """The sweep, whose directory is this one's. Raises UserError as `resolved`."""
+        """The sweep that these settings describe. Raises UserError if they are incomplete or don't fit together."""
         from spmd_trainer.sweeps import methods, pax_search, space, trials
 
         experiment = self.experiment.experiment
@@ -146,10 +148,10 @@ def _of_trial(base: SweepConfig, sweep: Sweep, number: int, join: Callable[[], i
 
 
 def _agreed_values(sweep: Sweep, number: int) -> Values:
-    """Returns a trial's values. Process 0 chooses them for all, because processes may see different sets of ended trials.
+    """Returns the values of trial `number`, the same in all processes of the trial.
 
-    Raises:
-      UserError: the directory holds something else, or can't be read.
+    Process 0 chooses them for all processes, which may see different sets of ended trials. Raises UserError if the sweep's
+    directory holds another sweep or other files, or can't be read.
     """
     found: dict[str, Any] = {}
     count, index = multihost.joined()
@@ -159,7 +161,7 @@ def _agreed_values(sweep: Sweep, number: int) -> Values:
             found = {"values": {path: repr(value) for path, value in sweep.begin(number).values.items()}}
         except UserError as error:
             found = {"problem": str(error)}
-    if count > 1:  # without a job, asking touches devices, before host devices can stand in for the mesh
+    if count > 1:  # for a single process, `broadcast` would initialize the devices too early
         found = multihost.broadcast(found, name="the values of the trial")
     if "problem" in found:
         raise UserError(found["problem"])
@@ -179,9 +181,10 @@ def _with_values(
 def _numbers_that_vary(
     base: SweepConfig, sweep: Sweep, values: Values, resolved: ResolvedExperiment
 ) -> dict[str, float]:
-    """Returns {path in the learner's config: value} of the learner's floats that depend on the values of the trial.
+    """Returns {path in the learner's config: value} for those floats of the learner that depend on the trial's values.
 
-    They are found by changing each value. `resolved`: the experiment with the trial's values.
+    Finds them by changing one of the trial's values at a time and comparing the learners. `resolved` is the experiment with
+    the trial's values.
     """
     from spmd_trainer.training import step_inputs
 
@@ -189,7 +192,7 @@ def _numbers_that_vary(
     found: dict[str, float] = {}
     for path, value in values.items():
         if isinstance(value, float):
-            # Where another value is refused, this one stays a constant of the step.
+            # If the experiment refuses the changed value, the original value stays a constant of the compiled step.
             with contextlib.suppress(UserError):
                 other = _with_values(base, sweep, {**values, path: 0.75 * value if value else 0.5})
                 found |= step_inputs.differing(own, other.task_p.train.learner)

@@ -1,4 +1,4 @@
-"""The space of a sweep: the config fields or class attributes that it varies, each with its values or its range."""
+"""The search space of a sweep: the config fields or class attributes that it varies, each with a list of values or a range."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spmd_trainer.errors import UserError, did_you_mean
 
 # A trial's values: {path of a field, or name of a class attribute: value}.
 Values: TypeAlias = dict[str, Any]
-# Beyond this a grid's points are drawn, and may come twice.
+# Points of a larger grid are drawn independently, so that a point may be drawn twice.
 _MOST_SHUFFLED = 10**6
 
 
@@ -28,7 +28,7 @@ class Range:
 
     Attributes:
       low, high: the bounds.
-      log: True to draw the logarithm uniformly instead of the number.
+      log: True to draw the logarithm of the number uniformly, instead of the number itself.
       integer: True for whole numbers only.
     """
 
@@ -38,7 +38,7 @@ class Range:
     integer: bool = False
 
     def sample(self, generator: np.random.Generator) -> float | int:
-        # A whole number stands for the interval of length 1 around it, so that the bounds are as likely as the others.
+        # Each whole number gets an interval of length 1 around it, so that the bounds are as likely as the other numbers.
         low, high = (self.low - 0.5, self.high + 0.5) if self.integer else (self.low, self.high)
         scale, back = (math.log, math.exp) if self.log else (float, float)
         drawn = back(generator.uniform(scale(low), scale(high)))
@@ -51,13 +51,14 @@ Space: TypeAlias = Mapping[str, tuple[Any, ...] | Range]
 
 
 def read_space(given: object, where: str = "sweep") -> Space:
-    """Returns the space that a mapping describes: {path or NAME: list of values, or {'low': ..., 'high': ..., 'log': True}}.
+    """Returns the search space that a mapping describes.
 
+    The mapping is {path of a field or name of a class attribute: list of values, or {'low': ..., 'high': ..., 'log': True}}.
     Several names separated by commas vary together: {'NUM_LAYERS,MODEL_DIMS': [(2, 64), (4, 128)]}.
 
     Args:
       given: the mapping. A range has 'low' and 'high', and may have 'log' and 'integer'.
-      where: source of the mapping, for messages.
+      where: where the mapping comes from, for error messages.
 
     Raises:
       UserError: `given` is not such a mapping. The message names the path.
@@ -87,15 +88,15 @@ def read_space(given: object, where: str = "sweep") -> Space:
 
 
 def names_of(path: str) -> list[str]:
-    """Returns the names of fields or attributes in `path`, a key of a search space: ['a', 'b'] for 'a,b', ['a'] for 'a'.
+    """Returns the names of fields or attributes in a key of a search space: ['a', 'b'] for 'a,b', ['a'] for 'a'.
 
-    The fields of a key with several names vary together: each value of the key is a list with a value for each field.
+    Fields that share a key vary together: each value of the key is a list with a value for each field.
     """
     return [name.strip() for name in str(path).split(",")]
 
 
 def by_name(chosen: Values) -> Values:
-    """Returns {name of a field or attribute: value} from {key of the space: value}. A key can have several names."""
+    """Converts {key of a search space: value} to {name of a field or attribute: value}. A key can hold several names."""
     values: Values = {}
     for path, value in chosen.items():
         names = names_of(path)
@@ -104,7 +105,7 @@ def by_name(chosen: Values) -> Values:
 
 
 def is_literal(value: object) -> bool:
-    """Returns True for a value that an override, which is text, can hold."""
+    """Returns True for a value that equals what its repr evaluates to, so that an override as text can hold it."""
     with contextlib.suppress(ValueError, SyntaxError):
         return bool(ast.literal_eval(repr(value)) == value)
     return False
@@ -129,7 +130,9 @@ def _range(given: Mapping[str, Any], what: str) -> Range:
 
 
 def read_texts(texts: Sequence[str]) -> dict[str, Any]:
-    """Returns the mapping that the values of `--sweep` describe, each a JSON file or 'PATH=[...]' or 'PATH={...}'.
+    """Returns the mapping that the values of the flag `--sweep` describe together; `read_space` reads it.
+
+    Each value is the name of a JSON file, or 'PATH=[...]', or 'PATH={...}'.
 
     Raises:
       UserError: a file can't be read, or a value is not JSON.
@@ -165,18 +168,14 @@ def _of_file(name: str) -> dict[str, Any]:
 
 
 def as_json(space: Space) -> dict[str, Any]:
-    """Returns a space as JSON values, in the form that `read_space` reads. Values that JSON can't hold become their repr."""
+    """Returns a search space in the form that `read_space` reads, as JSON. Values that JSON can't hold become their repr."""
     shown = {path: dataclasses.asdict(x) if isinstance(x, Range) else x for path, x in space.items()}
     found: dict[str, Any] = json.loads(json.dumps(shown, default=repr))
     return found
 
 
 def grid_size(space: Space) -> int:
-    """Returns the number of points of a space of lists.
-
-    Raises:
-      UserError: the space has a range.
-    """
+    """Returns the number of points of the grid that a search space of lists spans. Raises UserError if it has a range."""
     ranges = [path for path, x in space.items() if isinstance(x, Range)]
     if ranges:
         raise UserError(
@@ -186,11 +185,11 @@ def grid_size(space: Space) -> int:
 
 
 def grid_point(space: Space, number: int) -> Values:
-    """Returns the values of a point of the grid; the last path varies fastest.
+    """Returns the values of a point of the grid that a search space of lists spans; the last key varies fastest.
 
     Args:
-      space: lists of values.
-      number: from 0 to `grid_size(space)` - 1.
+      space: the search space, without ranges.
+      number: number of the point, from 0 to `grid_size(space)` - 1.
     """
     values: Values = {}
     for path, choices in reversed(list(space.items())):
@@ -203,7 +202,7 @@ def grid_point(space: Space, number: int) -> Values:
 def random_point(space: Space, seed: int, number: int) -> Values:
     """Returns random values for a trial, which depend only on the seed and the trial's number.
 
-    If the space has only lists, and at most a million points, each point is drawn once before any is drawn again.
+    If the space has only lists, and at most a million points, each point is drawn once before any point is drawn again.
     """
     if not any(isinstance(x, Range) for x in space.values()) and (size := grid_size(space)) <= _MOST_SHUFFLED:
         turn, at = divmod(number, size)
@@ -216,5 +215,5 @@ def random_point(space: Space, seed: int, number: int) -> Values:
 
 
 def overrides(values: Values) -> list[str]:
-    """Returns a trial's values as overrides, each as 'path=value'."""
+    """Returns a trial's values as config overrides: 'path=value' for each value."""
     return [f"{path}={value!r}" for path, value in values.items()]

@@ -1,7 +1,7 @@
 """The directory of a sweep, and the status of its trials.
 
-`sweep.json` describes the sweep. Trial n is a separate run in `trials/000n`. Beside it, `trials/000n.json` has the trial's values
-from its first start on, and its result once it has ended. A sweep that was killed resumes from these files alone.
+`sweep.json` describes the sweep. Trial n is a separate run in `trials/000n`. The file `trials/000n.json` has the trial's values
+from its first start on, and its result once the trial has ended. A sweep that was killed resumes from these files alone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from spmd_trainer.sweeps.pax_search import PaxSearch
 
 SWEEP = "sweep.json"
-# The status of a trial that has begun and not ended, and those of trials that have ended.
+# A trial that has begun and not ended is UNFINISHED; a trial that has ended has one of the other statuses.
 UNFINISHED, FINISHED, PRUNED, BROKEN = "unfinished", "finished", "pruned", "broken"
-# A trial is pruned only beside as many others that have come as far.
+# A trial is pruned only if at least this number of other trials have reached the same step.
 _LEAST_OTHERS = 3
 
 
@@ -41,14 +41,14 @@ class Trial:
     """A trial of a sweep.
 
     Attributes:
-      number: its number, from 0.
+      number: the trial's number, from 0.
       values: {path of a config field, or name of a class attribute: value}.
-      status: 'unfinished', 'finished', 'pruned', or 'broken': it ended with an error, which says nothing about its values.
-      value: the metric at its last evaluation; NaN if training has diverged; None if it has none.
-      step: the training step of `value`.
-      seconds: how long it ran, over all its starts.
-      flops: the model's FLOPs of its steps, 6 for each parameter and token; 0 if its batches have no tokens.
-      reason: why it was pruned or is broken.
+      status: 'unfinished'; 'finished'; 'pruned'; or 'broken', if it ended with an error or was never evaluated.
+      value: the metric at the trial's last evaluation; NaN if training has diverged; None if there is no result.
+      step: the training step of that evaluation.
+      seconds: how long the trial ran, over all its starts.
+      flops: the model's FLOPs in training, 6 for each parameter and token; 0 if the batches have no tokens.
+      reason: why the trial was pruned or is broken.
     """
 
     number: int
@@ -62,7 +62,7 @@ class Trial:
 
     @property
     def has_ended(self) -> bool:
-        """True if the sweep does not start it again."""
+        """True if the sweep does not start this trial again."""
         return self.status != UNFINISHED
 
 
@@ -72,8 +72,8 @@ class Metric:
 
     Attributes:
       name: 'DATASET/metric' of an evaluation, or 'loss', the training loss.
-      maximize: whether a higher value is better.
-      folder: the folder in `summaries` that has the metric.
+      maximize: True if a higher value is better.
+      folder: the folder in the run's `summaries` that has the metric.
       key: the metric's name in this folder.
     """
 
@@ -87,10 +87,10 @@ class Metric:
         """Returns the metric with this name.
 
         Args:
-          name: as in `Metric`; '' for the loss of the first evaluation dataset, or of training if there is none.
+          name: as in `Metric`; '' for the loss of the first evaluation dataset, or the training loss if there are no datasets.
           datasets: names of the evaluation datasets.
           loss: name of the loss in evaluations.
-          maximize: whether a higher value is better.
+          maximize: True if a higher value is better.
 
         Raises:
           UserError: no evaluation has such a metric.
@@ -107,12 +107,12 @@ class Metric:
         return cls(name, maximize, f"eval_{dataset}", name.removeprefix(f"{dataset}/"))
 
     def curve(self, directory: epath.Path) -> dict[int, float]:
-        """Returns {step: value} of the evaluations of a run."""
+        """Returns {training step: value of this metric} for the evaluations of the run in `directory`."""
         records = read_metrics(directory, self.folder)
         return {step: float(records[step][self.key]) for step in sorted(records) if self.key in records[step]}
 
     def result(self, directory: epath.Path) -> tuple[int, float] | None:
-        """Returns the result of a run, (step, value) of its last evaluation; None if it has none."""
+        """Returns (training step, value) of the last evaluation of the run in `directory`; None if it was never evaluated."""
         return max(self.curve(directory).items(), default=None)
 
     def is_better(self, value: float, other: float) -> bool:
@@ -127,10 +127,10 @@ class Sweep:
     """A sweep and its directory.
 
     Attributes:
-      method: chooses the values of its trials.
+      method: chooses the values of the trials.
       metric: the metric by which trials are compared.
-      prunes: whether trials that fall behind are stopped. An experiment's `search()` decides this itself.
-      common: settings that all trials share, as JSON: overrides, mesh, ...
+      prunes: True stops trials that are worse than the median of earlier trials. An experiment's `search()` decides itself.
+      common: settings that all trials share, as JSON values: overrides, mesh, ...
     """
 
     directory: epath.Path
@@ -147,7 +147,7 @@ class Sweep:
         return self.directory / "trials" / f"{number:04}.json"
 
     def open(self) -> None:
-        """Writes `sweep.json`, or checks that the directory's sweep is this one. Its number of trials may differ.
+        """Writes `sweep.json` or, if it exists, checks that it describes this sweep. The number of trials may have changed.
 
         Raises:
           UserError: the directory holds another sweep or other files, or `sweep.json` can't be read.
@@ -171,11 +171,7 @@ class Sweep:
         write_atomically(self.directory / SWEEP, json.dumps(wanted, indent=1).splitlines())
 
     def trial(self, number: int) -> Trial | None:
-        """Returns a trial from its file; None if it has not begun.
-
-        Raises:
-          UserError: the file can't be read.
-        """
+        """Reads trial `number` from its file; returns None if it has not begun. Raises UserError if the file can't be read."""
         found = _read(self.trial_file(number))
         try:
             if found:
@@ -186,7 +182,7 @@ class Sweep:
             raise UserError(f"{self.trial_file(number)} is no trial of this version: {error}") from error
 
     def trials(self) -> list[Trial]:
-        """Returns the trials that have begun, by number."""
+        """Returns the trials that have begun, in the order of their numbers."""
         names = sorted(names_in(self.directory / "trials"))
         numbers = [int(name.removesuffix(".json")) for name in names if re.fullmatch(r"\d+\.json", name)]
         found = (self.trial(number) for number in sorted(numbers) if number < self.method.num_trials)
@@ -197,7 +193,7 @@ class Sweep:
         return self.prunes if isinstance(self.method, OverSpace) else self.method.stops_early
 
     def begin(self, number: int) -> Trial:
-        """Returns a trial. When it begins for the first time, its values are chosen and written to its file."""
+        """Returns trial `number`. If it has not begun, chooses its values and writes them to its file."""
         found = self.trial(number)
         if found is None:
             ended = [trial for trial in self.trials() if trial.has_ended]
@@ -212,11 +208,11 @@ class Sweep:
         write_atomically(self.trial_file(trial.number), json.dumps(record, indent=1).splitlines())
 
     def curve(self, number: int) -> dict[int, float]:
-        """Returns {step: value of the metric} of a trial's evaluations."""
+        """Returns {training step: value of the metric} for the evaluations of trial `number`."""
         return self.metric.curve(self.trial_directory(number))
 
     def best(self, trials: Sequence[Trial]) -> Trial | None:
-        """Returns the best of the finished trials; None if none has a value."""
+        """Returns the best finished trial among `trials`; None if no finished trial has a value."""
         best: Trial | None = None
         for trial in trials:
             if trial.status != FINISHED or trial.value is None or math.isnan(trial.value):
@@ -228,12 +224,12 @@ class Sweep:
     def reason_to_prune(self, number: int, step: int, value: float) -> str:
         """Returns the reason to prune a trial; '' if the trial should continue.
 
-        Compares the trial only with finished and pruned trials of lower numbers. A sweep that resumes after a kill therefore
-        prunes the same trials as a sweep without interruption.
+        Compares the trial only with finished and pruned trials that have lower numbers. A sweep that was killed and resumes
+        therefore prunes the same trials as a sweep without interruption.
 
         Args:
           number: the trial's number.
-          step: the step of the trial's last evaluation.
+          step: the training step of the trial's last evaluation.
           value: the metric's value at this step.
         """
         if not self.stops_early:
@@ -241,8 +237,8 @@ class Sweep:
         others = [trial for trial in self.trials() if trial.number < number and trial.status in (FINISHED, PRUNED)]
         if not isinstance(self.method, OverSpace):
             return self.method.reason_to_prune(self, number, others)
-        # The median stopping rule (Golovin et al. 2017, section 3.2.2): a trial stops whose value at a step is worse than the
-        # median of the best values that the others had reached by this step.
+        # The median stopping rule (Golovin et al. 2017, section 3.2.2): a trial stops if its value at a step is worse than the
+        # median of the best values that the other trials had reached by this step.
         reached = []
         for trial in others:
             values = [v for at, v in self.curve(trial.number).items() if at <= step and not math.isnan(v)]
@@ -256,11 +252,7 @@ class Sweep:
 
 
 def _read(path: epath.Path) -> Mapping[str, Any]:
-    """Returns the object in a file; {} if there is none.
-
-    Raises:
-      UserError: the file can't be read.
-    """
+    """Returns the JSON object in a file; {} if the file does not exist. Raises UserError if it can't be read."""
     with contextlib.suppress(FileNotFoundError):
         try:
             return json_values.parse_object(json_values.content_of(path), finite=False)

@@ -1,12 +1,12 @@
-"""The training, evaluation and decode loops. Each reads top to bottom; `job` has the code that they share.
+"""The training, evaluation and decode loops. Each can be read from top to bottom; `job.py` has the code that they share.
 
 train.py           the training loop. start_up.py prepares the first step, step_taker.py takes the steps, periodic.py evaluates
                    and decodes between steps, elastic.py continues after a change of devices, ending.py logs the end
 evaluate.py, decode.py, verify.py   the other loops; dataset_batches.py reads their batches, decode_records.py writes decodes
 
 Settings: run_config.py declares each once; experiment_config.py and class_overrides.py resolve the experiment, job.py builds it.
-start_checks.py finds at the start the errors that would end a run late, same_settings.py refuses processes with different
-settings, rooms.py finds the optional subpackages, xla_flags.py passes the experiment's flags to the compiler.
+start_checks.py finds errors at the start that would otherwise end a run late, same_settings.py refuses processes whose settings
+differ, rooms.py finds the optional subpackages, xla_flags.py passes the experiment's XLA flags to the compiler.
 
 Callbacks of every run (`spmd_trainer.callbacks`; callback_list.py calls them):
 
@@ -27,6 +27,6 @@ reference_logps.py      computes the reference model's log-probabilities for tra
 reference_files.py      stores these log-probabilities in the run's directory
 run_directory.py        reads and writes the record of a run in its directory
 phases.py               logs the long phases of a run
-live_status.py          has the current status of a run, for displays
+live_status.py          stores the current status of a run, for displays
 signals.py              turns Ctrl-C, SIGTERM and SIGHUP into requests to the training loop
 """

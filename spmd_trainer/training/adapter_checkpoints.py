@@ -1,8 +1,8 @@
 """Loads variables by `init_from_checkpoint_rules`, and restores runs with adapters (`task.lora`) with their frozen base.
 
 A run with adapters begins in this order: initialise, load by rules, prepare the adapters that were not loaded (DoRA's magnitudes
-are norms of the base). A restart loads the base again, compares its checksums with those in the checkpoint's metadata, and
-restores the rest from the checkpoint.
+are norms of the base's weights). A restart loads the base again, compares its checksums with those in the checkpoint's metadata,
+and restores the adapters and the rest of the state from the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from spmd_trainer.training import checkpoint_sources, rooms
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 
-# The Hugging Face folder that a run's variables came from, in the metadata of its checkpoints: {'path': folder}.
+# Key in the metadata of a run's checkpoints; the value {'path': ...} names the Hugging Face folder its variables came from.
 FOLDER_KEY = "hugging_face_folder"
 _ALL = CheckpointLoadingRules(load_rules=[LOAD_ALL])
 
@@ -47,20 +47,20 @@ _ALL = CheckpointLoadingRules(load_rules=[LOAD_ALL])
 def begin(
     job: Job, metadata: Layout, state: TrainState, rules: Mapping[Any, Any], *, restored_from: str | None = None
 ) -> tuple[TrainState, dict[str, Any], LoadReport | None]:
-    """Loads variables of an initialised state by rules. Called by every process.
+    """Loads variables of an initialised state by `init_from_checkpoint_rules`. Called by every process.
 
     Args:
       metadata: the layout of the state, with or without optimizer states.
       state: the initialised state. Arrays that are replaced by loaded ones are deleted.
       rules: {checkpoint directory: CheckpointLoadingRules}; may be empty.
-      restored_from: see `BaseRecord`.
+      restored_from: the Hugging Face folder of the frozen base, if no rule of the task names it; see `rules_of`.
 
     Returns:
       (state, origin, report). `origin` is for the metadata of the run's checkpoints: the Hugging Face folder that the variables
       came from and, in a run with adapters, the base and the settings of the adapters. `report` is None without rules.
 
     Raises:
-      As `loading_rules.resolve_rules`; CheckpointMismatchError if adapters were trained with other settings than the task's.
+      As `loading_rules.resolve_rules`; CheckpointMismatchError if loaded adapters had other settings than `task.lora` has.
     """
     variables = metadata.variables
     leaves = dict(zip(records.by_path(variables), jax.tree.leaves(state), strict=True))
@@ -92,7 +92,7 @@ def begin(
 
 
 def begins_with(job: Job, directory: epath.Path) -> bool:
-    """Returns True if the task has adapters, and the directory is a Hugging Face or PEFT folder from which its run can begin.
+    """Returns True if the task has adapters and the directory is a Hugging Face or PEFT folder, from which a run can begin.
 
     Called by every process.
 
@@ -108,11 +108,11 @@ def begins_with(job: Job, directory: epath.Path) -> bool:
 
 
 def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | None]:
-    """Returns the loading rules with which a run with adapters begins from the folder in `--restore_checkpoint_dir`.
+    """Returns the loading rules for a run with adapters that begins from the folder in `--restore_checkpoint_dir`.
 
     Args:
-      directory: a Hugging Face folder, which is the base; or a PEFT folder, which has the adapters. The base of PEFT adapters
-        is loaded by `task.train.init_from_checkpoint_rules` or, without rules, from the folder that adapter_config.json names.
+      directory: a Hugging Face folder with the base, or a PEFT folder with the adapters. The base of PEFT adapters is loaded by
+        `task.train.init_from_checkpoint_rules` or, without rules, from the folder that adapter_config.json names.
 
     Returns:
       The rules, and the Hugging Face folder of the base if no rule of the task names it; otherwise None.
@@ -136,16 +136,16 @@ def rules_of(job: Job, directory: epath.Path) -> tuple[dict[Any, Any], str | Non
 
 
 class FrozenBase:
-    """The frozen base of a run with adapters, which its checkpoints do not hold. It is loaded once, for all restored steps."""
+    """The frozen base model of a run with adapters. The run's checkpoints lack it, so it is loaded once for all of them."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._loaded: tuple[dict[str, jax.Array], BaseRecord] | None = None
 
     def joined(self, restored: Restored, variables: TrainState, directory: epath.Path) -> Restored:
-        """Adds the frozen base to a restored checkpoint, and the place it was loaded from to its metadata.
+        """Returns a restored checkpoint with the frozen base added to its state, and a record of the base to its metadata.
 
-        Returns a checkpoint without adapters unchanged. Called by every process.
+        A checkpoint without adapters is returned unchanged. Called by every process.
 
         Raises:
           CheckpointMismatchError: the adapters were trained with another base or other settings.
@@ -174,7 +174,7 @@ class FrozenBase:
 
 
 def origin_of(restored: Restored) -> dict[str, Any]:
-    """Returns the entries about the origin of a restored run's variables, for the metadata of its next checkpoints."""
+    """Returns the metadata entries about where a restored run's variables came from, for the run's next checkpoints."""
     noted = restored.metadata["metadata"]
     return {key: noted[key] for key in (FOLDER_KEY, BASE_KEY, SETTINGS_KEY) if key in noted}
 
@@ -214,7 +214,7 @@ def _load_base(job: Job, variables: TrainState, recorded: BaseRecord) -> tuple[d
         restored_from = None
     variables = variables.to_eval_state()
     rules = loading_rules.for_base(variables, rules)
-    # Adapters that the run began with come from the checkpoint now: where they were may be gone.
+    # Adapters that the run began with come from the checkpoint now. Their original place may be gone.
     if recorded.paths and set(recorded.paths) <= set(map(str, rules)):
         rules = {directory: rule for directory, rule in rules.items() if str(directory) in recorded.paths}
     arrays: dict[str, jax.Array] = {}
@@ -236,7 +236,7 @@ def _record(
     resolved: ResolvedRules | None,
     restored_from: str | None,
 ) -> BaseRecord:
-    """Returns the record of a base whose arrays are on the devices. Warns of variables of the base that no rule loads."""
+    """Returns the record of a frozen base whose arrays are on the devices. Logs a warning if no rule loads some of them."""
     parts = () if resolved is None else zip(rules, resolved.parts, strict=True)
     used = [(str(directory), source.name, paths) for directory, (source, paths) in parts if any(map(is_base, paths))]
     loaded = {path for _, _, saved_paths in used for path in saved_paths}
@@ -258,7 +258,7 @@ def _prepared(job: Job, metadata: Layout, state: TrainState, loaded: set[str]) -
     """Returns {path: array} of the adapters that weren't loaded, with DoRA's magnitudes set from the base; {} without DoRA.
 
     Args:
-      state: the state, with its base loaded.
+      state: the state, whose base is loaded already.
       loaded: paths of the adapters that were loaded.
     """
     model = job.task.lora_model

@@ -16,21 +16,21 @@ from spmd_trainer.inputs.indexed import IndexedInput
 from spmd_trainer.inputs.prefetch import Input, is_end
 from spmd_trainer.sharding.messages import named_text
 
-# Names of exchanges are unique in the life of a job, and a job may build an input several times.
+# Numbers the exchanges between processes: their names must be unique in a job, which may build an input several times.
 _numbers = itertools.count()
 
 
 def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: bool) -> Any:
     """Makes sure that an input gives the same number of batches on all processes. Called by every process, in the same order.
 
-    An input with a known number of batches is returned unchanged if all processes have the same number. An endless `IndexedInput`
-    is wrapped so that an unexpected end raises. Any other input is wrapped in an `AgreedInput`.
+    If the number of batches is known and the same on all processes, returns the input unchanged. Wraps an endless `IndexedInput`
+    so that an unexpected end raises an error. Wraps any other input in an `AgreedInput`.
 
     Args:
       source: this process's share of the input, at its beginning.
       kind: 'training', 'evaluation' or 'decode'.
       count: the number of processes.
-      must_end_together: True to refuse shares that end at different batches; False to end with the shortest.
+      must_end_together: what to do if shares end after different batches. True: raise an error; False: end with the first.
 
     Raises:
       UserError: the processes read different data.
@@ -57,7 +57,7 @@ def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: boo
 
 
 class _Endless:
-    """An input that is declared endless. Raises if it ends nevertheless: the other processes would wait for its next batch."""
+    """Wraps an input that is declared endless. If it ends, raises, because other processes would wait for its next batch."""
 
     def __init__(self, source: IndexedInput, kind: str):
         self._source = source
@@ -84,12 +84,12 @@ class _Endless:
 
 
 class AgreedInput:
-    """An input that ends on all processes as soon as the share of one process ends.
+    """An input that ends on all processes as soon as one process's share of the data ends.
 
-    Otherwise, a process whose share has ended would save while the others wait for it in the next step.
+    Without it, a process whose share has ended would save while the other processes wait for it in the next step.
 
     Attributes:
-      waits_for_others: True while this process has its batch and other processes don't have theirs yet.
+      waits_for_others: True while this process has its batch and waits for other processes to get theirs.
     """
 
     def __init__(self, source: Input, kind: str, name: str, *, must_end_together: bool):
@@ -108,7 +108,7 @@ class AgreedInput:
         self._batches = 0
         self._cancelled = threading.Event()
         self._name = name
-        # Seconds of the votes so far, and when the one in progress began: one attribute, for other threads.
+        # (seconds of finished votes, start of the vote in progress). One attribute, so that other threads see a consistent pair.
         self._times: tuple[float, float | None] = (0.0, None)
 
     def __getattr__(self, name: str) -> Any:
@@ -121,7 +121,7 @@ class AgreedInput:
         return ended if since is None else ended + time.monotonic() - since
 
     def cancel(self) -> None:
-        """Ends the wait for processes that no longer answer whether their input has ended.
+        """Stops waiting for other processes' votes on whether the input has ended, because they no longer answer.
 
         `get_next_padded` then raises StopIteration.
         """
@@ -154,10 +154,10 @@ class AgreedInput:
         raise StopIteration from error
 
     def _ended(self, here: bool) -> list[bool]:
-        """Returns for each process whether its input has ended; [True] if the wait for the other processes was cancelled.
+        """Returns one bool per process: whether its input has ended. Returns [True] if `cancel` ended the wait for them.
 
         Args:
-          here: whether the input of this process has ended.
+          here: whether this process's input has ended.
         """
         self.waits_for_others = True
         self._times = (self.seconds_for_others, time.monotonic())

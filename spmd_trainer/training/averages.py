@@ -46,16 +46,16 @@ def last_count(averages: str) -> int:
 
 
 def of(job: Job, *, decodes: bool = False) -> str:
-    """Returns the averages that a job evaluates: those of `--eval_averages`, or 'ema' if its task asks for moving averages.
+    """Returns which averages a job evaluates: the value of `--eval_averages`, or 'ema' if its task asks for moving averages.
 
-    Without either, a schedule-free optimizer is evaluated at its average x, as its authors do (Defazio et al. 2024,
-    arXiv:2405.15682), and any other optimizer at the variables.
+    Without either, returns 'schedule_free' for a schedule-free optimizer, whose authors evaluate its average x too (Defazio et
+    al. 2024, arXiv:2405.15682), and 'none', the variables themselves, for any other optimizer.
 
     Args:
-      decodes: True for `task.train.decode_use_ema_states`, False for `eval_use_ema_states`.
+      decodes: True if the task's `train.decode_use_ema_states` applies, False if `train.eval_use_ema_states` does.
 
     Raises:
-      UserError: the run doesn't keep these averages (the message lists those that it has); or schedule-free averages are
+      UserError: the run doesn't keep these averages (the message lists those that it keeps); or schedule-free averages are
         combined with muP, which scales the variables.
     """
     train_p, asked = job.task.train, job.config.eval_averages
@@ -81,11 +81,11 @@ def of(job: Job, *, decodes: bool = False) -> str:
 
 
 def evaluated(state: TrainState, averages: str) -> TrainState:
-    """Returns a train state without optimizer states, with its averages in place of the variables.
+    """Returns a train state without optimizer states, in which averages replace the variables.
 
     Args:
       state: the whole train state, padded.
-      averages: 'ema', 'schedule_free' or 'none'.
+      averages: 'ema' or 'schedule_free'. Any other value keeps the variables.
     """
     take = {EMA: extract_ema, SCHEDULE_FREE: extract_schedule_free}.get(averages)
     mdl_vars = state.mdl_vars if take is None else take(state.opt_states, state.mdl_vars)
@@ -95,12 +95,12 @@ def evaluated(state: TrainState, averages: str) -> TrainState:
 def mean(job: Job, steps: Sequence[int], restore: Callable[[int], Restored]) -> Restored:
     """Returns the newest of several checkpoints, with the mean over all of them in place of each trainable variable.
 
-    Sums are at least float32, from the newest to the oldest. Other variables, such as counts and the statistics of batch
-    normalisation, are those of the newest checkpoint. Besides the sums, the variables of one checkpoint are in memory.
+    Sums are float32 or wider, from the newest checkpoint to the oldest. Other variables, such as counts and the statistics of
+    batch normalisation, are those of the newest checkpoint. The memory holds the sums and one checkpoint's variables at a time.
 
     Args:
       steps: the steps of the checkpoints, ascending.
-      restore: restores a step, without optimizer states. The restored arrays may be donated.
+      restore: restores the checkpoint of a step, without optimizer states. The restored arrays may be donated.
     """
     hparams = job.partitioner.layout.var_weight_hparams
     learns = jax.tree.map(
@@ -115,13 +115,13 @@ def mean(job: Job, steps: Sequence[int], restore: Callable[[int], Restored]) -> 
     )
     newest = dataclasses.replace(newest, state=dataclasses.replace(newest.state, mdl_vars=()))
     for step in reversed(steps[:-1]):
-        # No name for what is restored: it must be gone before the next one comes.
+        # The restored state has no name, so that it is freed before the next one is restored.
         sums = jax.tree.map(
             lambda does, total, x: _added(total, x) if does else total, learns, sums, restore(step).state.mdl_vars
         )
 
     def divided(total: jax.Array) -> jax.Array:
-        # By an array: XLA multiplies by the reciprocal of a scalar, which rounds twice.
+        # Divides by an array: instead of dividing by a scalar, XLA would multiply by its reciprocal, which rounds twice.
         return jax.lax.div(total, jnp.full_like(total, len(steps), device=total.sharding))
 
     means = jax.tree.map(

@@ -1,4 +1,4 @@
-"""Calls the callbacks of a run. Errors name the callback that raised; a callback that hangs can be abandoned."""
+"""Calls the callbacks of a run. Errors name the callback that raised. A callback that hangs can be abandoned."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CallbackList:
 
         Args:
           error: the error that ended the run.
-          seconds: the longest wait for each callback before the next one is called; None for no limit.
+          seconds: timeout for each callback, after which the next callback is called; None for no timeout.
         """
         for callback in self._overriding["on_failure"]:
             if seconds is not None:
@@ -90,10 +90,10 @@ def _explain(callback: Callback, hook: str, run: Run, args: Sequence[object], er
 
 
 def within(seconds: float, what: str, work: Callable[[], object]) -> None:
-    """Runs `work` in a daemon thread, and waits for it for a limited time. Exceptions are logged.
+    """Runs `work` in a daemon thread, and waits until it ends or a timeout passes. Exceptions are logged.
 
     Args:
-      seconds: the longest wait. After it, the thread is abandoned; it doesn't keep the process alive.
+      seconds: the timeout. After it, the thread is abandoned; it doesn't keep the process alive.
       what: names the work in the log, e.g. 'closing the logs'.
     """
 

@@ -1,4 +1,4 @@
-"""Opens checkpoints of other programs as `CheckpointSource`: those of Hugging Face's libraries, PEFT, Pax and plain Flax."""
+"""Opens checkpoints that other programs wrote, as `CheckpointSource`: Hugging Face's libraries, PEFT, Pax and plain Flax."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def open_whole_model(directory: epath.Path, step: int | None, variables: TrainState) -> CheckpointSource | None:
-    """Opens a Hugging Face folder or Pax checkpoints for `--restore_checkpoint_dir`; they hold all variables of a model.
+    """Opens a Hugging Face folder or a Pax checkpoint, which hold all variables of a model, for `--restore_checkpoint_dir`.
 
-    The arguments are those of `open_source`. Returns None for any other directory, e.g. this trainer's checkpoints.
+    For the arguments, see `open_source`. Returns None for any other directory, e.g. this trainer's checkpoints.
     """
     hf = _room("hf", directory)
     source: CheckpointSource | None = None if hf is None else hf.open_source(directory, step, variables)
@@ -33,9 +33,9 @@ def open_source(
 
     Args:
       directory: a Hugging Face folder, a PEFT folder, or a directory of Pax or Orbax checkpoints.
-      step: the step; None for the newest.
+      step: the checkpoint's step; None for the newest.
       variables: the model's variables, a TrainState of VariableSpecs.
-      task: the task; None refuses PEFT adapters.
+      task: the task, whose adapters PEFT adapters must fit; None refuses PEFT adapters.
 
     Returns:
       The source, or None if the directory is none of these.
@@ -50,10 +50,10 @@ def open_source(
 
 
 def _room(module: str, directory: epath.PathLike) -> ModuleType | None:
-    """Imports a module that reads Hugging Face or PEFT folders. Returns None if it is neither installed nor needed.
+    """Imports a module that reads Hugging Face or PEFT folders; returns None if it isn't installed and `directory` needs none.
 
     Raises:
-      UserError: the module is not installed, and the directory has a config file of such a folder.
+      UserError: the module isn't installed, but the directory has the config file of a Hugging Face or PEFT folder.
     """
     if any((epath.Path(directory) / name).exists() for name in ("config.json", "adapter_config.json")):
         return rooms.need(module, str(directory))

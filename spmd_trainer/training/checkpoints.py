@@ -1,6 +1,6 @@
 """Restores trained checkpoints without optimizer states, for evaluation, decode and export.
 
-The checkpoints are this trainer's, Pax's, or folders of Hugging Face and PEFT.
+They may be checkpoints of this trainer or of Pax, or Hugging Face or PEFT folders.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def restore_for_inference(
     Args:
       job: the job; its flags `--restore_checkpoint_dir` and `--restore_checkpoint_step` choose the checkpoint.
       averages: the averages to take, see `averages.of`. 'last:K' takes the mean of the checkpoint and the K - 1 before it.
-      step: a step that replaces `--restore_checkpoint_step`.
+      step: the step to restore, instead of `--restore_checkpoint_step`.
       base: the frozen base of adapters; pass the same object for several steps of a run. None loads the base.
 
     Raises:
-      UserError: there is no such checkpoint; or it is a folder, which has no averages.
+      UserError: there is no such checkpoint; or averages are asked for, and it is a Hugging Face or PEFT folder, which has none.
       TooFewCheckpointsError: there are fewer than K checkpoints.
       CheckpointError: see `restore_from`.
     """
@@ -71,7 +71,7 @@ def restore_for_inference(
     if count := last_count(averages):
         restored = _mean_of_last(job, count, step, base or FrozenBase(job))
     else:
-        # Averages live in the optimizer's state: only then is it read.
+        # Averages are in the optimizer states, which are read only if averages are wanted.
         plain = averages == NONE
         layout = job.partitioner.layout.without_opt_states() if plain else job.partitioner.metadata
         restored = restore_from(job, layout, step=step, partial=plain, with_input=False, base=base)
@@ -84,7 +84,7 @@ def restore_for_inference(
 
 
 def _lacks_opt_states(job: Job, step: int | None) -> bool:
-    """Returns True if a checkpoint of this trainer has no optimizer states, as merged ones, which hold averages already."""
+    """Returns True if a checkpoint of this trainer has no optimizer states, e.g. because `--export_checkpoint` wrote it."""
     own = Checkpointer(job.config.checkpoint_dir, read_only=True)
 
     def lacks() -> bool:
@@ -97,7 +97,7 @@ def _lacks_opt_states(job: Job, step: int | None) -> bool:
 
 
 def _mean_of_last(job: Job, count: int, step: int | None, base: FrozenBase) -> Restored:
-    """Restores the mean of the last `count` checkpoints up to `step`; None: up to the newest."""
+    """Restores the mean of the last `count` checkpoints up to `step`, or up to the newest one if `step` is None."""
     directory = job.config.checkpoint_dir
     if decided_by_process_0(lambda: checkpoint_sources.is_foreign(directory)):
         raise UserError(
@@ -126,17 +126,17 @@ def restore_from(
     with_input: bool,
     base: FrozenBase | None = None,
 ) -> Restored:
-    """Restores a step of this trainer or of Pax, or a Hugging Face folder, from `RunConfig.checkpoint_dir`.
+    """Restores a checkpoint of this trainer or of Pax, or a Hugging Face folder, from `RunConfig.checkpoint_dir`.
 
     Args:
-      step: the step; None for the newest whole one.
+      step: the checkpoint's step; None for the newest complete checkpoint.
       partial: see `checkpointing.restore`.
       with_input: see `checkpointing.restore`.
       base: the frozen base to add to a state with adapters; None loads the base.
 
     Raises:
       UserError: the directory holds no checkpoint.
-      CheckpointError: see `checkpointing.restore`; or the state has adapters, and the checkpoint has another trainer's adapters.
+      CheckpointError: see `checkpointing.restore`; or the checkpoint has adapters that another trainer wrote.
     """
     directory = job.config.checkpoint_dir
     with Phase(f"restoring {'the newest step' if step is None else f'step {step}'} of {directory}") as phase:
@@ -176,10 +176,10 @@ def _of_folder(job: Job, directory: epath.Path, averages: str, *, step: int | No
 
 
 def present_in_source(config: RunConfig) -> list[int] | None:
-    """Returns the steps that this process sees in the directory that a job restores from, in ascending order.
+    """Returns the checkpoint steps that this process sees in the directory that a job restores from, in ascending order.
 
-    They are this trainer's or Pax's steps; a Hugging Face or PEFT folder counts as step 0. None for a training run that needs no
-    such directory: it has no `--restore_checkpoint_dir`, or it has its own checkpoints, from which a restart resumes.
+    A Hugging Face or PEFT folder counts as step 0. Returns None for a training run that restores from no other directory: it has
+    no `--restore_checkpoint_dir`, or it has its own checkpoints, from which a restart resumes.
 
     Raises:
       PaxError: the Pax save of the requested step is incomplete, or the directory has no finished Pax step.
@@ -199,14 +199,14 @@ def prefers_own(config: RunConfig) -> bool:
     """Returns True if the run's own checkpoints are exported although `--restore_checkpoint_dir` is given.
 
     This is so if the flag names a Hugging Face folder, as in the command that trained the run, and the run has checkpoints.
-    Judged by the files that this process sees.
+    The answer depends on the files that this process sees.
     """
     folder = config.restore_checkpoint_dir
     return folder is not None and checkpoint_sources.is_hf_folder(folder) and has_own(config)
 
 
 def has_own(config: RunConfig) -> bool:
-    """Returns True if a run has its own checkpoints, whole or damaged. The remains of a killed save don't count."""
+    """Returns True if a run has its own checkpoints, complete or damaged. Files of a save that was killed don't count."""
     return steps.present_and_committed(config.job_log_dir / "checkpoints")[1]
 
 
@@ -214,7 +214,7 @@ def follow(job: Job, averages: str) -> Iterator[Restored]:
     """Yields the newest checkpoint and each later one as it appears, until the training run has ended.
 
     The last one is the checkpoint of step `num_train_steps`, or of the step at which training ended earlier. With
-    `--restore_checkpoint_step`, yields only that checkpoint. From checkpoints of other trainers, yields only the newest.
+    `--restore_checkpoint_step`, yields only that checkpoint. If another trainer wrote the checkpoints, yields only the newest.
 
     Raises:
       UserError: there is neither a checkpoint nor a training run that could write one; or the training run has failed, after
@@ -244,13 +244,13 @@ def follow(job: Job, averages: str) -> Iterator[Restored]:
         try:
             restored = restore_for_inference(job, averages, step=step, base=base)
         except (CheckpointNotFoundError, DamagedCheckpointError, TooFewCheckpointsError) as error:
-            # The training run keeps only its newest steps, and may delete one while it is read.
+            # The training run keeps only its newest checkpoints, and may delete one while this job reads it.
             logging.warning("step %d is left out: %s", step, error)
             too_few = error if isinstance(error, TooFewCheckpointsError) else None
             continue
         seen = step
         yield restored
-    # Processes may see the directory at different moments: all of them do what the first one sees.
+    # Processes may see the directory at different moments, so all of them follow what process 0 sees.
     if (failed := decided_by_process_0(lambda: _failure(directory))) and seen < last:
         raise UserError(failed)
     if seen < 0 and too_few:
@@ -268,13 +268,13 @@ def run_on(job: Job, make: Callable[[Job, SummaryWriters], Any], checkpoints: It
         work = make(job, writers)
         for restored in checkpoints:
             work.run(restored.state, restored.step)
-            # If the job is restarted, it skips what is on disk.
+            # If the job is restarted, it skips the results that are on disk.
             writers.flush()
         say_results(job.config.job_log_dir)
 
 
 def _failure(directory: epath.Path) -> str:
-    """Returns a message about the failed training run that writes to a checkpoint directory; '' if it has not failed."""
+    """Returns a message that the training run of a checkpoint directory has failed; '' if the run has not failed."""
     failed = run_directory.failure(directory.parent)
     if failed is None:
         return ""
@@ -285,7 +285,7 @@ def _failure(directory: epath.Path) -> str:
 
 
 def require_run(directory: epath.Path) -> None:
-    """Makes sure that a directory has a checkpoint, or a run that may write one. Otherwise a job would wait without end.
+    """Makes sure that a directory has a checkpoint or a training run that may write one, so that a job doesn't wait in vain.
 
     Raises:
       UserError: there is neither a checkpoint nor a run that has begun.

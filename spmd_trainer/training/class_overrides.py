@@ -15,8 +15,8 @@ from spmd_trainer.errors import UserError, did_you_mean
 
 # Paths that start with one of these are fields of the config; all others are class attributes.
 CONFIG_ROOTS = ("task", "train_datasets", "eval_datasets", "decode_datasets")
-# Words of annotations that admit None, and of those that admit strings and None alone. An annotation that is not a text itself
-# is printed as "<class 'str'>" or "typing.ClassVar[str]".
+# Words in annotations that allow None, and all words of annotations that allow only strings and None. The words are those of
+# the annotation's text, e.g. "<class 'str'>" or "typing.ClassVar[str]".
 _NONE = {"None", "Optional"}
 _OF_STRINGS = {"str", "class", "typing", "ClassVar", "Final", *_NONE}
 _FIRST_NAME = re.compile(r"\s*(\w*)")
@@ -29,11 +29,11 @@ def is_of_class(assignment: str) -> bool:
 
 
 def parse_value(assignment: str, path: str, text: str) -> Any:
-    """Returns the value of an override.
+    """Parses and returns the value of an override.
 
     Args:
-      assignment: the whole override, for the message.
-      path: the overridden path or attribute, for the message.
+      assignment: the whole override, for the error message.
+      path: the overridden path or attribute, for the error message.
       text: the value as text: a Python literal, or true or false in any case.
 
     Raises:
@@ -43,7 +43,7 @@ def parse_value(assignment: str, path: str, text: str) -> Any:
         return text.lower() == "true"
     try:
         return ast.literal_eval(text)
-    # The last two: of a value that is too large, or nested too deeply.
+    # MemoryError and RecursionError: the value is too large or nested too deeply.
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise UserError(
             f"override {assignment!r}: {text!r} is not a Python literal; strings need quotes, e.g. {path}='\"{text}\"'"
@@ -53,19 +53,20 @@ def parse_value(assignment: str, path: str, text: str) -> Any:
 def make_experiment(
     exp: object, cls: type[BaseExperiment], assignments: Sequence[str]
 ) -> tuple[BaseExperiment, dict[str, Any]]:
-    """Returns an instance of an experiment with overridden class attributes, and their values by name.
+    """Returns an instance of an experiment with overridden class attributes, and the overridden values by name.
 
     The attributes are set on a subclass, because experiments read them through the instance, through its type and in class
-    methods. If the constructor copies an attribute into the instance, as a dataclass does, it is set there too.
+    methods. If the constructor copies an attribute into the instance, as a dataclass does, the copy is set too.
+
+    An attribute that is a string, or annotated as a string or Any, takes text without quotes. If the annotation allows only
+    strings, 2024, true and None are taken as text too; but None stays None if the annotation allows it or the value was None.
 
     Args:
-      exp: the experiment from the caller, a name, class or instance. An instance is copied.
+      exp: the experiment as the caller gave it: a name, class or instance. An instance is copied.
       assignments: overrides, each as 'NAME=value'.
 
     Raises:
-      UserError: no such attribute, a method or property, or a value that is not a Python literal. An attribute that is a string,
-        or annotated as one or as Any, takes text without quotes. One that is annotated as a string alone takes 2024, true and
-        None as text too, unless it may be None or is None now.
+      UserError: there is no such attribute, it is a method or property, or the value is not a Python literal.
     """
     own = vars(exp) if isinstance(exp, BaseExperiment) else {}
     values = dict(_parse(assignment, cls, own) for assignment in assignments)
@@ -82,7 +83,7 @@ def make_experiment(
 
 
 def with_attributes(cls: type[BaseExperiment], values: Mapping[str, Any]) -> type[BaseExperiment]:
-    """Returns a subclass with these attributes, and with the name and module of `cls`."""
+    """Returns a subclass of `cls` with the same name and module, whose class attributes have these values."""
     same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update({**same, **values}))
 

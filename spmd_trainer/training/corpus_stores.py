@@ -18,10 +18,10 @@ from spmd_trainer.storage import is_remote
 from spmd_trainer.storage.paths import directory
 from spmd_trainer.training.run_config import RunConfig
 
-# Each takes the memory of a Python with the tokenizer.
+# Each worker is a Python process that holds the tokenizer in memory.
 _MOST_WORKERS = 32
-# The thread that tokenises for the input before. All processes build their inputs in the same order, so they also wait for each
-# other in the same order.
+# The thread that tokenises for the input that was built last. All processes build their inputs in the same order, so they also
+# wait for each other in the same order.
 _newest: threading.Thread | None = None
 
 
@@ -29,14 +29,14 @@ _newest: threading.Thread | None = None
 def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
     """Context manager that tokenises an input's corpora into `config.data_cache_dir` in the background.
 
-    Called by every process. Does nothing if the setting is not given.
+    Called by every process. Does nothing if `data_cache_dir` is not set.
 
     Args:
       built: the built input, before its first batch. Inputs other than `CorpusInput` are left alone.
       config: the settings of the mode.
 
     Raises:
-      UserError: the directory can't be used.
+      UserError: the cache directory can't be used.
     """
     global _newest
     if not config.data_cache_dir or not hasattr(built, "tokenise_ahead"):
@@ -51,12 +51,12 @@ def tokenised_ahead(built: Any, config: RunConfig) -> Iterator[None]:
             "out, and give the bucket a rule that deletes old objects"
         )
     count, index = multihost.joined()
-    # All use the names that process 0 finds: files that each host has for itself may differ in their times.
+    # All processes use the store names that process 0 computes: copies of a file on several hosts may have different times.
     names: dict[str, str] = {}
     if index == 0:
         try:
             names = built.store_names()
-        except OSError as error:  # reading it will say what is wrong
+        except OSError as error:  # reading the files will say what is wrong
             logging.warning(
                 "%s: the versions of its files can't be read, so they are read as text: %s", built.name, error
             )

@@ -28,7 +28,7 @@ from spmd_trainer.training.corpus_stores import tokenised_ahead
 from spmd_trainer.training.job import Job, vocabulary_size
 from spmd_trainer.training.phases import Phase
 
-# Differences that one message lists.
+# Maximum number of differences that an error message lists.
 _LISTED = 5
 
 
@@ -41,7 +41,7 @@ class FiniteDataset:
 
     Attributes:
       shapes: ShapeDtypeStructs of the global batch.
-      put: puts this process's rows of a batch on the devices, as part of the global batch.
+      put: function that moves this process's rows of a batch to the devices, as part of the global batch.
     """
 
     def __init__(self, job: Job, input_p: Any, kind: str, index: int):
@@ -75,7 +75,7 @@ class FiniteDataset:
         Work that was finished with the same fingerprint is not repeated.
 
         Args:
-          state: the train state; its variables may be padded or not. A change of any of their bits changes the hash.
+          state: the train state, padded or not. A change of any bit in the variables changes the hash.
         """
         self._input.reset()
         config = self._job.config
@@ -102,7 +102,7 @@ class FiniteDataset:
         Args:
           activity: names the work in the log, e.g. 'evaluating heldout at step 5'.
           between_batches: called before each batch. If it raises, the iteration ends with that exception.
-          done: number of batches to read and skip at the beginning.
+          done: number of batches at the beginning that were processed before; they are read and skipped.
 
         Raises:
           UserError: the dataset is empty, or its first batch differs from its declared specs.
@@ -121,7 +121,7 @@ class FiniteDataset:
             raise _empty(self._activity, self.name)
 
     def _batches(self) -> Iterator[PyTree]:
-        """Yields the batches of the input until it ends, and checks them. The first is compared with the declared specs."""
+        """Yields and checks the input's batches until the input ends. Compares the first batch with the declared specs."""
         check = _padded_batch_checker(self._job, self.name, self._input, self._specs)
         limit = _limit(self._input)
         for _ in itertools.count() if limit is None else range(limit):
@@ -136,7 +136,7 @@ class FiniteDataset:
 def log_first_call(fn: CompiledStep, activity: str) -> Callable[..., tuple[Any, Any]]:
     """Returns a function that calls `fn` and logs its first call, which compiles it.
 
-    With several processes, the first call waits until all of them have compiled: in a collective they would wait for 30 s only.
+    With several processes, the first call waits until all have compiled, because a collective would wait for only 30 s.
     """
     step: CompiledStep | jax.stages.Compiled | None = None
 
@@ -155,7 +155,7 @@ def log_first_call(fn: CompiledStep, activity: str) -> Callable[..., tuple[Any, 
 
 
 def _state_of(data: Any) -> str:
-    """Returns the current state of an input as text, which changes with its files; '' if the input has no state."""
+    """Returns an input's current state as text, which changes if the files do; '' if the input can't tell its state."""
     try:
         return repr(data.get_state())
     except NotImplementedError:
@@ -171,8 +171,8 @@ def _num_batches(data: Any) -> int | None:
 def _limit(data: Any) -> int | None:
     """Returns how many batches to take from an endless input; None for an input that ends.
 
-    An endless Pax input, such as praxis' LingvoInputAdaptor around random data, has a `num_batches` of None or at most 0, and
-    gives the number of batches to take as `eval_loop_num_batches`.
+    An endless Pax input, such as praxis' LingvoInputAdaptor around random data, has no positive `num_batches`. Its
+    `eval_loop_num_batches` is the number of batches to take.
     """
     number = getattr(data, "num_batches", 1)
     if (isinstance(number, int) and number > 0) or getattr(data, "reset_for_eval", True):
@@ -182,9 +182,9 @@ def _limit(data: Any) -> int | None:
 
 
 def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], None]:
-    """Returns a function that checks the values of each batch of an input.
+    """Returns a function that checks the values of a batch, to be called for each batch of an input.
 
-    With `task.train.enforce_input_specs`, it also compares the first batch with the declared specs.
+    With `task.train.enforce_input_specs`, the function also compares the first batch with the specs in `declared`.
     """
     unchecked, vocabulary = job.task.train.enforce_input_specs, vocabulary_size(job.task)
 
@@ -199,21 +199,21 @@ def batch_checker(job: Job, name: str, declared: PyTree) -> Callable[[PyTree], N
 
 
 def _padded_batch_checker(job: Job, name: str, data: Any, specs: PyTree) -> Callable[[PyTree], None]:
-    """Returns a `batch_checker` for a built input, whose batches have `batch_padding_size` rows more than `specs`."""
+    """Returns a `batch_checker` for a built input, whose batches have `batch_padding_size` more rows than `specs`."""
     added = getattr(data, "batch_padding_size", 0)
     padded = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] + added, *x.shape[1:]), x.dtype), specs)
     return batch_checker(job, name, padded)
 
 
 def check_first_batch(job: Job, input_p: Any, kind: str) -> Any:
-    """Reads this process's first batch of a dataset and checks it as evaluation and decode will.
-
-    Returns:
-      The built input, reset to its beginning, for `Job.keep_input`. None if its position can't be read, as of a Pax stream: it
-      might continue after its first batch.
+    """Reads this process's first batch of a dataset, and makes the same checks as evaluation and decode make later.
 
     Args:
       kind: 'evaluation' or 'decode'.
+
+    Returns:
+      The built input, reset to its beginning, for `Job.keep_input`. None if the position of the input can't be read, e.g. of a
+      Pax stream, because the input might then continue after its first batch.
 
     Raises:
       UserError: the input can't be built or read, it is empty, or the batch differs from its declared specs.
@@ -241,7 +241,7 @@ def check_specs(name: str, batch: Any, declared: Any) -> None:
     """Checks that a batch has the declared structure, shapes and dtypes.
 
     Raises:
-      UserError: they differ. The message has the input's name and, for up to 5 differing leaves, the path, shapes and dtypes.
+      UserError: the batch differs. The message names the input and, for up to 5 differing leaves, the path, shapes and dtypes.
     """
     given, wanted = _leaves(batch), _leaves(declared)
     problems = list(_differences(given, wanted))

@@ -28,16 +28,16 @@ from spmd_trainer.training.decode_records import DecodeOutput
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.summary_writers import SummaryWriters, read_metrics
 
-# Number of decoded examples per dataset that are also logged.
+# Maximum number of decoded examples per dataset that are also logged.
 _LOGGED = 5
-# Number of decoded examples per dataset that callbacks get.
+# Maximum number of decoded examples per dataset that callbacks get.
 _SAMPLES = 32
 # Inputs that the step returns with the outputs, so that process 0 can write the examples of all processes.
 _RETURNED = ("ids", "eval_sample_weights", "prompt_index", "prefix_lengths")
 
 
 class Decodes:
-    """Decodes every decode dataset of a job. The first `run` builds inputs and steps; each step is compiled once."""
+    """Decodes every decode dataset of a job. The first `run` builds the inputs and decode steps, each compiled once."""
 
     def __init__(self, job: Job, writers: SummaryWriters):
         self._job = job
@@ -68,7 +68,7 @@ class Decodes:
             self._writers.write(name, step, scalars)
 
     def samples(self, step: int) -> dict[str, list[dict[str, Any]]]:
-        """Returns {dataset: its first records, at most 32} of a step that `run` has decoded. Called by process 0 only."""
+        """Returns {dataset: its first 32 records or fewer} of a step that `run` has decoded. Called by process 0 only."""
         found = {}
         for dataset in self._datasets or ():
             with (dataset.directory / f"step_{step}.jsonl").open() as file:
@@ -78,7 +78,7 @@ class Decodes:
 
 
 class DecodeDataset(FiniteDataset):
-    """One decode dataset, the step compiled for it, and the directory of its outputs. Arguments as for `FiniteDataset`."""
+    """One decode dataset with its compiled decode step and output directory. For the arguments, see `FiniteDataset`."""
 
     def __init__(self, job: Job, input_p: Any, index: int):
         super().__init__(job, input_p, "decode", index)
@@ -109,7 +109,7 @@ class DecodeDataset(FiniteDataset):
         return None, (self._packing.pack(output), output.per_example_out, returned)
 
     def decode(self, state: TrainState, step: int, between_batches: Callable[[], None] = no_op) -> dict[str, float]:
-        """Decodes every example once, and reuses what an earlier run decoded with the same variables, data and settings.
+        """Decodes every example once. Reuses what an earlier run has decoded with the same variables, data and settings.
 
         Returns:
           The metrics, averaged over all examples, on process 0; {} on the others.
@@ -123,7 +123,7 @@ class DecodeDataset(FiniteDataset):
         if multihost.broadcast(metrics is not None):
             logging.info("%s at step %d was already decoded with these variables: %s", self.name, step, output.path)
             return metrics or {}
-        if self._may_be_too_long:  # looked for first, so that such a prompt doesn't fail hours later
+        if self._may_be_too_long:  # checked before decoding, so that a too long prompt doesn't fail hours later
             self._input.reset()
             for index, batch in enumerate(self._batches()):
                 decode_records.check_prompts(self._task, self.name, batch, index * self.num_rows)
@@ -141,7 +141,7 @@ class DecodeDataset(FiniteDataset):
     def _decode_batches(
         self, state: TrainState, step: int, done: int, output: DecodeOutput | None, between_batches: Callable[[], None]
     ) -> int:
-        """Decodes all batches after the first `done`; returns the total number of batches."""
+        """Decodes all batches after the first `done` batches. Returns the dataset's total number of batches."""
         logged, batches = 0, done
         for index, batch in self.each_batch(f"decoding {self.name} at step {step}", between_batches, done=done):
             batches = index + 1
@@ -162,7 +162,7 @@ class DecodeDataset(FiniteDataset):
         return self._step.lower(self._key)
 
     def outputs(self, state: TrainState, batch: PyTree, index: int = 0) -> PyTree:
-        """Decodes batch `index` (this process's rows) and returns the per-example outputs of `model.decode`."""
+        """Decodes the batch with this index, given this process's rows. Returns the per-example outputs of `model.decode`."""
         return self._run_step(state, batch, index)[1]
 
     def _run_step(self, state: TrainState, batch: PyTree, index: int) -> tuple[Packed, PyTree, PyTree]:
@@ -201,5 +201,5 @@ def decode_once(job: Job) -> int:
 
 
 def decode_checkpoints(job: Job) -> None:
-    """Decodes with the newest checkpoint and then with each new one, up to the training run's last step."""
+    """Decodes with the newest checkpoint and then with each new one, up to the last step of the training run."""
     checkpoints.run_on(job, Decodes, checkpoints.follow(job, averages.of(job, decodes=True)))

@@ -1,7 +1,7 @@
-"""Writes the outputs of a decode: one JSON record per example, collected in a file, and a log of some examples.
+"""Writes the outputs of a decode: a file with one JSON record per example, and log lines with some examples.
 
-The file is collected batch by batch, continued after a kill, and visible only once it is complete. `check_prompts` makes sure
-beforehand that prompts leave the model room to decode.
+The records are saved batch by batch, so a decode that was killed can continue. The file itself appears only once it is complete.
+`check_prompts` makes sure beforehand that prompts leave the model room to decode.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from spmd_trainer.storage import json_values
 from spmd_trainer.storage.files import write_atomically
 from spmd_trainer.training.live_status import SHOWN_LIVE, live
 
-# What praxis' `logprobs` hold at positions where nothing was decoded; log-probabilities are at most 0.
+# The value of praxis' `logprobs` at positions where nothing was decoded; real log-probabilities are at most 0.
 _NOT_DECODED = 1.0
-# More of a text is not shown; the file has it.
+# Longer texts are cut to this size in the log; the file has them in full.
 _MOST_LINES = 24
 _MOST_CHARACTERS = 2000
 # Colours of a terminal.
@@ -48,13 +48,13 @@ def records(
       data: the built input; its `ids_to_strings` converts ids to text.
       outputs: `per_example_out` of the model's decode, numpy arrays with the batch as dimension 0. praxis' language
         models return `output_ids` [batch, samples, length], the best sample first; other models' arrays are written by name.
-      inputs: those of `ids`, `eval_sample_weights`, `prompt_index` and `prefix_lengths` that the batch has.
-      first: index of row 0 in the dataset.
+      inputs: the batch's arrays among `ids`, `eval_sample_weights`, `prompt_index` and `prefix_lengths`.
+      first: index of the batch's row 0 in the dataset.
       text_of: converts a sample's decoded ids [length] to text, for models that cut the text; None: `data` converts them.
 
     Yields:
-      For a language model `index`, `prompt`, the best sample's `output` and `score`, and `outputs`, `scores`, `ids` of
-      all samples; otherwise `index` and the arrays.
+      For a language model: `index`, `prompt`, the best sample's `output` and `score`, and the `outputs`, `scores` and `ids` of
+      all samples. For other models: `index` and the arrays by name.
     """
     rows = len(jax.tree.leaves(outputs)[0])
     counts = inputs.get("eval_sample_weights", np.ones(rows))
@@ -67,7 +67,7 @@ def records(
 
 
 def arrays_of_row(outputs: Any, row: int) -> dict[str, Any]:
-    """Returns {path: value or nested list} of one row of per-example arrays."""
+    """Returns {path: value or nested list} with one row of each per-example array in `outputs`."""
     leaves = jax.tree_util.tree_leaves_with_path(outputs)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): _json(leaf[row].tolist()) for path, leaf in leaves}
 
@@ -76,7 +76,7 @@ def may_be_too_long(task: Any, dataset: str, shapes: Any) -> bool:
     """Returns True if a prompt in a batch of these shapes could be too long for the model to continue.
 
     Raises:
-      UserError: batches are wider than the model's whole decoded sequence; names the dataset, both sizes and the fix.
+      UserError: batches are wider than the longest sequence that the model decodes. The message names the fix.
     """
     limit = _longest_prompt(task)
     if limit is None or "ids" not in shapes:
@@ -94,7 +94,7 @@ def check_prompts(task: Any, dataset: str, batch: Any, first: int) -> None:
     """Checks that the model has room to continue every prompt of a batch.
 
     Raises:
-      UserError: a prompt is too long; names the prompt, its length, the limit and the fix.
+      UserError: a prompt is too long. The message names the prompt, its length, the limit and the fix.
     """
     limit = _longest_prompt(task)
     if limit is None:
@@ -111,7 +111,7 @@ def check_prompts(task: Any, dataset: str, batch: Any, first: int) -> None:
 
 
 def _longest_prompt(task: Any) -> int | None:
-    """Returns the largest number of prompt tokens that leaves room for at least one more, or None if the model has no limit."""
+    """Returns the maximum length of a prompt in tokens that leaves room to decode a token; None if the model has no limit."""
     hparams = getattr(task.model, "decoder_tpl", None)
     length = getattr(hparams, "seqlen", 0)
     if hparams is None or not length:
@@ -130,7 +130,7 @@ def _most_steps(hparams: Any) -> int:
 
 
 def _counts_prompts(hparams: Any) -> bool:
-    """Returns True if `max_decode_steps` includes the prompt's tokens: praxis then feeds them to the model in its decode loop."""
+    """Returns True if the prompt's tokens count towards `max_decode_steps`, because praxis' decode loop processes them too."""
     one_by_one = (decoder_hparams.GreedyDecoderHParams, decoder_hparams.SampleDecoderHParams)
     return isinstance(hparams, one_by_one) and not hparams.fprop_for_prefix and bool(hparams.max_decode_steps)
 
@@ -186,7 +186,7 @@ def _texts(data: Any, rows: list[np.ndarray]) -> list[str]:
 
 
 def _lengths(outputs: Any, row: int, prefix: int) -> list[int]:
-    """Returns the length of each sample in tokens, prompt included.
+    """Returns the length of each of a row's samples in tokens, prompt included.
 
     praxis sets `decode_lengths` to `seqlen` for a sample that had reached neither its end-of-text token nor its number of steps
     when the decode loop ended, as happens without `fprop_for_prefix`. Its `logprobs` show which positions were decoded.
@@ -223,8 +223,8 @@ class DecodeOutput:
     """The decoded examples of one dataset at one step.
 
     While a decode runs, each batch is written atomically to its own file in `step_N.parts/`. At the end `step_N.jsonl` is
-    assembled from these files, then `step_N.json` records its identity and metrics, and then the parts are deleted. Only one
-    process may create and use this object.
+    assembled from these files, then `step_N.json` records the decode's identity and metrics, and then these files are deleted.
+    Only one process may create and use this object.
     """
 
     def __init__(self, directory: epath.Path, step: int, identity: str):
@@ -233,7 +233,7 @@ class DecodeOutput:
         Args:
           directory: `decode_out/DATASET`.
           step: the step of the variables.
-          identity: fingerprint of variables, data and settings; files with another identity are ignored.
+          identity: fingerprint of variables, data and settings. Files with another identity are not used.
         """
         self.path = directory / f"step_{step}.jsonl"
         self._summary = directory / f"step_{step}.json"
@@ -250,7 +250,7 @@ class DecodeOutput:
         return summary["metrics"]
 
     def batches_done(self) -> int:
-        """Returns how many batches from the first on were decoded with the same identity; deletes parts of another identity."""
+        """Returns how many batches, from the first on, are decoded with the same identity. If none, deletes all batch files."""
         done = 0
         while (part := _read_json(self._part(done))) is not None and part["identity"] == self._identity:
             done += 1
@@ -261,14 +261,14 @@ class DecodeOutput:
     def add(
         self, batch: int, records: list[dict[str, Any]], values: Mapping[str, float], weights: Mapping[str, float]
     ) -> None:
-        """Writes the examples and the weighted scalars of the batch with index `batch`."""
+        """Writes the examples and the scalars, with their weights, of the batch with index `batch`."""
         self._parts.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(record, ensure_ascii=False) for record in records]
         part = {"identity": self._identity, "values": dict(values), "weights": dict(weights), "lines": lines}
         write_atomically(self._part(batch), [json.dumps(part)])
 
     def finish(self, batches: int) -> tuple[dict[str, float], int]:
-        """Assembles `step_N.jsonl` from `batches` batches; returns the metrics over all of them and the number of examples."""
+        """Assembles `step_N.jsonl` from all batches. Returns the metrics over all examples, and the number of examples."""
         mean, examples = WeightedMean(), 0
 
         def lines() -> Iterable[str]:
@@ -304,7 +304,7 @@ def say(dataset: str, step: int, record: Mapping[str, object], file: epath.Path)
     parts = {name: shown(str(record[name]), file) for name in _STYLES if name in record}
     if "output" not in parts:
         parts = {"output": shown(json.dumps(record, ensure_ascii=False), file)}
-    # The name stands in front of the first line.
+    # Only the first line of each text is preceded by its name.
     rows = [
         (name, f"  {'' if number else name:6} | ", line)
         for name, lines in parts.items()
@@ -321,9 +321,9 @@ def say(dataset: str, step: int, record: Mapping[str, object], file: epath.Path)
 
 
 def shown(text: str, file: epath.Path) -> list[str]:
-    """Returns a text's lines for a terminal, with control characters escaped. A long text is cut, and ends with a note of `file`.
+    """Returns a text's lines for a terminal, with control characters escaped. A long text is cut, and a last line names `file`.
 
-    A text of white space alone is returned as its repr.
+    If the text has only white space, returns its repr.
     """
     lines = text[:_MOST_CHARACTERS].split("\n")[:_MOST_LINES]
     begin = "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Ends training by a metric (`task.early_stopping_fn`), and keeps the best checkpoint."""
+"""Ends training when a metric no longer improves (`task.early_stopping_fn`), and keeps the best checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOPPED = "early_stopping_fn ended training"
 
 
 class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
-    """Ends training when a metric has not improved for several evaluations; `best/` keeps the best checkpoint.
+    """Ends training when a metric has not improved for several evaluations. The run's `best/` has the best checkpoint.
 
         task_p.early_stopping_fn = pax_fiddle.Config(EarlyStopping, metric="heldout/log_pplx", patience=3)
 
@@ -53,7 +53,7 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
         return self._best is not None and not self._since_best
 
     def dataset_among(self, names: Iterable[str]) -> str | None:
-        """Returns the dataset of `metric`, or None if it is not one of `names`. Names may contain slashes."""
+        """Returns the longest of the dataset `names` that `metric` begins with, or None. Names may contain slashes."""
         return max((name for name in names if self.metric.startswith(f"{name}/")), key=len, default=None)
 
     def __call__(self, metrics: Mapping[str, Any], running_mode: str, step: int, is_last: bool) -> bool:
@@ -64,7 +64,7 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
           running_mode, step, is_last: unused; part of Pax's signature.
 
         Raises:
-          UserError: `metrics` lacks the metric.
+          UserError: `metrics` lacks the watched metric.
         """
         del running_mode, step, is_last
         if self.metric not in metrics:
@@ -84,8 +84,8 @@ class EarlyStopping(base_hyperparams.FiddleBaseParameterizable):
 class EarlyStop(Callback):
     """Asks `task.early_stopping_fn` after each evaluation during training whether to stop.
 
-    With an `EarlyStopping`, a restarted run recovers the count of evaluations without improvement from `summaries`. The best
-    checkpoint so far is kept in `job_log_dir/best`, which `--restore_checkpoint_dir` can name.
+    If the function is an `EarlyStopping`, a restarted run recovers the count of evaluations without improvement from `summaries`,
+    and the best checkpoint so far is kept in `job_log_dir/best`, which `--restore_checkpoint_dir` can name.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class EarlyStop(Callback):
         self._watched: str | None = None
 
     def on_start(self, run: Run) -> None:
-        """Recovers the count of the evaluations up to `run.step`. Stops a run that had been stopped at this step."""
+        """Recovers the count of evaluations without improvement. Stops the run if it had already been stopped at `run.step`."""
         fn = run.task.early_stopping_fn
         if not isinstance(fn, EarlyStopping):
             return
@@ -113,7 +113,7 @@ class EarlyStop(Callback):
         if self._best is not None:
             best = self._best.directory
 
-            def drop_later() -> None:  # of a run that was killed before its own checkpoint of that step was saved
+            def drop_later() -> None:  # left by a run that was killed before it saved this step itself
                 for step in steps.present(best):
                     if step > run.step:
                         steps.delete(best, step)
@@ -123,10 +123,10 @@ class EarlyStop(Callback):
             run.stop(STOPPED)
 
     def after_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Asks `early_stopping_fn` whether to stop, and saves the best checkpoint. Process 0's answer counts.
+        """Asks `early_stopping_fn` whether to stop, and saves the best checkpoint. All processes follow process 0's answer.
 
-        The function is asked only once about a step, even if a run is restarted where it had ended. It is not asked about an
-        evaluation that lacks a training batch whose metrics it may read.
+        The function is asked only once about each step, even if the run had ended at this step and is restarted. It is not asked
+        if it may read metrics of a training batch and the evaluation had none.
         """
         fn = run.task.early_stopping_fn
         if fn is None:
@@ -144,7 +144,7 @@ class EarlyStop(Callback):
                 save_state(self._best, run)
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Waits for the save in progress. If it fails, this is only logged."""
+        """Waits for the save in progress. If the save fails, its error is only logged."""
         del run
         if self._best is not None:
             self._best.__exit__(type(error), error, error.__traceback__)

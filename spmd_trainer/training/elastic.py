@@ -1,5 +1,4 @@
-"""Continues a run in memory when devices are added or removed: rebuilds the mesh from the devices available and reshards the
-state."""
+"""Continues a run in memory when devices are added or removed: builds a mesh on the new devices and reshards the state."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from spmd_trainer.training.job import BatchSettings, Job
 def changed_devices(job: Job, step: int) -> Sequence[jax.Device] | None:
     """Returns the devices to continue on if they are not those of the job's mesh, else None.
 
-    If the job's partitioner is elastic, calls the experiment's `available_devices`; otherwise returns None.
+    Calls the experiment's `available_devices` if the job's partitioner is elastic; otherwise returns None.
     """
     if not job.partitioner.elastic:
         return None
@@ -33,7 +32,7 @@ def check_processes(job: Job) -> None:
     """Checks that an elastic job has one process.
 
     Raises:
-      UserError: it has several: JAX can't move arrays of several processes to other devices.
+      UserError: the job has several processes, whose arrays JAX can't move to other devices.
     """
     count = jax.process_count()
     if job.partitioner.elastic and count > 1:
@@ -47,7 +46,7 @@ def check_processes(job: Job) -> None:
 def rebuild(job: Job, devices: Sequence[jax.Device], state: TrainState) -> tuple[Job, TrainState]:
     """Rebuilds a job on other devices and moves its state there, bit for bit. The old state is donated.
 
-    The experiment's `mesh_for_devices` chooses the mesh, the partitioner's `elastic_batch` the batch settings.
+    The experiment's `mesh_for_devices` chooses the mesh; the partitioner's `elastic_batch` decides the batch settings.
 
     Raises:
       UserError: the experiment has no mesh for this number of devices, its mesh doesn't fit the devices or the mappings, or the
@@ -69,8 +68,8 @@ def rebuild(job: Job, devices: Sequence[jax.Device], state: TrainState) -> tuple
 def batch_settings(job: Job, num_devices: int) -> BatchSettings:
     """Returns the batch settings on `num_devices` devices, as the partitioner's `elastic_batch` says.
 
-    They are derived from the settings that this process began with, so the first settings return with the first number of
-    devices. A restarted run begins with the devices that it finds.
+    They are derived from the settings that this process began with, so that a return to the initial number of devices restores
+    the initial settings. After a restart, the devices that the run then finds are the initial ones.
     """
     partitioner = job.partitioner
     now = job.batch or BatchSettings(partitioner.mesh.size, partitioner.num_minibatches, partitioner.num_minibatches)
@@ -80,7 +79,7 @@ def batch_settings(job: Job, num_devices: int) -> BatchSettings:
         case "accumulate":
             at_least = -(-now.first_minibatches * now.first_devices // num_devices)
             rows = partitioner.rows_to_split(job.num_rows, num_devices)
-            # The least number that divides the rows and gives no device more rows at once than at first.
+            # The smallest number that divides the rows and gives no device more rows per minibatch than at the start.
             number = next((n for n in range(at_least, rows) if rows % n == 0), rows)
             return dataclasses.replace(now, num_minibatches=number)
         case _:

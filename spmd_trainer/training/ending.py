@@ -1,4 +1,4 @@
-"""Logs the end of a training run: how it ended, where its results are, and the commands that show them."""
+"""Logs the end of a training run: how the run ended, where its results are, and the commands that show the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from spmd_trainer.training.experiment_config import ResolvedExperiment
 
-# Metrics of an evaluation that do not describe the model.
+# Metrics of an evaluation that describe its duration, not the model.
 TIMING = ("eval_batches", "eval_seconds")
 # praxis' models give the same loss under these names.
 _LOSS = ("avg_xent", "log_pplx", "total_loss")
@@ -58,7 +58,7 @@ def log_summary(
     metrics: Mapping[str, float],
     evaluated: int | None,
 ) -> None:
-    """Logs how a training run ended, its last metrics, where its results are and the commands that show them. Process 0 only.
+    """Logs how a training run ended, its last metrics, where its results are and which commands show them. Process 0 only.
 
     Args:
       outcome: how the run ended, e.g. 'finished: step 600 of 600 in 5m31s'; empty if nothing was trained.
@@ -83,13 +83,13 @@ def log_summary(
         of_step = {f"{dataset} at step {evaluated}": text.replace("  ", "\n") for dataset, text in found.items()}
         live.display.print(_table(outcome, next_step, last, of_step))
         live.display.print("\n".join(commands))
-    # Where there is a display, these lines go to the log's file alone.
+    # If there is a live display, these lines go to the log file only.
     for line in [*lines, *commands]:
         logging.info("%s", line, extra=SHOWN_LIVE)
 
 
 def say_results(directory: epath.Path) -> None:
-    """Logs the outputs in a run's directory, and the command that shows the curves. Process 0 only."""
+    """Logs which outputs are in a run's directory, and the command that shows the curves. Process 0 only."""
     if jax.process_index():
         return
     for line in _results(directory):
@@ -163,7 +163,7 @@ def next_commands(config: RunConfig, *, evaluated: int | None = None) -> Iterato
 
     Args:
       config: the run's config.
-      evaluated: the step of the run's last evaluation, or None. If it is the newest checkpoint, no command to evaluate is given.
+      evaluated: the step of the run's last evaluation, or None. If this is the newest checkpoint, evaluation needs no command.
     """
     experiment = config.experiment
     if not (saved := steps.present(config.job_log_dir / "checkpoints")):
@@ -174,7 +174,7 @@ def next_commands(config: RunConfig, *, evaluated: int | None = None) -> Iterato
         ("to decode:", "decode_once", "decode", experiment.config.decode_datasets),
     ):
         if datasets and not (mode == "eval" and evaluated == saved[-1]):
-            # The run's directory knows the rest of its command.
+            # The run's directory records the rest of the command.
             command = ["spmd-trainer", f"--job_log_dir={config.job_log_dir}", f"--mode={mode}"]
             yield f"  {what:<19} {shlex.join(command) if has_command else _python_call(config, function)}"
     if has_command and _answers(experiment):
@@ -182,7 +182,7 @@ def next_commands(config: RunConfig, *, evaluated: int | None = None) -> Iterato
 
 
 def _answers(experiment: ResolvedExperiment) -> bool:
-    """Returns True if `--prompt` can be answered: the model generates, and an input has a tokenizer."""
+    """Returns True if the run's model can answer a `--prompt`: it generates text, and an input has a tokenizer."""
     from spmd_trainer.inputs.text_base import reads_texts  # imports what reads texts
 
     lora, config = experiment.task_p.lora, experiment.config

@@ -1,4 +1,4 @@
-"""Evaluation during training, and as a separate job that follows a training run's checkpoints."""
+"""Evaluation, both during training and in a separate job that follows a training run's checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IDENTITY = "identity"
 
 
 class Evaluations:
-    """Evaluates every evaluation dataset of a job. The first `run` builds inputs and steps; each step is compiled once."""
+    """Evaluates every evaluation dataset of a job. The first `run` builds the inputs and evaluation steps, compiled once."""
 
     def __init__(self, job: Job, writers: SummaryWriters):
         self._job = job
@@ -40,7 +40,7 @@ class Evaluations:
         self._train_step: EvalStep | None = None
 
     def use_batch(self, job: Job) -> None:
-        """Evaluates training batches of the shape in `job` from now on."""
+        """Prepares for training batches of another shape: from now on, `run` evaluates those of `job`."""
         self._job, self._train_step = job, None
 
     def run(
@@ -57,8 +57,8 @@ class Evaluations:
         Args:
           state: a state without optimizer states.
           train_batch: a training batch, on the devices, to evaluate as well (without dropout and the like), or None.
-          next_batch: returns the training batch to evaluate if `train_batch` is None, or None if the input has ended. Not called
-            if an earlier start of the run has evaluated a training batch at this step.
+          next_batch: called if `train_batch` is None; returns a training batch to evaluate, or None if the input has ended. Not
+            called if an earlier start of the run has evaluated a training batch at this step.
           between_batches: called before each batch of a dataset. If it raises, the evaluation stops.
 
         Returns:
@@ -137,15 +137,15 @@ class EvalStep:
         """Evaluates one batch that is already on the devices.
 
         Returns:
-          The scalars, and a pair (per-example outputs, `eval_sample_weights` or None). None instead of the pair if this object
-            was created with `per_example=False`.
+          The scalars; and the pair (per-example outputs, `eval_sample_weights` or None), or None instead of the pair if this
+            object was created with `per_example=False`.
         """
         _, (packed, rows) = self._fn(state, self._key, inputs)
         return self._packing.unpack(packed), rows
 
 
 class EvalDataset(FiniteDataset):
-    """One evaluation dataset and the step compiled for it. Arguments as for `FiniteDataset`."""
+    """One evaluation dataset with its compiled evaluation step. For the arguments, see `FiniteDataset`."""
 
     def __init__(self, job: Job, input_p: Any, index: int):
         super().__init__(job, input_p, "eval", index)
@@ -156,7 +156,7 @@ class EvalDataset(FiniteDataset):
     def evaluate(self, state: TrainState, step: int, between_batches: Callable[[], None] = no_op) -> dict[str, float]:
         """Evaluates every example once.
 
-        If `task.evaluate.per_example_outputs` is set, it also writes the outputs of each example to
+        If `task.evaluate.per_example_outputs` is set, also writes the outputs of each example to
         `eval_out/DATASET/step_N.jsonl`.
 
         Args:
@@ -164,7 +164,7 @@ class EvalDataset(FiniteDataset):
           between_batches: called before each batch. If it raises, the evaluation stops.
 
         Returns:
-          Each weighted scalar's mean over all examples; counts are summed, clu metrics merged.
+          {metric: mean over all examples}, where counts are summed and clu metrics are merged.
 
         Raises:
           UserError: the dataset is empty, or its first batch differs from its declared specs.
@@ -183,7 +183,7 @@ class EvalDataset(FiniteDataset):
 
 
 def _example_lines(rows: PyTree, *, first: int) -> Iterator[str]:
-    """Yields one JSON line for each example whose weight is not 0: its index in the dataset and its outputs by name."""
+    """Yields one JSON line for each example whose weight isn't 0, with its index in the dataset and its outputs by name."""
     outputs, weights = rows
     size = len(jax.tree.leaves(outputs)[0])
     for row in np.flatnonzero(np.ones(size) if weights is None else weights).tolist():
@@ -191,7 +191,7 @@ def _example_lines(rows: PyTree, *, first: int) -> Iterator[str]:
 
 
 def evaluate_checkpoints(job: Job) -> None:
-    """Evaluates the newest checkpoint and then each new one, up to the training run's last step.
+    """Evaluates the newest checkpoint and then each new one, up to the last step of the training run.
 
     With `--restore_checkpoint_step`, evaluates only that checkpoint.
 

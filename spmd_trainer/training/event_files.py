@@ -43,13 +43,13 @@ class EventFile:
         """Chooses a file name that no other process uses. The first write creates the file.
 
         Args:
-          replaces_from: TensorBoard discards this and later steps of the directory's earlier files: a killed run
-            repeats the steps after its last checkpoint. None discards nothing.
+          replaces_from: TensorBoard discards this step and later ones from the directory's earlier event files, because a run
+            that was killed repeats the steps after its last checkpoint. None discards nothing.
         """
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_FILE_NUMBERS):06d}.v2"
         header = event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2")
         self._file = open_append(directory / name, header=_record(header), separate_files=True)
-        self._begin = b""  # not in the header, which each part in an object store repeats
+        self._begin = b""  # not in the header, which every part of the file repeats in an object store
         if replaces_from is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._begin = _record(event_pb2.Event(wall_time=time.time(), step=replaces_from, session_log=start))
@@ -66,7 +66,7 @@ class EventFile:
         self.add(step, summary)
 
     def add(self, step: int, summary: summary_pb2.Summary) -> None:
-        """Appends a summary that a function of this module made, e.g. `image`.
+        """Appends a summary that was made by a function of this module, e.g. by `image`.
 
         Raises:
           OSError: the file cannot be written.
@@ -75,7 +75,7 @@ class EventFile:
         self._begin = b""
 
     def flush(self) -> None:
-        """Makes everything visible to TensorBoard.
+        """Makes all summaries written so far visible to TensorBoard.
 
         Raises:
           OSError: the file cannot be written.
@@ -113,7 +113,7 @@ def histogram(tag: str, counts: np.ndarray, edges: np.ndarray) -> summary_pb2.Su
 
 
 def hparams(values: Mapping[str, bool | int | float | str | None], *, trial: str, began: float) -> summary_pb2.Summary:
-    """Makes the summary of a run's hyperparameters; None is shown as 'None'.
+    """Makes the summary of a run's hyperparameters. TensorBoard shows the value None as 'None'.
 
     Args:
       trial: ID of the trial in TensorBoard's HParams dashboard.

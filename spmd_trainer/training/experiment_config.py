@@ -26,16 +26,16 @@ from spmd_trainer.step import mesh_choice, mup
 from spmd_trainer.training import class_overrides
 
 _DATASETS = ("train_datasets", "eval_datasets", "decode_datasets")
-# Longer values are abbreviated.
+# Longer reprs of values are abbreviated.
 _MAX_CHARS = 2000
 _HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
-# XLA can't start with arbitrarily many. A mesh that needs more is refused later: it doesn't fit the devices that are there.
+# XLA can't start with arbitrarily many. A mesh that needs more is refused later, because it doesn't fit the available devices.
 _MAX_HOST_DEVICES = 2**14
 
 
 @dataclasses.dataclass
 class ExperimentConfig:
-    """The root of override paths such as `task.train.num_train_steps` or `train_datasets[0].batch_size`."""
+    """An experiment's config. Override paths such as `task.train.num_train_steps` or `train_datasets[0].name` start here."""
 
     task: Any
     train_datasets: list[Any]
@@ -48,7 +48,7 @@ class ResolvedExperiment:
     """An experiment with its overrides applied.
 
     Attributes:
-      label: the experiment's name in messages: as the user gave it, or the short name of a class.
+      label: the name in messages: the string that the user gave or, for a class or an instance, the class's short name.
       experiment: an instance whose `task()` and `*_datasets()` return the overridden configs.
       config: the resolved fiddle config of `ExperimentConfig`.
       overrides: the overrides as given, each as 'path=value' or 'NAME=value'.
@@ -89,8 +89,8 @@ def resolve(
       overrides: overrides of fields, each as 'path.to.field=value', and of class attributes, each as 'NAME=value'. The
         value is a Python literal. Class attributes are set first, because the config is built from them.
       mesh: the mesh of `--mesh`, or None.
-      join: joins the job's processes and returns how many there are; None if no run follows. If it is given, host devices stand
-        in for the mesh before the experiment's dataset methods are called, as Pax's call `jax.local_device_count()`.
+      join: connects the job's processes and returns their number; None if no run follows. If given, CPU devices stand in for a
+        missing accelerator before the dataset methods are called, because those of Pax call `jax.local_device_count()`.
 
     Raises:
       UserError: unknown experiment, field or attribute, an invalid value, or an experiment whose settings contradict each other;
@@ -138,7 +138,7 @@ def resolve(
 def _with_task(
     exp: object, found: experiment_registry.Found, overrides: Sequence[str]
 ) -> tuple[BaseExperiment, dict[str, Any], Any]:
-    """Returns the experiment, its overridden class attributes, and its config with the overridden task but without datasets."""
+    """Returns the experiment, its overridden class attributes, and its config with the overridden task but no datasets yet."""
     of_class = [assignment for assignment in overrides if class_overrides.is_of_class(assignment)]
     experiment, attributes = class_overrides.make_experiment(exp, found.cls, of_class)
     refuse_search_space(type(experiment))  # before task() computes with its values
@@ -156,7 +156,7 @@ def _with_task(
 
 
 def _resolve_base(mup_p: Any, exp: object, found: experiment_registry.Found, overrides: Sequence[str]) -> None:
-    """Sets `base_model` of a config of `mup.Mup` to the experiment's model with the overrides in `base`.
+    """Sets the `base_model` of a `mup.Mup` config to the experiment's model with the overrides in the config's `base`.
 
     Raises:
       UserError: `base` is not a mapping, or names an attribute or a path that the experiment doesn't have.
@@ -172,7 +172,7 @@ def _resolve_base(mup_p: Any, exp: object, found: experiment_registry.Found, ove
 
 @contextlib.contextmanager
 def _errors_of(experiment: BaseExperiment, label: str) -> Iterator[None]:
-    """Adds the experiment's name and source location to a UserError."""
+    """Context manager that adds the experiment's name and the user's source line to a UserError raised in its body."""
     try:
         yield
     except UserError as error:
@@ -209,7 +209,7 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _shown(value: Any) -> str:
-    """Returns a value's repr. Of a very long repr, such as a tokenizer's, returns the beginning and a checksum."""
+    """Returns a value's repr. A very long repr, such as a tokenizer's, is shortened to its beginning and a checksum."""
     text = repr(value)
     if len(text) <= _MAX_CHARS:
         return text
@@ -218,10 +218,10 @@ def _shown(value: Any) -> str:
 
 
 def apply_override(config: Any, assignment: str) -> None:
-    """Applies one 'path.to.field=value' to a config, checking every step of the path.
+    """Applies one override 'path.to.field=value' to a config, and checks every part of the path.
 
     Raises:
-      UserError: no '=', no such field (the message suggests the nearest name), or a value that is not a Python literal.
+      UserError: there is no '=', no such field (the message suggests the nearest name), or no Python literal as the value.
     """
     path, equals, text = assignment.partition("=")
     if not equals or not path:
@@ -241,7 +241,7 @@ def apply_override(config: Any, assignment: str) -> None:
 
 
 def without_replaced(assignments: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Returns the overrides that no later override replaces by assigning the same path or a parent of it."""
+    """Returns the overrides in `assignments` except those whose path, or a parent of it, is assigned again in `later`."""
     paths = [assignment.partition("=")[0].strip() for assignment in later]
     return [
         assignment
@@ -304,7 +304,7 @@ def _validate_datasets(config: Any) -> None:
 
 
 def _validate_mesh(task_p: Any) -> None:
-    """Checks that axis names, mesh sizes and split mappings fit each other. Leaves out checks that need devices."""
+    """Checks that axis names, mesh sizes and split mappings fit each other, as far as this is possible without devices."""
     model_p = task_p.model
     for field in ("ici_mesh_shape", "dcn_mesh_shape"):
         if model_p.ici_mesh_shape is not None and getattr(model_p, field) is not None:
@@ -338,7 +338,7 @@ def _validate_names(config: Any) -> None:
 def let_host_devices_stand_in(task_p: Any, mesh: Sequence[tuple[str, int]] | None, processes: int = 1) -> None:
     """Makes XLA's CPU backend offer as many devices as the mesh needs, for machines without an accelerator. Touches no device.
 
-    A device count that is in XLA_FLAGS already is left alone.
+    Does nothing if XLA_FLAGS already sets the number of CPU devices.
 
     Args:
       task_p: the task's config, whose model declares the mesh.
@@ -357,5 +357,5 @@ def let_host_devices_stand_in(task_p: Any, mesh: Sequence[tuple[str, int]] | Non
         return
     if needed % processes:
         raise UserError(f"{processes} processes can't share a mesh of {needed} devices evenly; change one of the two")
-    # Only the CPU backend reads this; on an accelerator the mesh is made of its own devices.
+    # Only the CPU backend reads this flag; with an accelerator, the mesh consists of the accelerator's devices.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_HOST_DEVICES_FLAG}={needed // processes}".strip()

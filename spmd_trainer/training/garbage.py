@@ -8,7 +8,7 @@ _paused = False
 
 
 def pause() -> None:
-    """Turns automatic collection off until `resume`. Does nothing if it is off already."""
+    """Turns automatic garbage collection off until `resume` is called. Does nothing if it is off already."""
     global _paused
     if gc.isenabled():
         gc.disable()
@@ -16,10 +16,10 @@ def pause() -> None:
 
 
 def resume() -> None:
-    """Turns automatic collection on again if `pause` turned it off.
+    """Turns automatic garbage collection on again if `pause` turned it off.
 
-    Freezes the existing objects (`gc.freeze`): later collections skip them, including the few that are garbage, and so interrupt
-    the training steps for less time.
+    Also freezes the existing objects (`gc.freeze`), so that later collections skip them and interrupt training steps for less
+    time. The few objects among them that are garbage stay in memory.
     """
     global _paused
     if _paused:

@@ -1,4 +1,4 @@
-"""Counts and logs steps with an invalid loss or gradient. Ends the run if asked to, or when nothing is learnt any more."""
+"""Counts and logs training steps with an invalid loss or gradient. Ends a run on request, or when it no longer learns."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from spmd_trainer.step.packing import Scalars
 _LOGGED_EACH = 20
 _LOGGED_EVERY = 100
 _VALID = "is_valid_step"
-# The end of the names of gradient norms before clipping.
+# The last part of the summary names of gradient norms before clipping.
 GRAD_NORM = "raw_grad_norm"
-# The run ends after this many steps in a row from which nothing was learnt: it would only use up devices.
+# The run ends after this many steps in a row from which nothing was learnt, because it would only waste device time.
 MAX_IDLE_STEPS = 100
 
 
@@ -25,7 +25,7 @@ class NonFiniteStepError(UserError):
 
 
 class NothingLearntError(UserError):
-    """Many steps in a row changed nothing: their batches had no weight, or their loss or gradient was invalid."""
+    """Many steps in a row taught the model nothing: all weights of their batches were 0, or the loss or gradient was invalid."""
 
 
 def is_accepted(scalars: Scalars) -> bool:
@@ -65,7 +65,7 @@ class InvalidSteps(Callback):
     model: the loss is NaN or Inf, every optimizer rejects the gradient, or the loss has weight 0 (see `learns`).
 
     Attributes:
-      count: invalid steps since the run was started.
+      count: number of invalid steps since this process started.
     """
 
     def __init__(self, *, stop: bool = False):

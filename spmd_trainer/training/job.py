@@ -1,4 +1,4 @@
-"""`Job`, an experiment built on its devices, for all modes: the task, the partitioner on its mesh, the inputs."""
+"""Defines `Job`: an experiment built for its devices, used in all modes. It has the task, partitioner, mesh and inputs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from spmd_trainer.training.run_config import ChipsConfig, RunConfig, StepConfig
 
 @dataclasses.dataclass(frozen=True)
 class BatchSettings:
-    """Batch settings of an elastic run, which may change with its devices.
+    """Batch settings of an elastic run, which may change when the run's devices change.
 
     Attributes:
       first_devices: number of devices that the run began on.
-      first_minibatches: its partitioner's `num_minibatches` at the beginning.
-      num_minibatches: `num_minibatches` now.
+      first_minibatches: the partitioner's `num_minibatches` when the run began.
+      num_minibatches: the partitioner's current `num_minibatches`.
       batch_scale: current global batch size / initial global batch size.
     """
 
@@ -52,14 +52,14 @@ class BatchSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """An experiment on its devices. Building one allocates nothing on them.
+    """An experiment built for its devices. Building a job allocates no device memory.
 
     Attributes:
       partitioner: the partitioner, set up on the job's mesh.
       process_inputs_shape_dtype: ShapeDtypeStructs of one process's training batch.
       batch: the batch settings of an elastic run whose devices have changed, else None.
-      stage: the stage of `task.train.batch_ramp` and `sequence_ramp`: the last one, until training asks for another with
-        `at_step`. None without a ramp.
+      stage: the stage of `task.train.batch_ramp` and `sequence_ramp`: the last stage, unless `at_step` has chosen another one.
+        None without a ramp.
     """
 
     config: RunConfig
@@ -130,7 +130,7 @@ class Job:
         return ramps.stages_of(self.task.train)
 
     def at_step(self, step: int) -> Job:
-        """Returns the job in the stage of the training step that follows `step`; without a ramp, the job itself."""
+        """Returns the job in the ramp stage to which the training step after `step` belongs; without a ramp, the job itself."""
         if self.stage is None:
             return self
         stage = ramps.stage_at(self.stages, step)
@@ -149,7 +149,7 @@ class Job:
 
     @property
     def abstract_prng_key(self) -> jax.ShapeDtypeStruct:
-        """The ShapeDtypeStruct of `prng_key`, for compilation: the mesh's devices may not be attached."""
+        """The ShapeDtypeStruct of `prng_key`, for compiling a step for devices that may not be attached."""
         key: jax.ShapeDtypeStruct = jax.eval_shape(lambda: self.prng_key)
         return key
 
@@ -175,7 +175,7 @@ class Job:
         """Builds this process's share of the training input, with the batch size of `stage`, scaled by `batch.batch_scale`.
 
         Raises:
-          UserError: see `build_input`; the batch size can't be scaled.
+          UserError: as for `build_input`; also if the batch size can't be scaled.
         """
         input_p = self.config.experiment.config.train_datasets[0].clone()
         if self.stage is not None:
@@ -194,7 +194,7 @@ class Job:
         return built
 
     def cut(self, batch: PyTree) -> PyTree:
-        """Returns a training batch of one process with its rows cut to the length of `stage`."""
+        """Returns one process's training batch, with its rows cut into shorter ones if `stage` has a length."""
         return batches.cut_rows(batch, self.stage.length) if self.stage and self.stage.length else batch
 
     def build_input(self, input_p: Any) -> Any:
@@ -217,7 +217,7 @@ class Job:
         return built
 
     def keep_input(self, input_p: Any, built: Any) -> None:
-        """Keeps a built input, which is at its beginning, for the next `build_input` of the same config."""
+        """Keeps a built input, positioned at its beginning, for the next `build_input` of the same config."""
         self._kept[id(input_p)] = built
 
     def settings_lines(self) -> list[str]:
@@ -258,7 +258,7 @@ def make_partitioner(experiment: BaseExperiment) -> Partitioner:
 
 @contextlib.contextmanager
 def _errors_of_building(config: RunConfig) -> Iterator[None]:
-    """Turns errors of praxis and this project about settings into a UserError with the experiment and the user's code line."""
+    """Context manager that turns errors about settings into UserErrors that name the experiment and the user's line of code."""
     try:
         yield
     except MissingCompilerError:
@@ -275,7 +275,7 @@ def _errors_of_building(config: RunConfig) -> Iterator[None]:
 def _use_mesh(
     config: RunConfig, task: SingleTask, partitioner: Partitioner, devices: Sequence[jax.Device] | None
 ) -> None:
-    """Chooses the mesh of the partitioner, and logs the choice with its reason."""
+    """Chooses the mesh, gives it to the partitioner, and logs the choice with its reason."""
     if not (config.mesh or devices is not None) and partitioner.has_own_mesh:
         return  # `partitioner()` chose the mesh; `setup` builds it
     experiment = config.experiment
@@ -315,7 +315,7 @@ def _check_vocabulary(built: Any, task: SingleTask) -> None:
     vocab_size = vocabulary_size(task)
     if vocab_size is None:
         return
-    # A tokenizer may have further tokens that only some texts give; those are refused where they come up.
+    # A tokenizer may have further tokens that occur in few texts; a text with such a token is refused when it is read.
     tokens = getattr(built, "encoded_vocab_size", getattr(built, "vocab_size", None))
     if isinstance(tokens, int) and tokens > vocab_size:
         raise UserError(

@@ -1,7 +1,7 @@
 """The current status of a run, for displays that poll it.
 
-The run computes nothing for a display: it stores values that it has anyway. A display such as `cli/live_line.py` reads them in
-another thread.
+The run computes nothing for a display: it stores values that it has anyway. A display, e.g. `cli/live_line.py`, reads these
+values in another thread.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ if TYPE_CHECKING:  # takes a tenth of a second, and only terminals need it
 
 # `logging.info(..., extra=SHOWN_LIVE)`: the display formats this line itself; files and other terminals get it as is.
 SHOWN_LIVE: Final = {"spmd_trainer_shown_live": True}
-# For a signal handler's message while a display is on: it must take no lock, so it can't print above.
+# Erases the live line, before a signal handler's message. The handler must not take a lock, so it can't use `Display.print`.
 ERASE_ROW: Final = "\r\x1b[J"
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory of a process's fullest device, in bytes.
+    """Memory use, in bytes, of the device whose memory is fullest among a process's devices.
 
     Attributes:
-      limit: capacity; None if the backend doesn't report it.
+      limit: capacity of the device's memory; None if the backend doesn't report it.
     """
 
     in_use: int
@@ -39,13 +39,13 @@ class TrainingStatus:
     Attributes:
       step: the last step whose scalars have arrived.
       num_steps: training is complete at this step.
-      loss: that step's loss; None before the first step.
+      loss: the loss of `step`; None before the first step.
       seconds_per_step: mean over the last steps; None until measured.
-      items_per_step: tokens (or examples) in a global batch.
-      unit: name of an item.
-      utilization: model FLOPs utilization, from 0 to 1, by the names of `watch.progress.flops_per_item`; {} if unknown.
-      memory: of this process's fullest device; None if the backend doesn't report it.
-      due: step of the next 'save', 'eval' and 'decode'; omits disabled ones.
+      items_per_step: number of tokens (or examples) in a global batch.
+      unit: what the items are, 'tokens' or 'examples'.
+      utilization: {name of a FLOPs count of `watch.progress.flops_per_item`: model FLOPs utilization, from 0 to 1}.
+      memory: memory use of this process's fullest device; None if the backend doesn't report it.
+      due: {'save', 'eval' or 'decode': the next step at which it is due}, without those that are disabled.
       steps_left: the remaining work, as a number of steps with the current batch size; None: num_steps - step.
       activity: current activity other than training, e.g. 'saving step 12'; empty during training.
     """
@@ -91,7 +91,7 @@ class LiveStatus:
     Attributes:
       training: function that returns the status of the training run; None without a training run. Any thread may call it.
       display: the active display, or None.
-      running: one function per active phase, the oldest first. It returns the phase's status, or None during a nested phase.
+      running: one function per active phase, the oldest first. It returns the phase's status; None while a nested phase runs.
     """
 
     def __init__(self) -> None:

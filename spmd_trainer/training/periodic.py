@@ -1,4 +1,4 @@
-"""Evaluates and decodes between training steps: at their intervals, and when training is complete."""
+"""Evaluates and decodes between training steps: at the task's intervals, and when training is complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spmd_trainer.training.signals import Interrupted, SaveRequest
 
 
 class Due(NamedTuple):
-    """The work that is due after a step."""
+    """Which periodic work is due after a training step."""
 
     save: bool
     evaluate: bool
@@ -30,13 +30,13 @@ class Due(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The intervals of a run as plain numbers: the loop asks after every step, and reading a config's fields is slow.
+    """A run's save, evaluation and decode intervals as plain numbers, because reading a config at every step is slow.
 
     Attributes:
       save_interval: steps between two saves; 0 for none.
       eval_interval: steps between two evaluations; 0 for none.
-      evaluates_at_end: whether training ends with an evaluation: there is an interval, and a dataset or the training batch to
-        evaluate.
+      evaluates_at_end: whether training ends with an evaluation. It does if evaluations have an interval, and there is a dataset
+        or a training batch to evaluate.
       decode_interval: steps between two decodes; 0 for none.
       decode_start: no decode before this step.
     """
@@ -70,17 +70,17 @@ class Schedule:
     def saves_at_start(self, checkpoints: Checkpointer, step: int) -> bool:
         """Returns True if the run should save its initial state at step 0, as Pax does. Called by every process.
 
-        A run that is killed in its first save interval then has a checkpoint to evaluate and to continue from.
+        With this save, a run that is killed in its first save interval has a checkpoint to evaluate and to continue from.
         """
         return self.saves and step == 0 and checkpoints.should_save(step)
 
     def due(self, checkpoints: Checkpointer, step: int, *, asked: bool, leaves: bool) -> Due:
-        """Returns the work that is due after `step`. After the last step, only a save is due; `due_at_end` returns the rest.
+        """Returns the work that is due after `step`. After the last training step, this is only a save; see `due_at_end`.
 
         Args:
-          checkpoints: its `should_save` decides which steps are saved.
+          checkpoints: the run's checkpoints, whose `should_save` decides which steps are saved.
           asked: whether a signal asked for a checkpoint.
-          leaves: whether the run ends here. Then nothing is due, because it saves after its loop.
+          leaves: whether the run stops early after this step. Then nothing is due, because the run saves after its loop.
         """
         if leaves:
             return Due(save=False, evaluate=False, decode=False)
@@ -93,7 +93,7 @@ class Schedule:
         )
 
     def upcoming(self, step: int) -> dict[str, int]:
-        """Returns {'save', 'eval' or 'decode': its next step after `step`}, without those that have no interval."""
+        """Returns {'save', 'eval' or 'decode': the next step after `step` at which it is due}, without disabled ones."""
         found = {}
         for what, interval, first in (
             ("save", self.save_interval, 0),
@@ -105,7 +105,7 @@ class Schedule:
         return found
 
     def due_at_end(self, step: int, *, evaluated: int | None, decoded: int | None) -> Due:
-        """Returns the work that is left when training is complete at `step`, whether or not an interval ends there.
+        """Returns the evaluation and decode that are left when training is complete at `step`, whatever their intervals.
 
         Args:
           evaluated: the step of the last evaluation, or None.
@@ -124,7 +124,7 @@ class PeriodicWork:
     Attributes:
       results: the metrics of the last evaluation, as 'DATASET/metric'.
       evaluated: the step of the last evaluation of this run; None before the first.
-      interrupted: the final work that a signal interrupted, 'evaluation' or 'decode'; empty without one.
+      interrupted: which part of the final work a signal interrupted, 'evaluation' or 'decode'; '' if none.
     """
 
     def __init__(self, job: Job, run: Run, callbacks: CallbackList):
@@ -137,23 +137,23 @@ class PeriodicWork:
         self.use(job)
 
     def use(self, job: Job) -> None:
-        """Continues with a job on another mesh. The evaluation and decode steps are compiled again."""
+        """Switches to a job on another mesh. The evaluation and decode steps are compiled again."""
         self._job = job
         self._evaluations = evaluate.Evaluations(job, self._run.summaries)
         self._decodes = decode.Decodes(job, self._run.summaries)
 
     def use_batch(self, job: Job) -> None:
-        """Continues with training batches of another shape."""
+        """Switches to the training batches of `job`, which have another shape."""
         self._job = job
         self._evaluations.use_batch(job)
 
     def do(
         self, due: Due, batches: Prefetcher, batch: PyTree | None, between_batches: Callable[[], None] = no_op
     ) -> None:
-        """Evaluates and decodes `run.state` if this is due.
+        """Evaluates and decodes the run's state, as far as `due` says.
 
         Args:
-          batch: the batch of the last training step; None if it isn't on the devices.
+          batch: the batch of the last training step; None if the batch isn't on the devices.
           between_batches: called before each batch of a dataset.
         """
         run, task = self._run, self._job.task
@@ -179,9 +179,9 @@ class PeriodicWork:
                     self._callbacks.call("after_decode", run, run.step, dataset, samples)
 
     def complete(self, schedule: Schedule, request: SaveRequest, batches: Prefetcher, batch: PyTree | None) -> None:
-        """Evaluates and decodes the last step if this isn't done yet, while its checkpoint is written.
+        """Evaluates and decodes after the last step unless this is done already, while the last checkpoint is written.
 
-        A signal interrupts the work between two batches; the next start of the run does the rest.
+        A signal interrupts this work between two batches. The next start of the run does the rest.
         """
         step = self._run.step
         due = schedule.due_at_end(step, evaluated=self.evaluated, decoded=self._decoded)

@@ -14,7 +14,7 @@ from absl import logging
 from spmd_trainer.sharding.messages import format_duration
 from spmd_trainer.training.live_status import SHOWN_LIVE, PhaseStatus, live
 
-# Seconds into a phase at which a progress line is logged; after the last of them, one line a minute.
+# Seconds after the start of a phase at which progress lines are logged. Later, one line a minute is logged.
 _MOMENTS = (10.0, 20.0, 40.0)
 _current: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("phase", default=None)
 
@@ -33,8 +33,8 @@ class Phase:
         evaluating heldout: 10 s so far, 12 of 32 batches, about 17 s left
         evaluating heldout took 27 s
 
-    While a nested phase of the same thread runs, the outer phase logs no progress. If the block raises, no last line is logged,
-    because the error says more.
+    While a nested phase of the same thread runs, the outer phase logs no progress. If the block raises an error, no last line is
+    logged.
 
     Attributes:
       done: replaces '... took' in the last line, e.g. 'restored step 4'; set it inside the block.
@@ -54,11 +54,11 @@ class Phase:
 
         Args:
           what: names the work in the log, e.g. 'compiling the train step'.
-          detail: more about the work, shown only in the first line.
+          detail: more about the work; shown only in the first line.
           announce_after: seconds before the first line is logged; a phase that ends earlier logs nothing (unless it sets
             `done`). 0 logs the first line at once.
           total: number of batches, or None if it is unknown.
-          report: called with each line; None for the log.
+          report: called with each line; None logs the lines.
           clock: returns the time in seconds.
         """
         self.done = ""
@@ -146,7 +146,7 @@ class Phase:
 
 
 def _moments(announce_after: float) -> Iterator[float]:
-    """Yields the seconds at which a phase logs a line; the first line is included unless it is logged at once."""
+    """Yields when a phase logs lines, in seconds after its start. Includes the first line unless it is logged at once."""
     if announce_after:
         yield announce_after
     for seconds in itertools.chain(_MOMENTS, itertools.count(60.0, 60.0)):

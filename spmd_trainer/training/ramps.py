@@ -1,8 +1,8 @@
 """Batch-size and sequence-length ramps: training in stages. All steps of a stage have the same batch shape.
 
-`task.train.batch_ramp` sets the rows of the global batch from a given step on, `task.train.sequence_ramp` the tokens of a row.
-Step n takes the rows of the input that follow those of all earlier steps, so they depend on n alone. A run that was killed
-therefore continues with the same batches as an uninterrupted run.
+`task.train.batch_ramp` sets the rows of the global batch from given steps on, `task.train.sequence_ramp` the tokens per row.
+Step n takes the input's rows that follow the rows of all earlier steps, so the rows depend on n alone. Therefore a run that was
+killed continues with the same batches as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _CAN = "ArrayInput, CorpusInput, GrainInput, ImageInput, SyntheticInput, TextInp
 
 
 class Stage(NamedTuple):
-    """A part of training in which all steps have one shape.
+    """A stage of a batch-size or sequence-length ramp: a part of training in which all steps have the same batch shape.
 
     Attributes:
       first: the number of steps taken before the stage begins.
-      rows: rows of the global batch as the input gives it; None: the batch size of the training dataset's config.
-      length: tokens per row in the step. The input's rows are cut into pieces of this length. None: rows are not cut.
+      rows: rows of the global batch before they are cut to `length`; None: the batch size of the training dataset's config.
+      length: tokens per row in a training step. The input's rows are cut into rows of this length. None: rows are not cut.
     """
 
     first: int
@@ -44,7 +44,7 @@ class Stage(NamedTuple):
 
 
 def stages_of(train_p: Any) -> tuple[Stage, ...]:
-    """Returns the stages of `task.train`, in order; empty without a ramp.
+    """Returns the stages of the ramps in `task.train`, in order; empty without a ramp.
 
     Raises:
       UserError: a ramp is not {0: value, step: value, ...}.
@@ -79,7 +79,7 @@ def shapes_in(stage: Stage, declared: PyTree, num_processes: int) -> PyTree:
 
     Raises:
       UserError: the number of processes doesn't divide the rows; the stage's length doesn't divide the declared length; or the
-        batch to cut is not a language model's.
+        rows would be cut, and the batch is not a language model's.
     """
     if stage.rows and stage.rows % num_processes:
         raise UserError(f"task.train.batch_ramp: {num_processes} processes don't divide {stage.rows} rows")
@@ -108,7 +108,7 @@ def with_rows(input_p: Any, stage: Stage, num_processes: int) -> Any:
     """Sets the batch size of a stage in the config of the training input, and returns the config.
 
     Raises:
-      UserError: the input's position does not count rows, so rows would be seen twice or left out between two stages.
+      UserError: the input can't continue at the same row with another batch size, because its position does not count rows.
     """
     kind = fdl.get_callable(input_p)
     if not (isinstance(kind, type) and issubclass(kind, IndexedInput)):
@@ -125,7 +125,7 @@ def check_input(built: IndexedInput, stages: Sequence[Stage]) -> None:
     """Checks that a built training input supports the batch sizes and lengths of the stages.
 
     Raises:
-      UserError: the input's order depends on the batch size; or its rows hold conversations, which can't be cut.
+      UserError: the order of the input's rows depends on the batch size; or its rows hold conversations, which can't be cut.
     """
     if len({stage.rows for stage in stages}) > 1 and not built.takes_any_batch_size:
         raise UserError(
@@ -146,7 +146,7 @@ def check(task: SingleTask, partitioner: Partitioner, stages: Sequence[Stage], s
       shapes: ShapeDtypeStructs of the global batch without ramps.
 
     Raises:
-      UserError: the run is elastic, or a schedule by tokens assumes other tokens per step than the stages have.
+      UserError: the run is elastic, or a schedule by tokens assumes another number of tokens per step than the stages have.
     """
     if partitioner.elastic:
         raise UserError("task.train.batch_ramp and sequence_ramp need elastic=False")

@@ -1,11 +1,11 @@
 """Stores the reference model's log-probabilities of answers in a run's directory, and gives them to inputs of preference pairs.
 
-`reference_logps` computes them when a run begins. `attach` gives them to each input that is built later, in this start of the run
-or another.
+`reference_logps` computes them when a run begins. `attach` gives them to each input that is built later, in the same start of the
+run or a later one.
 
-In the job_log_dir, `reference_logps/NAME_CHECKSUM/part_N.json` holds the values of the pairs from N on, NaN for pairs that the
+In the job_log_dir, `reference_logps/NAME_CHECKSUM/part_N.json` has the values of the pairs from pair N on, NaN for pairs that the
 input leaves out. CHECKSUM covers the pairs' files and the settings that turn them into tokens, so different pairs have different
-directories. Each part names the model that computed it. A run that was killed continues after the last whole part.
+directories. Each part names the model that computed it. A run that was killed continues after the last complete part.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _PART = re.compile(r"part_(\d+)\.json")
 
 
 def attach(data: Any, job_log_dir: epath.Path) -> None:
-    """Gives an input its reference log-probabilities, if it needs them and their files are complete.
+    """Gives an input its reference log-probabilities, if the input needs them and their files are complete.
 
-    Called by every process. An input without its log-probabilities refuses to return batches.
+    Called by every process. An input that lacks the log-probabilities it needs refuses to return batches.
 
     Raises:
       UserError: the processes read different values.
@@ -61,11 +61,11 @@ class ReferenceFiles:
     """The files with the reference log-probabilities of a dataset of preference pairs.
 
     Attributes:
-      directory: the directory of the files.
+      directory: the directory with the files, which may not exist yet.
     """
 
     def __init__(self, job_log_dir: epath.Path, data: PreferenceInput, model: str | None = None):
-        """Derives the directory from the checksum of the pairs, whose files process 0 reads. Called by every process.
+        """Derives the directory from the checksum of the pairs; process 0 reads the pairs' files. Called by every process.
 
         Args:
           model: identifies the reference model; None accepts the values of any model.
@@ -75,12 +75,12 @@ class ReferenceFiles:
         self._num_pairs, self._model = data.num_pairs, model
 
     def values(self) -> np.ndarray | None:
-        """Returns the log-probabilities, float32 [num_pairs, 2 answers]; None if some are missing."""
+        """Returns the log-probabilities, float32 [pairs, 2] (chosen, rejected); None if some are missing."""
         found = self._done()
         return found if len(found) == self._num_pairs else None
 
     def num_done(self) -> tuple[int, int]:
-        """Returns how many pairs from the first on have values, and how many of these the input does not leave out."""
+        """Returns how many pairs, from the first on, have stored values, and how many of these the input doesn't leave out."""
         found = self._done()
         return len(found), int(np.count_nonzero(~np.isnan(found[:, 0])))
 
@@ -95,14 +95,14 @@ class ReferenceFiles:
         return len(outdated)
 
     def write(self, logps: np.ndarray, *, end: int) -> None:
-        """Writes the log-probabilities of the n pairs before `end`, float32 [n, 2 answers]. Only process 0 writes."""
+        """Writes log-probabilities, float32 [n, 2], of the n pairs whose indices precede `end`. Only process 0 writes."""
         if jax.process_index() or not len(logps):
             return
         record = {"model": self._model, "logps": logps.astype(np.float64).tolist()}
         write_atomically(self.directory / f"part_{end - len(logps):09}.json", [json.dumps(record)])
 
     def _in_order(self) -> Iterator[np.ndarray]:
-        """Yields the log-probabilities of each file, float32 [n, 2 answers], up to the first gap between files."""
+        """Yields the log-probabilities in each file, float32 [pairs, 2], up to a missing pair or another model's file."""
         end = 0
         for first, path in self._paths():
             if first < end:  # left over from before a file was removed

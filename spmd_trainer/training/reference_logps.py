@@ -1,7 +1,7 @@
-"""Computes the reference model's log-probabilities of answers, once, when a run begins.
+"""Computes the reference model's log-probabilities of answers for preference training, once, when a run begins.
 
 The reference is the model that the run begins with, including any adapters. Before the first step, `compute` evaluates it on
-every pair of the datasets with `reference='file'`, and stores the values in the run's job_log_dir; see `reference_files`.
+every preference pair of the datasets with `reference='file'`, and stores the values in the job_log_dir; see `reference_files`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spmd_trainer.training.dataset_batches import FiniteDataset, no_op
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.reference_files import ReferenceFiles
 
-# Values are written when they are this old, or the dataset has ended.
+# Computed values are written to a file at intervals of this many seconds, and when the dataset has ended.
 _SECONDS_BETWEEN_PARTS = 20.0
 # The settings that log-probabilities depend on.
 _MODEL = ("task.lora", "task.model.lm_tpl", "task.model.fprop_dtype", "task.model.model_type")
@@ -45,10 +45,10 @@ def inputs_of(job: Job) -> list[Any]:
 
 
 def compute(job: Job, state: TrainState) -> None:
-    """Computes the reference log-probabilities that are missing. Called by every process, when a run begins.
+    """Computes the missing reference log-probabilities for preference training. Called by every process, when a run begins.
 
     Raises:
-      UserError: a dataset has `reference='file'`, and the model doesn't learn from pairs.
+      UserError: a dataset has `reference='file'`, but the model doesn't learn from preference pairs.
     """
     wanted = inputs_of(job)
     if not wanted:
@@ -66,13 +66,13 @@ def compute(job: Job, state: TrainState) -> None:
 
 
 class _Dataset(FiniteDataset):
-    """A dataset that gives each preference pair once, and the compiled step that evaluates the reference model on a batch."""
+    """A dataset that gives each preference pair once, with the compiled step that evaluates the reference model on a batch."""
 
     def __init__(self, job: Job, input_p: Any, model: str):
         # Values are kept in the order of the files.
         super().__init__(job, input_p.clone().set(is_training=False, shuffle=False), "eval", 0)
         self._num_pairs = self._input.num_pairs
-        # Evaluating the model also compares it with a reference, whatever it is.
+        # The evaluation step also compares the model with reference values, which don't matter here.
         self._input.use_reference(np.zeros((self._num_pairs, 2), np.float32))
         self._files = ReferenceFiles(job.config.job_log_dir, self._input, model)
         self._step = job.partitioner.partition(_logps_step, self.shapes, is_eval=True)
@@ -97,7 +97,7 @@ class _Dataset(FiniteDataset):
             if time.monotonic() - written > _SECONDS_BETWEEN_PARTS:
                 self._files.write(np.concatenate(ready), end=done)
                 ready, written = [], time.monotonic()
-        ready.append(np.full((self._num_pairs - done, 2), np.nan, np.float32))  # left out at the end
+        ready.append(np.full((self._num_pairs - done, 2), np.nan, np.float32))  # last pairs that the input leaves out
         self._files.write(np.concatenate(ready), end=self._num_pairs)
         multihost.barrier(f"the reference log-probabilities of {self.name} are written")
         logging.info("wrote the reference log-probabilities of %s to %s", count_text(self._num_pairs, "pair"), where)
@@ -109,7 +109,7 @@ def _logps_step(
     """Evaluates the model on a batch. Arguments as for `step_fns.eval_step`.
 
     Returns:
-      None, and (indices of the pairs, int32 [batch], -1 for padding rows; log-probabilities of their answers, float32
+      None, and the pair (pair indices, int32 [batch], -1 for padding rows; log-probabilities of the two answers, float32
       [batch, 2]).
     """
     _, output = step_fns.eval_step(layout, state, key, inputs, *rest)
@@ -118,14 +118,13 @@ def _logps_step(
 
 
 def _in_order(pairs: np.ndarray, logps: np.ndarray, *, first: int) -> np.ndarray:
-    """Returns the log-probabilities of the pairs from `first` to the last of a batch; NaN for pairs that the input leaves out.
+    """Returns the log-probabilities of the pairs from `first` to a batch's last pair; NaN for pairs that the input leaves out.
 
-    With several processes, the rows of a batch are in the order of the mesh's devices, and the rows of a process need not be
-    adjacent.
+    With several processes, the rows of a batch are in the order of the mesh's devices, so a process's rows need not be adjacent.
 
     Args:
       pairs: indices of the pairs, int32 [batch], -1 for padding rows.
-      logps: log-probabilities of the pairs' answers, float32 [batch, 2].
+      logps: log-probabilities of the pairs' two answers, float32 [batch, 2].
       first: index of the first pair to return.
     """
     wanted = pairs >= first

@@ -1,4 +1,4 @@
-"""Parts of a job's sharding report besides its variables: the kernels of attention layers, and the sharding of batches."""
+"""Makes the parts of a job's sharding report that aren't about variables: attention kernels, and the sharding of batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 def traced(trace: Callable[[], _T]) -> tuple[_T, list[str]]:
-    """Calls `trace`; returns its result, and one line for each kernel that was chosen while it traced a program."""
+    """Calls `trace`, which traces a program. Returns its result, and one line for each attention kernel chosen meanwhile."""
     kernels = rooms.find("kernels.kernels")
     if kernels is None:
         return trace(), []
@@ -34,16 +34,16 @@ def traced(trace: Callable[[], _T]) -> tuple[_T, list[str]]:
 
 
 def log_choices(lines: Iterable[str]) -> None:
-    """Logs the lines of `traced`. A kernel that was chosen instead of the device's preferred one is logged as a warning."""
+    """Logs lines that `traced` returned. A kernel chosen instead of the device's preferred one is logged as a warning."""
     for line in lines:
         logging.log(logging.WARNING if "(not " in line else logging.INFO, "%s", line)
 
 
 def of_forward_pass(job: Job) -> list[str]:
-    """Returns one line for each choice of a kernel, with the reasons, such as 'attention kernel: chunked; not cudnn: ...'.
+    """Returns one line per chosen attention kernel, with the reasons, such as 'attention kernel: chunked; not cudnn: ...'.
 
-    Traces the forward pass of the train step on the job's mesh. With a partitioner that brings its own forward pass
-    (`ShardMapPartitioner`), traces the evaluation step. A model without attention layers gives no lines.
+    Traces the train step's forward pass on the job's mesh; or the evaluation step, for a partitioner that has its own forward
+    pass (`ShardMapPartitioner`). A model without attention layers gives no lines.
 
     Raises:
       UserError: a layer asks for a kernel that can't be used.
@@ -65,7 +65,7 @@ def of_forward_pass(job: Job) -> list[str]:
 def of_inputs(job: Job) -> list[InputLayout]:
     """Returns the batch layouts of the training, evaluation and decode inputs, in this order.
 
-    If the shapes of an input are unknown, e.g. because its files are not on this machine, its layout has the reason instead.
+    If an input's shapes are unknown, e.g. because its files are not on this machine, its layout has the reason instead of shapes.
     """
     config = job.config.experiment.config
     uses = {"train": config.train_datasets, "eval": config.eval_datasets, "decode": config.decode_datasets}

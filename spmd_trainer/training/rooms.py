@@ -1,6 +1,6 @@
-"""Finds the installed rooms. A room is a subpackage of `spmd_trainer`; many are optional, such as `watch/` and `hf/`.
+"""Finds the installed rooms. A room is a subpackage of `spmd_trainer`. Many are optional, such as `watch/` and `hf/`.
 
-A run uses the rooms that are installed, and trains without the others.
+A training run uses the rooms that are installed, and works without the others.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from types import ModuleType
 from spmd_trainer.errors import UserError
 from spmd_trainer.settings import Settings, settings_of
 
-# Rooms that a room can't be imported without.
+# {room: the rooms without which it can't be imported}
 _NEEDED_BY = {"hf": ("decoder",)}
 
 
 def missing(module: str, what: str = "this") -> str:
-    """Returns an error message if the room of a module, e.g. 'watch.run', or a room that it needs is not installed; else ''.
+    """Returns an error message if a module's room (subpackage), or a room that it needs, isn't installed; otherwise ''.
 
     Args:
-      what: the subject of the message, e.g. the flag that needs the room.
+      module: the module's name below `spmd_trainer`, e.g. 'watch.run', which is in the room `watch`.
+      what: the subject of the message, e.g. the flag that needs the module.
     """
     room, *_ = module.split(".")
     for needed in (room, *_NEEDED_BY.get(room, ())):
@@ -30,28 +31,28 @@ def missing(module: str, what: str = "this") -> str:
 
 
 def find(module: str) -> ModuleType | None:
-    """Imports and returns a module of a room. Returns None if the room is not installed."""
+    """Imports and returns `spmd_trainer.MODULE`. Returns None if its room (subpackage) is not installed."""
     return None if missing(module) else importlib.import_module(f"spmd_trainer.{module}")
 
 
 def check(module: str, what: str = "this") -> None:
-    """Raises UserError if the room of a module is not installed; the message says that `what` needs it."""
+    """Raises UserError if a module's room (subpackage) is not installed. The message says that `what` needs the room."""
     if text := missing(module, what):
         raise UserError(text)
 
 
 def check_settings(config: Settings) -> None:
-    """Raises UserError if a setting was given whose room is not installed."""
+    """Raises UserError if a setting was given that needs a room (optional subpackage) which is not installed."""
     for name, about in settings_of(type(config)).items():
         if about.room and getattr(config, name) != about.default:
             check(about.room, f"--{about.flag}")
 
 
 def need(module: str, what: str = "this") -> ModuleType:
-    """Imports and returns a module of a room. `what` is the subject of the error message, see `missing`.
+    """Imports and returns `spmd_trainer.MODULE`. `what` is the subject of the error message, e.g. a flag.
 
     Raises:
-      UserError: the room is not installed.
+      UserError: the module's room (subpackage) is not installed.
     """
     check(module, what)
     return importlib.import_module(f"spmd_trainer.{module}")

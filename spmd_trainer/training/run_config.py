@@ -14,7 +14,7 @@ from spmd_trainer.inputs.text_settings import TokeniseConfig, TokenizerConfig
 from spmd_trainer.settings import Settings, names, seconds, setting, size, texts
 from spmd_trainer.training import rooms
 
-# The readers of fields import what needs JAX, so that the flags can be parsed before it is imported.
+# The functions that read settings are imported when they are called, so that flags can be parsed before JAX is imported.
 if TYPE_CHECKING:
     from etils import epath
 
@@ -44,11 +44,11 @@ _xla_options, _averages = _reader("training.xla_flags", "read"), _reader("traini
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(Settings):
-    """The command line, resolved. `--mode=eval`, `decode`, `decode_once`, `infer` and `data` have no settings besides these.
+    """The resolved settings of a run. `--mode=eval`, `decode`, `decode_once`, `infer` and `data` have no further settings.
 
     Attributes:
       mode: one of `cli.modes.MODES`.
-      writes_reports: whether `inspect` and plans write files into `job_log_dir`, besides printing.
+      writes_reports: whether `inspect` and plans also write their reports to files in `job_log_dir`.
     """
 
     experiment: ResolvedExperiment
@@ -135,8 +135,8 @@ class TrainConfig(StepConfig):
     """Settings of `--mode=train`.
 
     Attributes:
-      callbacks: the caller's own, called after those of `task.train.callbacks`.
-      step_inputs: numbers of the learner that are inputs of the compiled step, by path; see `training.step_inputs`.
+      callbacks: the caller's own callbacks, called after those of `task.train.callbacks`.
+      step_inputs: {path: number} of the learner's numbers that are inputs of the compiled step; see `training.step_inputs`.
     """
 
     mode: str = "train"
@@ -210,7 +210,7 @@ class TrainConfig(StepConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ChipsConfig(StepConfig):
-    """Settings of the modes that can plan for chips that are not here."""
+    """Settings of the modes that can plan for chips that this machine lacks."""
 
     topology: str | None = _planning(
         None,
@@ -285,10 +285,10 @@ class CoordCheckConfig(RunConfig):
 
     @property
     def multiples(self) -> list[int]:
-        """The widths as numbers, ascending.
+        """The widths as numbers, in ascending order.
 
         Raises:
-          UserError: they are not two or more different numbers.
+          UserError: the widths are not two or more different whole numbers.
         """
         found = sorted({int(width) for width in self.widths if width.isdecimal() and int(width)})
         if len(found) < 2 or len(found) < len(self.widths):
@@ -311,7 +311,7 @@ class ReplayConfig(StepConfig):
     )
 
 
-# The classes of modes that have settings of their own; the others' are in `mode_configs`, or `RunConfig`.
+# Settings classes by mode. Those of further modes are in `mode_configs`; modes without their own class use `RunConfig`.
 _CONFIGS: dict[str, type[Settings]] = {
     "train": TrainConfig,
     "inspect": InspectConfig,
@@ -357,14 +357,14 @@ def make_run_config(
       job_log_dir: the directory for all outputs of this run.
       mode: a mode that runs an experiment.
       overrides: overrides of the experiment, each as 'path=value'.
-      join: joins the job's processes and returns how many there are.
-      **settings: further fields of the mode's class.
+      join: connects the job's processes and returns their number.
+      **settings: further fields of the mode's settings class.
 
     Raises:
       UserError: a value is invalid, or needs a room (subpackage) that is not installed; see also `experiment_config.resolve`.
     """
     overrides = texts("overrides", overrides)
-    # Without an experiment first: resolving it is what takes long.
+    # The settings are checked first, without an experiment, because resolving the experiment takes long.
     asked = cast(type[RunConfig], config_class(mode))(
         cast(Any, None), read_directory("--job_log_dir", job_log_dir), mode, **settings
     )

@@ -1,4 +1,4 @@
-"""Reads and writes the record of a run in its directory: its experiment, its last training settings, how training ended."""
+"""Reads and writes a run's record in its directory: the experiment, the last training settings, and how training ended."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from spmd_trainer.storage.run_files import (
     read_record,
 )
 
-# What the modes that only look may have written here before the run began: inspect, plan, data, coord_check.
+# Files that modes which don't train (inspect, plan, data, coord_check) may have written before the run began.
 _OF_LOOKING = re.compile(r"sharding_report\.\w+|plan(_\w+)?\.(json|html)|(data|coord_check)\.html")
-# Holds the lock of the training process.
+# The file that holds the training process's lock.
 LOCK = "lock"
-# What the record says of how a run was asked for: it is the newest start's that has begun to train.
+# Entries of the record that say how the run was started. They come from the newest start that has begun to train.
 _OF_BEGUN = ("overrides", "settings", "working_directory")
-# Changed settings that the log lists.
+# Maximum number of changed settings that are logged.
 _MAX_TOLD = 10
 
 
@@ -61,7 +61,7 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
         )
     if owner is not None or not names:
         return
-    if (pax_run := pax.find(directory)) is not None:  # nothing is ever written into one
+    if (pax_run := pax.find(directory)) is not None:  # nothing is ever written to a Pax run
         step = "" if pax_run.step is None else f" --restore_checkpoint_step={pax_run.step}"
         raise UserError(
             f"--job_log_dir={directory} holds checkpoints of a Pax run, which this trainer only reads; give a new --job_log_dir, "
@@ -69,7 +69,7 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
         )
     if {RUN, OLD_MARKER} & names:
         may_be_ours = not record or "status" in record  # a record that can't be read counts as ours
-    else:  # what a killed start or a look leaves
+    else:  # files that a killed start or a mode that doesn't train leaves
         may_be_ours = all(
             name in (LOGS, LOCK) or name.endswith(UNFINISHED_SUFFIX) or _OF_LOOKING.fullmatch(name) for name in names
         )
@@ -80,11 +80,11 @@ def check_directory(directory: epath.Path, experiment: str, *, trains: bool) -> 
 
 
 def record_of(directory: epath.Path) -> dict[str, Any]:
-    """Returns the record of the run in a directory; {} if there is none or, with a warning, if it can't be read."""
+    """Returns the record of the run in a directory; {} if there is no record or, with a warning, if it can't be read."""
     try:
         return read_record(directory)
     except ValueError as error:
-        # The disk was full, or someone has edited the file. Whatever is beside it is whole.
+        # The disk was full, or someone has edited the file. The other files in the directory are complete.
         logging.warning(
             "%s: %s; so it is not known whose run this is, and it is taken as if it had neither ended nor failed. Training "
             "writes the file again",
@@ -108,11 +108,11 @@ def describe(directory: epath.Path, about: Mapping[str, object], settings: Seque
 
     Args:
       directory: the `job_log_dir`.
-      about: facts by name, JSON; 'experiment' is the experiment's full name.
+      about: {name: JSON value}, facts about this start. 'experiment' is the experiment's full name.
       settings: lines 'path: value'; see `write_config`.
     """
     for process, name in failures_among(names_in(directory)).items():
-        # Nobody clears what another process of this start may have just written; fewer may have started than before.
+        # A process may just have written its own file, which no other process may delete. This start may have fewer processes.
         if process % jax.process_count() == jax.process_index():
             (directory / name).unlink(missing_ok=True)
     if jax.process_index():
@@ -126,7 +126,7 @@ def describe(directory: epath.Path, about: Mapping[str, object], settings: Seque
 
 
 def write_report(report: sharding.ShardingReport, directory: epath.Path) -> list[epath.Path]:
-    """Writes a report as text, JSON and HTML; returns the files."""
+    """Writes a sharding report as text, JSON and HTML; returns the paths of the files."""
     forms = {"txt": report.text, "json": report.json, "html": report.html}
     paths = {suffix: directory / f"sharding_report.{suffix}" for suffix in forms}
     for suffix, path in paths.items():
@@ -143,7 +143,7 @@ def report_directory(job_log_dir: epath.Path) -> epath.Path:
 
 @contextlib.contextmanager
 def _logging_errors(directory: epath.Path) -> Iterator[None]:
-    """Logs errors of writing a run's status, so that they don't replace the run's own error or its successful end."""
+    """Context manager that logs errors of writing a run's status, so that they don't replace the run's own error or result."""
     try:
         yield
     except Exception:
@@ -153,13 +153,13 @@ def _logging_errors(directory: epath.Path) -> Iterator[None]:
 def mark_begin_of_training(
     directory: epath.Path, overrides: Sequence[str], settings: Mapping[str, object], *, trains: bool = True
 ) -> None:
-    """Records the overrides and flags of a start that begins to train, and clears the end of an earlier start. Process 0 only.
+    """Records a starting run's overrides and flags, and clears the recorded end of an earlier start. Process 0 only.
 
     Args:
       directory: the `job_log_dir`.
       overrides: overrides of the experiment, each as 'path=value'.
-      settings: the flags that are not the defaults, JSON by field; see `Settings.given`.
-      trains: False if the run had ended before: the recorded overrides and flags of the start that trained stay.
+      settings: {field: JSON value} of the flags that differ from their defaults; see `Settings.given`.
+      trains: False if training had ended before this start. Then overrides and flags that are already recorded stay.
     """
     if jax.process_index():
         return
@@ -174,8 +174,8 @@ def mark_begin_of_training(
 def mark_end_of_training(directory: epath.Path, step: int, *, complete: bool) -> None:
     """Records in a run's directory that training is complete, or was stopped by a signal. Process 0 only.
 
-    The failure of another process in this start, e.g. of a tracker at the end, stays. If a stop can't be recorded, the error is
-    only logged. If a complete end can't be recorded, the error is raised, because the next start would train on.
+    Failures that other processes have recorded in this start stay. If a stop can't be recorded, the error is only logged. If the
+    end of training can't be recorded, the error is raised, because the next start would continue training.
 
     Args:
       directory: the run's `job_log_dir`.
@@ -208,7 +208,7 @@ class Failure:
     """Why a training process failed.
 
     Attributes:
-      step: the number of training steps that it had taken.
+      step: the number of training steps that the process had taken.
       process: the index of the process.
       reason: the error's type and message.
     """
@@ -232,11 +232,11 @@ def mark_failure(directory: epath.Path, step: int, error: BaseException) -> None
 
 
 def failure(directory: epath.Path) -> Failure | None:
-    """Returns the failure of the run's training, or None if it has not failed, or was restarted since."""
+    """Returns the recorded failure of a run's training; None if training has not failed, or was restarted since."""
     failure = record_of(directory).get("failure")
     try:
         return None if failure is None else Failure(**failure)
-    except TypeError:  # another version's, or edited
+    except TypeError:  # another version wrote the record, or someone has edited it
         return None
 
 
@@ -244,13 +244,13 @@ def write_config(directory: epath.Path, lines: Sequence[str]) -> list[Change]:
     """Writes a starting run's settings, each as 'path: value', to `config.txt`, and logs the changes since the last run.
 
     If settings have changed, the earlier file is kept as `config.0001.txt`, `config.0002.txt`, ... Called by one process and only
-    for training: evaluation and decode jobs on the same directory may have other settings.
+    for training, because evaluation and decode jobs on the same directory may have other settings.
 
     Returns:
       The changed settings; empty for a new directory.
     """
     path = directory / CONFIG_FILE
-    # An array's text has several lines.
+    # The repr of an array may have several lines.
     now = [re.sub(r"\s*\n\s*", " ", line) for line in lines]
     last = _read(path)
     if last is None:
@@ -291,9 +291,9 @@ def _read(path: epath.Path) -> list[str] | None:
 
 
 def _keep(directory: epath.Path, lines: list[str]) -> epath.Path:
-    """Writes the earlier settings to the next free `config.N.txt`, unless the newest one already has them; returns its path.
+    """Writes earlier settings to the next free `config.N.txt`, unless the newest such file has them; returns the file's path.
 
-    The newest file has them if an earlier start was killed just after writing it.
+    The newest file already has them if an earlier start was killed just after writing it.
     """
     numbers = [int(match[1]) for entry in directory.iterdir() if (match := EARLIER_CONFIG.fullmatch(entry.name))]
     newest = max(numbers, default=0)

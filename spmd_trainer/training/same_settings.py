@@ -37,7 +37,7 @@ _OWN_VARIABLE = re.compile(
     r"|.*(RANK|RANKID|PROCESS_ID|NODEID|TASKNUM|INDEX|VISIBLE_DEVICES|IFNAME|NODE_NAME)$"
     r"|(PATH|HOME|USER|LOGNAME|TMPDIR|SHELL|LANG|TERM|COLUMNS|LINES)$|LC_|SPMD_TRAINER_"
 )
-# Names of further ones, separated by commas.
+# The environment variable with the names of further such variables, separated by commas.
 _OWN_VARIABLES = "SPMD_TRAINER_OWN_VARIABLES"
 
 
@@ -47,7 +47,7 @@ def check_same_settings(config: RunConfig) -> None:
     Called by every process once it has joined the job.
 
     Raises:
-      UserError: processes differ. The message names the process and the first difference.
+      UserError: a process differs from process 0. The message names the process and its first difference.
     """
     if joined()[0] == 1:
         return
@@ -60,13 +60,13 @@ def check_same_settings(config: RunConfig) -> None:
 
 
 def check_same_code() -> None:
-    """Makes sure that all processes have the same imported code, and the same environment variables that this code names.
+    """Makes sure that imported code, and the environment variables that the user's code names, are the same on all processes.
 
     Called by every process: at the start, and again after a step is traced, because the user's functions may import modules.
-    Modules that only one of two processes has imported are not compared. Touches no device.
+    Modules that a process has not imported are not compared. Touches no device.
 
     Raises:
-      UserError: a module differs, or an environment variable that the user's code names.
+      UserError: a module, or an environment variable that the user's code names, differs from process 0.
     """
     if joined()[0] == 1:
         return
@@ -81,7 +81,7 @@ def _refuse_if_any(difference: str | None) -> None:
     """Raises UserError on all processes if one of them differs from process 0.
 
     Args:
-      difference: the difference of this process, for the message; None if there is none.
+      difference: how this process differs from process 0, for the message; None if it doesn't.
     """
     for process, found in enumerate(gather("differences from process 0", difference)):
         if found is not None:
@@ -102,7 +102,7 @@ def _code() -> dict[str, str]:
         checksums[f"the code of {name}"] = checksum
         for variable in variables.difference(os.environ.get(_OWN_VARIABLES, "").split(",")):
             value = os.environ.get(variable, "not set")
-            # A path may be another one on each host; what lies there is compared elsewhere.
+            # Paths may differ between hosts; the files that they name are compared elsewhere.
             checksums[f"the environment variable {variable}"] = (
                 "a path" if os.sep in value else _checksum(value.encode())
             )
@@ -118,7 +118,7 @@ def _is_library(file: str) -> bool:
 
 @functools.cache
 def _of_file(file: str) -> tuple[str, frozenset[str]]:
-    """Returns the checksum of a file, and the environment variables that it may read: its string constants in capitals."""
+    """Returns a file's checksum, and the environment variables that its code may read: its string constants in capitals."""
     try:
         source = pathlib.Path(file).read_bytes()
         if pathlib.Path(file).is_relative_to(_TRAINER):
@@ -137,7 +137,7 @@ def _checksum(text: bytes) -> str:
 
 
 def _settings(config: RunConfig) -> Iterator[str]:
-    """Yields 'name: value' lines of everything that all processes must share."""
+    """Yields 'name: value' lines for everything that must be the same on all processes."""
     experiment = config.experiment
     yield f"--exp: {experiment.name}"
     yield f"--mode: {config.mode}"

@@ -1,4 +1,4 @@
-"""Opens the checkpoints of a training run with the task's settings, and saves them with a description of the run."""
+"""Opens a training run's checkpoints with the task's settings, and saves checkpoints with a description of the run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from spmd_trainer.errors import UserError
 
 
 class Checkpoints(Callback):
-    """Keeps the run's checkpoints open from its start to its end.
+    """Callback that keeps a run's checkpoints open from the start of the run to its end.
 
     Attributes:
-      checkpointer: the checkpoints in `job_log_dir/checkpoints`; from `on_open` on.
+      checkpointer: the checkpoints in `job_log_dir/checkpoints`. Set by `on_open`.
     """
 
     turn = Turn.WRITES
     checkpointer: Checkpointer
 
     def __init__(self, check_owner: Callable[[], None] = lambda: None):
-        """Stores `check_owner`, which is called before each save and raises if another process has taken the directory."""
+        """Stores `check_owner`, which is called before each save and raises if another process has taken over the directory."""
         self._check_owner = check_owner
 
     def on_open(self, run: Run) -> None:
@@ -38,7 +38,7 @@ class Checkpoints(Callback):
         save_state(self.checkpointer, run)
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Waits for the save in progress. If it fails, this is only logged, because `error` is the one to report."""
+        """Waits for the save in progress. If the save fails, its error is only logged, because `error` is the one to report."""
         del run
         if hasattr(self, "checkpointer"):  # not if an earlier callback's `on_open` failed
             self.checkpointer.__exit__(type(error), error, error.__traceback__)

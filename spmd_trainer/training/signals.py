@@ -1,4 +1,4 @@
-"""Turns Ctrl-C, SIGTERM and SIGHUP into requests that the training loop handles after a step, the same step on all processes."""
+"""Turns Ctrl-C, SIGTERM and SIGHUP into requests, which the training loop handles after the same step on all processes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from spmd_trainer.training.live_status import ERASE_ROW, live
 
 
 class Interrupted(Exception):
-    """A signal interrupted work such as the final evaluation. The run repeats this work when it is started again."""
+    """A signal interrupted work such as the final evaluation. The next start of the run repeats this work."""
 
 
 class SaveRequest:
-    """A signal's request to the loop: save a checkpoint and, usually, exit.
+    """A signal's request to the training loop: save a checkpoint and, usually, exit.
 
     Attributes:
       leaves: True if the run exits after the save: after Ctrl-C always, after SIGTERM and SIGHUP unless they only request a
         checkpoint.
       leaving: True once `take` has returned a request to exit.
-      answered: True if no further request can be made, because the processes agree only once.
-      training: True while steps are taken. After the last step everything is saved, and a signal ends the final evaluation.
+      answered: True if no further request can be made, because several processes can agree on a save only once.
+      training: True while training steps are taken. Later, everything is saved, and a signal only ends the final evaluation.
     """
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ class SaveRequest:
 
 
 class AgreedSaveRequest(SaveRequest):
-    """A SaveRequest of several processes: a signal to any of them makes `take` return True on all, after the same step.
+    """A SaveRequest of several processes: a signal to one of them makes `take` return True on all, after the same step.
 
-    JAX's preemption service receives the SIGTERM and picks the first step that no process has reached yet. It does this only
-    once in the life of a process, so a run that continues after its save does not react to another SIGTERM.
+    JAX's preemption service receives the SIGTERM and picks the first step that no process has reached yet. The service does this
+    only once in the life of a process, so a run that continues after its save does not react to another SIGTERM.
     """
 
     def __init__(self, *, leaves: bool) -> None:
@@ -74,13 +74,13 @@ class AgreedSaveRequest(SaveRequest):
         self._calls = 0
 
     def make(self, *, leaves: bool) -> None:
-        """Records a Ctrl-C or SIGHUP, and passes it on to JAX's service as a SIGTERM. An external SIGTERM reaches it directly."""
+        """Records a Ctrl-C or SIGHUP, and passes it on as a SIGTERM to JAX's preemption service, which handles SIGTERMs."""
         self.leaves |= leaves
         signal.raise_signal(signal.SIGTERM)
 
     def take(self) -> bool:
-        """Returns True if all processes have agreed to save after this step. Called by all, once per step or batch."""
-        # Counts this process's calls, from 1: the service starts at 1, and the step of a resumed run would be past that.
+        """Returns True if all processes have agreed to save after this step. All processes call it once per step or batch."""
+        # Passes the number of calls instead of the step: the service begins at 1, and a resumed run doesn't begin at step 1.
         self._calls += 1
         if not multihost_utils.reached_preemption_sync_point(self._calls):
             return False
@@ -99,7 +99,7 @@ class AgreedSaveRequest(SaveRequest):
 
 
 def _say(text: str) -> None:
-    """Writes a line to stderr from a signal handler. The logger can't be used: the signal may have interrupted its write."""
+    """Writes a line to stderr from a signal handler. The logger can't be used, because the signal may have interrupted it."""
     with contextlib.suppress(OSError):  # SIGHUP: the terminal is gone
         os.write(2, f"{ERASE_ROW if live.display else ''}{text}\n".encode())
 
@@ -108,13 +108,13 @@ def _say(text: str) -> None:
 def save_requests(*, exit_after_ondemand_checkpoint: bool) -> Iterator[SaveRequest]:
     """Context manager that turns the first Ctrl-C, SIGTERM or SIGHUP into a `SaveRequest`.
 
-    A second Ctrl-C or SIGTERM takes effect at once. A second SIGHUP does nothing: a terminal that closes sends several. With
-    several processes a second SIGTERM does nothing either: schedulers send it to each process, and to some of them only when the
-    first has already started the save that all wait for. If SIGHUP was ignored before, as under `nohup`, it stays ignored.
+    A second Ctrl-C or SIGTERM takes effect at once. A second SIGHUP does nothing, because a terminal that closes sends several.
+    With several processes, a second SIGTERM does nothing either: schedulers send SIGTERM to each process, and it may reach some
+    only after the save has started. If SIGHUP was ignored before, as under `nohup`, it stays ignored.
 
     Args:
-      exit_after_ondemand_checkpoint: True if SIGTERM and SIGHUP also end the run; if False, each of them requests one checkpoint
-        (with several processes, only the first does). Ctrl-C always ends the run.
+      exit_after_ondemand_checkpoint: True if SIGTERM and SIGHUP also end the run. If False, each of these signals only requests a
+        checkpoint (with several processes, only the first one does). Ctrl-C always ends the run.
     """
     several = jax.process_count() > 1
     request = AgreedSaveRequest(leaves=exit_after_ondemand_checkpoint) if several else SaveRequest()

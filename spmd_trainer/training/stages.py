@@ -15,14 +15,14 @@ from spmd_trainer.training.start_up import CompiledTrainStep, compile_train_step
 
 
 class Stages:
-    """The stages of a run. The train step of the next stage is compiled in a thread while the run trains."""
+    """The ramp stages of a run. A thread compiles the train step of the next stage while the run trains in this one."""
 
     def __init__(self, job: Job, run: Run, inputs: contextlib.ExitStack):
         """Begins in the stage of `run.step`, and starts to compile the train step of the next stage.
 
         Args:
-          run: its `batch` and `input` are replaced at each change of stage.
-          inputs: the stack that holds the training input open, and nothing else.
+          run: the run, whose `batch` and `input` are replaced at each change of stage.
+          inputs: the exit stack that closes the training input, and nothing else.
         """
         self.job = job
         self._run = run
@@ -37,10 +37,10 @@ class Stages:
         """Enters the next stage, between two steps. Called by every process.
 
         Args:
-          batches: the current training input. Its prefetched batches are dropped, and read again at the stage's batch size.
+          batches: the current training input. Its prefetched batches are dropped, and read again at the new batch size.
 
         Returns:
-          The stage's compiled train step, and its input, which begins after the last row that a step has taken.
+          The new stage's compiled train step, and its input, which begins after the last row that a training step has used.
         """
         assert self._next is not None  # it is due
         run, (self.job, compiling) = self._run, self._next

@@ -1,7 +1,7 @@
 """Finds errors at the start that would otherwise end a run at its first evaluation, decode or save.
 
-`check_settings` needs only the resolved config, and `check_directories` also storage; both touch no device. `check_training`
-needs the built job. It traces an evaluation step and reads the records of checkpoints, but lowers and compiles nothing, and
+`check_settings` needs only the resolved config, and `check_directories` also storage; neither touches a device. `check_training`
+needs the built job: it traces an evaluation step and reads the metadata of checkpoints, but lowers and compiles nothing, and
 reads no arrays.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from spmd_trainer.training.run_config import RunConfig
 
 _DECODE_MODES = ("decode", "decode_once", "infer")
-# Messages about datasets that are missing.
+# Error messages about missing datasets.
 _NO_DATASETS = {
     "train": "{asked}: experiment {name} has no training dataset; return one with is_training=True from datasets()",
     "eval": "{asked}: experiment {name} has no evaluation datasets; return some with is_training=False from datasets()",
@@ -49,13 +49,13 @@ _NO_DATASETS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Range:
-    """The valid values of a number.
+    """The valid range of a numeric setting.
 
     Attributes:
-      lowest: the least valid value; -inf for no lower limit.
+      lowest: the lowest valid value; -inf for no lower limit.
       below: valid values are less than this.
       whole: True if only whole numbers are valid.
-      none: the meaning of the value None, for messages; if this is None, the value None is invalid.
+      none: what the value None means for the setting, for messages; None if the setting can't be None.
     """
 
     lowest: float
@@ -79,11 +79,11 @@ class _Range:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a number, which may be an array without dimensions, as a float; None for anything else."""
+    """Returns a number, or an array without dimensions, as a float. Returns None for anything else."""
     if isinstance(value, bool | np.bool_ | str | bytes | bytearray):
         return None
     if isinstance(value, np.ndarray | jax.Array) and (value.ndim or value.dtype == np.bool_):
-        return None  # NumPy takes an array of one element for a number, too
+        return None  # NumPy would also convert an array of one element
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -107,7 +107,7 @@ _TRAIN_RANGES = {
 }
 _LEARNER_RANGES = {"skip_step_gradient_norm_value": _Range(0, whole=False)}
 _OPTIMIZER_RANGES = {
-    # praxis keeps averages where this is above 0; a negative number is one of the ways to say that there are none.
+    # praxis keeps averages if this is above 0; a negative number is one of the ways to have none.
     "ema_decay": _Range(-math.inf, below=1, whole=False),
     "clip_gradient_norm_to_value": _Range(0, whole=False, none="0 or None: no clipping"),
     "clip_gradient_single_norm_to_value": _Range(0, whole=False, none="0 or None: no clipping"),
@@ -115,10 +115,10 @@ _OPTIMIZER_RANGES = {
 
 
 def check_settings(config: RunConfig) -> None:
-    """Checks that the resolved experiment has valid numbers and the datasets of its mode. Touches neither devices nor storage.
+    """Checks that the experiment's numbers are valid and it has the datasets its mode needs. Touches no device or storage.
 
     Raises:
-      UserError: a number is out of its range, or the mode, the flags and the experiment contradict each other.
+      UserError: a number is outside its valid range, or the mode, the flags and the experiment contradict each other.
     """
     resolved, mode = config.experiment, config.mode
     task_p = resolved.task_p
@@ -156,7 +156,7 @@ def check_directories(config: RunConfig) -> None:
     access.check_readable("--job_log_dir", config.job_log_dir)
     access.check_writable("--job_log_dir", config.job_log_dir)
     if isinstance(config, ExportConfig):
-        # Process 0 writes.
+        # Only process 0 writes to this directory.
         if multihost.joined()[1] == 0:
             rooms.need("hf").check_directory("--export_dir", config.directory)
         if checkpoints.prefers_own(config):
@@ -168,7 +168,7 @@ def check_directories(config: RunConfig) -> None:
 
 
 def _check_source(config: RunConfig, there: Sequence[int]) -> None:
-    """Checks the directory that checkpoints are read from, whose steps are `there`."""
+    """Checks the directory that checkpoints are read from. `there`: the checkpoint steps in this directory."""
     directory, step = config.checkpoint_dir, config.restore_checkpoint_step
     if config.mode not in ("eval", "decode") and not there:
         raise checkpoints.no_checkpoint_in(directory)
@@ -177,7 +177,7 @@ def _check_source(config: RunConfig, there: Sequence[int]) -> None:
     if step is not None and there and step not in there:
         raise UserError(f"no step {step} in {directory}; there are {', '.join(map(str, there))}")
     task_p = config.experiment.task_p
-    # A run with adapters loads its frozen base by them.
+    # A run with adapters loads its frozen base by these rules.
     uses_rules = task_p.lora is not None and not checkpoint_sources.is_hf_folder(directory)
     if config.mode == "train" and task_p.train.init_from_checkpoint_rules and not uses_rules:
         logging.warning(
@@ -188,7 +188,7 @@ def _check_source(config: RunConfig, there: Sequence[int]) -> None:
 
 
 def check_training(job: Job) -> None:
-    """Checks settings that training uses only later: averages, the early-stopping metric, the rules of a warm start.
+    """Checks settings that training would use only later: averages, the early-stopping metric, the rules of a warm start.
 
     Called by every process, before the run writes anything.
 
@@ -201,10 +201,10 @@ def check_training(job: Job) -> None:
     averages.of(job)
     _check_early_stopping_metric(job)
     rules = job.task.train.init_from_checkpoint_rules
-    # Reading a checkpoint's record takes all processes: they do what the first one sees.
+    # Reading a checkpoint's metadata involves all processes, so all of them follow what process 0 sees.
     own = decided_by_process_0(lambda: checkpoints.has_own(job.config))
     if not own and rules and job.config.restore_checkpoint_dir is None:
-        # The files' contents are checked once, before the arrays are loaded.
+        # The contents of the files are checked only once, later, before the arrays are loaded.
         variables = job.partitioner.metadata.variables
         opener = functools.partial(checkpoint_sources.open_source, task=job.task)
         loading_rules.resolve_rules(variables, rules, check_contents=False, open_foreign=opener)
@@ -227,7 +227,7 @@ def _out_of_range(config: Any, path: str, ranges: Mapping[str, _Range]) -> Itera
         if not hasattr(config, field):
             continue  # an optimizer needn't have every field
         value = getattr(config, field)
-        # A config may stand for a number that is worked out later.
+        # A config may compute the number later.
         if not isinstance(value, fdl.Buildable) and not valid.holds(value):
             yield f"{path}.{field} is {value!r}; give {valid}"
 
@@ -235,7 +235,7 @@ def _out_of_range(config: Any, path: str, ranges: Mapping[str, _Range]) -> Itera
 def _check_averages(config: RunConfig) -> None:
     """Refuses `last:K` in training, and moving averages that the task asks for but the learner doesn't keep.
 
-    The latter also in training, because its checkpoints would lack them.
+    The second check applies in training too, because its checkpoints would lack the averages.
     """
     task_p, mode, given = config.experiment.task_p, config.mode, config.eval_averages
     if mode == "train" and given and averages.last_count(given):
@@ -246,7 +246,7 @@ def _check_averages(config: RunConfig) -> None:
     fields = ["eval_use_ema_states"] if mode in ("train", "eval") else []
     fields += ["decode_use_ema_states"] if mode in ("train", *_DECODE_MODES) else []
     asked = [field for field in fields if getattr(task_p.train, field) and given is None]
-    # A list of learners is refused where the task is built.
+    # A list of learners is refused later, when the task is built.
     if not asked or not isinstance(task_p.train.learner, fdl.Buildable):
         return
     try:
@@ -278,7 +278,7 @@ def _require_datasets(resolved: ResolvedExperiment, kind: str, asked: str) -> No
 
 
 def _check_early_stopping(resolved: ResolvedExperiment, *, evaluates: bool) -> None:
-    """Checks that a run with an `early_stopping_fn` evaluates during training, and has the dataset that the function watches."""
+    """Checks that a run with an `early_stopping_fn` evaluates during training, and has the dataset watched by the function."""
     task_p = resolved.task_p
     fn, interval = task_p.early_stopping_fn, task_p.train.eval_interval_steps
     if fn is None:
@@ -328,13 +328,13 @@ def _check_early_stopping_metric(job: Job) -> None:
 def evaluation_metrics(job: Job, process_shapes: Any) -> list[str]:
     """Returns the names of an evaluation step's metrics. Traces the step, but lowers, compiles and runs nothing.
 
-    A clu metric may compute a dict, whose names begin with the metric's name and '/'. This prefix is in the list too.
+    A clu metric may compute a dict, whose entries are metrics 'NAME/key'. Only the prefix 'NAME/' is known, and is in the list.
     """
     layout = job.partitioner.layout.without_opt_states()
 
     def metrics(state: Any, prng_key: Any, inputs: Any) -> Any:
         _, output = step_fns.eval_step(layout, state, prng_key, inputs)
-        # A clu metric may compute a dict, whose keys are known on the host only.
+        # A clu metric may compute a dict, whose keys are known only once it is computed on the host.
         clu = output.clu_metrics or {}
         return {**output.weighted_scalars, **clu, **{f"{name}/": metric for name, metric in clu.items()}}
 

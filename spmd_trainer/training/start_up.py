@@ -1,6 +1,6 @@
 """Prepares a built job for its first training step: makes the state, the compiled step and the input in parallel.
 
-A run begins with its own newest checkpoint, with another run's checkpoint, or with fresh variables (`first_state`).
+A run begins with its own newest checkpoint, another run's checkpoint, or newly initialised variables; see `first_state`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FirstState(NamedTuple):
 
     Attributes:
       state: the train state.
-      input_state: the saved position of the training input; None for its beginning.
+      input_state: the saved position of the training input; None to begin with the first batch.
       origin: where the variables came from, for the metadata of the run's checkpoints; see `adapter_checkpoints.begin`.
     """
 
@@ -71,7 +71,7 @@ class FirstState(NamedTuple):
 
 
 def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
-    """Restores the run's newest checkpoint, else the one of `--restore_checkpoint_dir`, else initialises the variables.
+    """Restores the run's newest checkpoint, else the one in `--restore_checkpoint_dir`, else initialises the variables.
 
     Raises:
       UserError: `--restore_checkpoint_dir` holds no checkpoint; or the checkpoint was trained with another `task.mup`.
@@ -101,10 +101,10 @@ def first_state(job: Job, checkpoints: Checkpointer) -> FirstState:
 
 
 def _require_same_mup(job: Job, restored: Restored) -> None:
-    """Refuses to continue a run with other muP multipliers than it began with: its variables and moments depend on them.
+    """Refuses to continue a run with other muP multipliers than it began with, on which variables and moments depend.
 
     Raises:
-      UserError: `task.mup` differs from that in the checkpoint.
+      UserError: `task.mup` differs from the `task.mup` in the restored checkpoint.
     """
     saved = restored.metadata["metadata"].get("config")
     if saved is None:
@@ -122,7 +122,7 @@ def _require_same_mup(job: Job, restored: Restored) -> None:
 
 def _fresh(job: Job, rules: Mapping[Any, Any], *, restored_from: str | None = None) -> FirstState:
     with Phase("initialising the variables", _sizes(job)):
-        # Waited for: what takes long here is the devices' work.
+        # Waits for the devices, whose work takes most of the time of this phase.
         state = jax.block_until_ready(job.partitioner.initialize_train_state(job.prng_key))
     metadata = job.partitioner.metadata
     state, origin, report = adapter_checkpoints.begin(job, metadata, state, rules, restored_from=restored_from)
@@ -156,7 +156,7 @@ def _sizes(job: Job) -> str:
 
 
 def _with_averages(job: Job, state: TrainState) -> TrainState:
-    """Returns the state with the learner's moving averages, if it has any, reset to the loaded variables."""
+    """Returns the state with moving averages reset to the loaded variables, if the learner keeps moving averages."""
     if not has_ema(job.task.learner):
         return state
     restarted: TrainState = jax.jit(
@@ -172,9 +172,9 @@ class CompiledTrainStep:
     """The compiled train step, and how to read its scalars.
 
     Attributes:
-      fn: (state, key, batch) -> (new state, packed scalars); None for a run that is finished already.
+      fn: function of (state, key, batch) that returns (new state, packed scalars); None for a run that is finished already.
       packing: unpacks the scalars.
-      attention: one line for each choice of an attention kernel; see `report_parts.traced`.
+      attention: one line per chosen attention kernel; see `report_parts.traced`.
       xla_flags: the experiment's XLA flags with which the step is compiled.
     """
 
@@ -190,7 +190,7 @@ def start(
     """Compiles the train step in a thread while the state is restored or initialised, and opens the training input.
 
     Returns:
-      The job in the stage of the run's first step, its compiled step, and the input on the devices, which `inputs` closes.
+      The job in the ramp stage of the run's first step; its compiled step; and the training input, which `inputs` closes.
 
     Raises:
       UserError: the input, or the checkpoint that the run begins with, doesn't fit the job.
@@ -202,14 +202,14 @@ def start(
     newest = decided_by_process_0(checkpointer.latest_step)
     job = job.at_step(newest or 0)
     compiling = None if _seems_finished(job, newest) else pool.submit(compile_train_step, job)
-    # Not waited for: an error in the checkpoint or the input is reported before the compiler is done.
+    # Doesn't wait for the thread, so that an error in the checkpoint or the input is reported before the compiler is done.
     pool.shutdown(wait=False)
     run.state, saved_input_state, run.origin = first_state(job, checkpointer)
     run.step = run.first_step = int(run.state.step)
-    if (now := job.at_step(run.step)) is not job:  # it began with another checkpoint than the newest of its own
+    if (now := job.at_step(run.step)) is not job:  # the run began with another checkpoint than its own newest one
         job, compiling = now, None
     run.batch = job.inputs_shape_dtype
-    # A run that begins here has the variables of the reference. Others are not asked: it takes a listing of the directory.
+    # Only a run without checkpoints still has the reference model's variables. Listing the directory is slow, so it comes second.
     if reference_logps.inputs_of(job) and not checkpointer.holds_steps():
         reference_logps.compute(job, run.state)
     if not job.task.train.enable_input_checkpointing:
@@ -228,7 +228,7 @@ def start(
         run.times.begin("compile")
         step = compiling.result() if compiling else compile_train_step(job)
         run.times.begin("start")
-        # Here each process waits for the others' compilers. In the first step its collectives would wait, and give up after 30 s.
+        # Each process waits here until all have compiled, because collectives in the first step would wait for only 30 s.
         same_settings.check_same_code()
         report_parts.log_choices(step.attention)
         said = f"training from step {run.step} to {run.num_steps}"
@@ -240,7 +240,7 @@ def start(
 
 
 def _check_datasets(job: Job) -> None:
-    """Checks the first batch of each dataset that training will evaluate or decode, so that errors in the data show at once.
+    """Checks the first batch of each dataset that training will evaluate or decode, so that data errors are found early.
 
     Called by every process, while the train step is compiled.
 
@@ -252,7 +252,7 @@ def _check_datasets(job: Job) -> None:
     used += [("decode", one) for one in datasets.decode_datasets if schedule.decode_interval]
     for kind, input_p in used:
         built = agreed(functools.partial(check_first_batch, job, input_p, kind))
-        # Together: building an input is an exchange of the processes.
+        # All processes must do the same, because building an input exchanges data between them.
         if all(multihost.gather(f"the beginning of {kind} dataset {input_p.name}", built is not None)):
             job.keep_input(input_p, built)
 
@@ -271,15 +271,15 @@ def _about(job: Job) -> dict[str, object]:
 def move(
     job: Job, devices: Sequence[jax.Device], run: Run, batches: Prefetcher, inputs: contextlib.ExitStack
 ) -> tuple[Job, CompiledTrainStep, Prefetcher]:
-    """Moves a run to other devices: its state, its step and its input. Prefetched batches are dropped and read again.
+    """Moves a run to other devices: its state, compiled step and input. Prefetched batches are dropped and read again.
 
     Args:
-      run: its state, partitioner, batch and input are replaced.
+      run: the run, whose state, partitioner, batch and input are replaced.
       batches: the current training input.
-      inputs: the stack that holds the training input open: first the old one, then the new one.
+      inputs: the exit stack that closes the training input. It closes the old input here, and gets the new one.
 
     Returns:
-      The job on the new devices, its compiled step, and its input at the position of the old one.
+      The job on the new devices, its compiled step, and the new training input at the position of the old one.
 
     Raises:
       UserError: see `elastic.rebuild`.
@@ -325,11 +325,11 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
         return job.partitioner.partition(step, job.inputs_shape_dtype, is_eval=False).lower(key)
 
     with Phase("compiling the train step"):
-        # A plan compiles the step without training.
+        # Other modes, such as a plan, compile the step too.
         numbers = job.config.step_inputs if isinstance(job.config, TrainConfig) else {}
         try:
             lowered, attention = report_parts.traced(functools.partial(lower, numbers))
-        except Exception:  # of a number that Python compares or converts; or one that comes again
+        except Exception:  # Python compares or converts a number; any other error will be raised again
             if not numbers:
                 raise
             numbers = step_inputs.traceable(numbers, lower)
@@ -343,10 +343,10 @@ def compile_train_step(job: Job) -> CompiledTrainStep:
 
 @contextlib.contextmanager
 def train_batches(job: Job, input_state: dict[str, Any] | None) -> Iterator[Prefetcher]:
-    """Context manager of the training input, which prefetches batches to the devices.
+    """Context manager that opens the training input, and yields a `Prefetcher` that prefetches batches to the devices.
 
     Args:
-      input_state: {'state': the saved position}; None starts at the beginning.
+      input_state: {'state': the saved position of the input}; None starts at the beginning.
     """
     built = job.build_train_input()
     train_input = agree_on_input(built, "training", count=jax.process_count(), must_end_together=False)

@@ -1,7 +1,7 @@
 """Passes numbers of the learner, such as its learning rate, to the compiled train step as inputs instead of constants.
 
-Runs that differ only in these numbers then have the same program, which JAX's compilation cache holds after the first run. XLA
-may reorder arithmetic with constants, so the results can differ from those of an ordinary run in the last bits.
+Runs that differ only in these numbers then have the same program, which is in JAX's compilation cache after the first run. XLA
+may reorder arithmetic with constants, so the results can differ in the last bits from those of a run with constants.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spmd_trainer.step.layout import LogicalLayout
 
 
 def differing(learner_p: fdl.Buildable[Any], other: fdl.Buildable[Any]) -> dict[str, float]:
-    """Returns {path: value} of the floats in a learner's config that differ from those in another config."""
+    """Returns {path: value} of the floats in a learner's config that have another value in the config `other`."""
     found = dict(_floats(other))
     return {path: value for path, value in _floats(learner_p) if found.get(path, value) != value}
 
@@ -33,23 +33,23 @@ def _floats(config: fdl.Buildable[Any]) -> Iterator[tuple[str, float]]:
 
 
 def abstract(numbers: Mapping[str, float]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns {path: ShapeDtypeStruct} of the numbers, typed as JAX types Python floats: weakly typed scalars."""
+    """Returns {path: ShapeDtypeStruct} of the numbers as weakly typed scalars, which is how JAX types Python floats."""
     dtype = jax.dtypes.canonicalize_dtype(float)
     return {path: jax.ShapeDtypeStruct((), dtype, weak_type=True) for path in numbers}
 
 
 def traceable(numbers: Mapping[str, float], lower: Callable[[Mapping[str, float]], object]) -> Mapping[str, float]:
-    """Tries each number alone as an input of the step. Returns the numbers that can be traced; logs those that stay constants.
+    """Tries each number separately as an input of the train step. Returns the numbers that can be inputs; logs the others.
 
     Args:
-      numbers: the numbers by path.
-      lower: traces the step with the given numbers as inputs; raises if it can't be traced.
+      numbers: {path in the learner's config: number}.
+      lower: traces the step with the given numbers as inputs; raises an error if the step can't be traced.
     """
     constant = []
     for path in numbers:
         try:
             lower({path: numbers[path]})
-        except Exception as error:  # JAX's of a number that Python compares or converts, or the optimizer's own
+        except Exception as error:  # JAX's error if Python compares or converts the number, or the optimizer's own
             constant.append(path)
             logging.info("each value of %s compiles a step of its own: %s", path.lstrip("."), first_paragraph(error))
     return {path: value for path, value in numbers.items() if path not in constant}
@@ -58,13 +58,13 @@ def traceable(numbers: Mapping[str, float], lower: Callable[[Mapping[str, float]
 def with_numbers(
     layout: LogicalLayout, learner_p: fdl.Buildable[Any], numbers: Mapping[str, jax.Array]
 ) -> LogicalLayout:
-    """Returns a layout whose learner computes with traced numbers.
+    """Returns a layout whose learner computes with traced numbers instead of those in its config.
 
     Args:
-      numbers: {path in the config: scalar}.
+      numbers: {path in the learner's config: traced scalar}.
 
     Raises:
-      Exception: the learner needs one of them as a Python number, e.g. to compare it.
+      Exception: the learner needs one of the numbers as a Python number, e.g. to compare it.
     """
     traced = learner_p.clone().set(name="learner", loss_name=layout.task.learner.loss_name)
     for path, number in numbers.items():

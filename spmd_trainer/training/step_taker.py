@@ -1,4 +1,4 @@
-"""Takes the training steps. For each, gets a batch, dispatches the step, and reads the scalars of an older step."""
+"""Takes the training steps: for each, gets a batch, dispatches the step to the devices, and reads an older step's scalars."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ INPUT_ENDED = "the training input has ended"
 
 
 class StepTaker:
-    """Takes the training steps of a run, also after a change of its devices.
+    """Takes the training steps of a run. Remains in use when the run's devices change.
 
-    Hands out the scalars of a step late, so that the host never waits for the step it has just dispatched.
+    Reports a step's scalars some steps later, so that after the first step the host never waits for the step just dispatched.
     """
 
     def __init__(self, job: Job, run: Run, callbacks: CallbackList):
@@ -69,12 +69,12 @@ class StepTaker:
         return prefetched.batch
 
     def drain(self) -> None:
-        """Waits for every step in flight and reports it."""
+        """Waits for every dispatched step, and reports the scalars that are not reported yet."""
         self._watch.end()
         self._report_until(0)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the loss, the weighted scalars and the clu metrics of the last step reported; empty before the first."""
+        """Returns the loss, weighted scalars and clu metrics of the last step that was reported; {} before the first."""
         if self._last is None:
             return {}
         loss = {} if self._last.loss is None else {"loss": self._last.loss}
@@ -84,7 +84,7 @@ class StepTaker:
         while len(self._in_flight) > keep:
             step, packed = self._in_flight.popleft()
             self._is_waiting = True
-            # The one copy to the host that the steady loop is meant to make.
+            # The only copy to the host that an ordinary training step makes.
             with jax.transfer_guard_device_to_host("allow"):
                 self._last = self._packing.unpack(packed)
             self._is_waiting = False

@@ -1,4 +1,4 @@
-"""The training summaries in TensorBoard events and `metrics.jsonl`: scalars of one step, or averages over several steps."""
+"""Writes training summaries to TensorBoard and `metrics.jsonl`: scalars of one step, or averages over several steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from spmd_trainer.training.invalid_steps import is_valid
 class Summaries(Callback):
     """Writes a step's scalars, and those that other callbacks logged, to `summaries/train` every `summary_interval_steps`.
 
-    Step 1 has a summary too, so that curves begin where training does. The last step of a run has one if callbacks have logged
-    scalars since the last summary.
+    Step 1 has a summary too, so that curves begin where training begins. The last step of a run has a summary if callbacks have
+    logged scalars since the previous summary.
     """
 
     turn = Turn.WRITES
 
     def on_open(self, run: Run) -> None:
-        """Reads the intervals.
+        """Reads the summary intervals from `task.train`.
 
         Raises:
           UserError: `task.train.summary_accumulate_interval_steps` doesn't fit `summary_interval_steps`.
@@ -30,11 +30,11 @@ class Summaries(Callback):
         self._interval = train_p.summary_interval_steps
         self._averages = StepAverages(train_p.summary_accumulate_interval_steps, self._interval)
         self._last_step = 0
-        self._last: Mapping[str, float] = {}  # what is written of the last step, or its own scalars
+        self._last: Mapping[str, float] = {}  # the last step's summary, or its scalars if it had no summary
         self._unwritten: dict[str, float] = {}
 
     def on_start(self, run: Run) -> None:
-        """Makes TensorBoard discard an earlier start's steps after the restored checkpoint, because they are repeated."""
+        """Makes TensorBoard discard earlier values of the steps after the restored checkpoint, because these are repeated."""
         run.summaries.replace_from("train", run.first_step + 1)
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
@@ -72,10 +72,9 @@ class Summaries(Callback):
 class StepAverages:
     """Averages the scalars since the last summary (`task.train.summary_accumulate_interval_steps`).
 
-    One step in every `every` steps is included. Weighted scalars are averaged by their weights, in float64; the loss
-    and the layers' summaries are plain means; clu metrics are merged. The caller leaves out invalid steps (NaN or Inf,
-    or skipped by the learner), because one of them would make the average NaN; the summary `invalid_steps` counts
-    them.
+    Only steps whose number is a multiple of `every` are included. Scalars with weights are averaged by their weights, in
+    float64; the loss and the layers' summaries are plain means; clu metrics are merged. The caller leaves out invalid steps (NaN
+    or Inf, or skipped by the learner), because one of them would make the average NaN. The summary `invalid_steps` counts them.
     """
 
     def __init__(self, every: int | None, summary_interval: int):
@@ -113,7 +112,7 @@ class StepAverages:
     def take(self, scalars: Mapping[str, float]) -> dict[str, float]:
         """Returns the averages {'loss': ..., metric: ..., summary: ...} and starts an empty average.
 
-        If no step was added, returns `scalars`, the values of the current step.
+        If no step was added, returns `scalars`, the current step's own values.
         """
         result = {name: sum(values) / len(values) for name, values in self._summaries.items()}
         for name, pairs in self._values.items():

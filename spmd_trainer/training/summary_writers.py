@@ -1,6 +1,6 @@
 """Writes scalars to TensorBoard event files and JSON lines, on a background thread.
 
-The thread is needed because a summary of sixty scalars takes milliseconds, and importing TensorBoard's modules 0.1 s.
+The thread is needed because writing sixty scalars takes milliseconds, and importing TensorBoard's modules takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 # (name, step, scalars, notes): the arguments of `SummaryWriters.write`.
 Listener: TypeAlias = Callable[[str, int, Mapping[str, float], Mapping[str, str]], None]
-# Attempts of a write on a file system, at seconds 0, 1, 3, 7 and 15; object stores have their own retries.
+# Number of attempts to write to a file system, at 0, 1, 3, 7 and 15 seconds. Object stores have their own retries.
 _ATTEMPTS = 5
 
 
 class SummaryError(UserError):
-    """Summaries can't be written: the disk is full, a permission is gone, or storage stays unavailable.
+    """Summaries can't be written: the disk is full, a permission was withdrawn, or storage stays unavailable.
 
-    The training steps are not lost: the training loop saves the state before it ends the run.
+    No training steps are lost, because the training loop saves the state before it ends the run.
     """
 
 
 class SummaryWriters:
-    """One TensorBoard directory and one `metrics.jsonl` per name ('train', 'eval_heldout', ...) below a job's directory."""
+    """Writes a TensorBoard event file and a `metrics.jsonl` to `job_log_dir/summaries/NAME`, e.g. NAME 'eval_heldout'."""
 
     def __init__(self, job_log_dir: epath.PathLike, *, enabled: bool = True, raises_at_end: bool = False):
         """Prepares the writers. The files are created by the first scalar of each name.
 
         Args:
-          enabled: False disables writing; set for all processes but one.
-          raises_at_end: True postpones a failure to `raise_failure`. Set for jobs of several processes, which must first save
-            together; `take_failure` tells them to.
+          enabled: False disables writing, as in all processes but one.
+          raises_at_end: True postpones the error of a failed write to `raise_failure`, as in jobs of several processes, which
+            must first save together: `take_failure` tells the training loop to do so.
         """
         self._root = epath.Path(job_log_dir) / "summaries"
         self._enabled = enabled
@@ -60,11 +60,11 @@ class SummaryWriters:
         self._replaced: dict[str, int] = {}
 
     def listen(self, listener: Listener) -> None:
-        """Calls `listener` for each later `write`, in the caller's thread; it must return at once. No-op if disabled."""
+        """Registers a function that each later `write` calls, and that must return at once. Unused if writing is disabled."""
         self._listeners.append(listener)
 
     def replace_from(self, name: str, step: int) -> None:
-        """Makes TensorBoard discard `step` and later steps of a name, as soon as the name is written again.
+        """Makes TensorBoard discard a name's values of `step` and later steps, as soon as the name is written again.
 
         `metrics.jsonl` needs no change, because `read_metrics` takes the last record of each step.
         """
@@ -95,7 +95,7 @@ class SummaryWriters:
         """Waits until all queued scalars are written, so that no checkpoint exists without the scalars before it.
 
         Raises:
-          SummaryError: a write failed permanently, if not raised before.
+          SummaryError: a write failed permanently, and the error has not been raised before.
         """
         if self._thread is not None:
             self._queue.put(self._flush_now)
@@ -103,17 +103,17 @@ class SummaryWriters:
         self._raise_earlier_error()
 
     def take_failure(self) -> bool:
-        """Returns True once after a permanent failure whose error is postponed to `raise_failure` (`raises_at_end`)."""
+        """Returns True at the first call after a permanent failure whose error is postponed to `raise_failure`, else False."""
         if self._failure_taken or not (self._raises_at_end and self._has_failed):
             return False
         self._failure_taken = True
         return True
 
     def raise_failure(self, *, in_order: bool) -> None:
-        """Raises a postponed failure.
+        """Raises the postponed error of a failed write, if there is one.
 
         Args:
-          in_order: True if no joint work with other processes is left, and the other processes end too.
+          in_order: True if this process has no joint work left with other processes, and these end too.
 
         Raises:
           SummaryError: a write failed permanently.
@@ -126,10 +126,10 @@ class SummaryWriters:
             raise
 
     def close(self) -> None:
-        """Writes everything queued and ends the writing thread.
+        """Writes all queued scalars and ends the writing thread.
 
         Raises:
-          SummaryError: a write failed permanently, if not raised before.
+          SummaryError: a write failed permanently, and the error has not been raised before.
         """
         if self._thread is not None:
             self._queue.put(self._flush_now)
@@ -163,7 +163,7 @@ class SummaryWriters:
 
         directory = self._root / name
         path = directory / METRICS_FILE
-        # A killed process may have left the last line without its end.
+        # A process that was killed may have left the last line incomplete.
         if not is_remote(path) and path.exists() and (text := path.read_text()) and not text.endswith("\n"):
             with path.open("a") as file:
                 file.write("\n")
@@ -191,8 +191,8 @@ def read_metrics(job_log_dir: epath.PathLike, name: str) -> dict[int, dict[str, 
     """Reads the scalars and notes written under a name.
 
     Returns:
-      {step: {'step': step, scalar: value, note: text}} with the last record of each step. Skips a line left incomplete
-        by a killed process.
+      {step: {'step': step, scalar: value, note: text}} with the last record of each step. Skips a line that a killed process
+      has left incomplete.
     """
     found = {}
     for line in read_joined(epath.Path(job_log_dir) / "summaries" / name / METRICS_FILE).splitlines():

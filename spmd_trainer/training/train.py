@@ -1,4 +1,4 @@
-"""The training loop. `train` reads top to bottom; the maths is in `step_fns.train_step`."""
+"""The training loop, `train`, which can be read from top to bottom. The math of a step is in `step_fns.train_step`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from spmd_trainer.training.step_taker import INPUT_ENDED, StepTaker
 from spmd_trainer.training.summaries import Summaries
 from spmd_trainer.training.summary_writers import SummaryError, SummaryWriters
 
-# How long a callback of a run that hangs may take, a save in progress included.
+# Timeout for each callback's `on_failure` if the run hangs. It includes waiting for a save in progress.
 _LONGEST_FAILURE_SECONDS = 60.0
 
 
@@ -45,8 +45,8 @@ class TrainResult:
       state: the train state after the last step, at padded shapes on the mesh's devices.
       metrics: the last training scalars by name ('loss', 'log_pplx', ...; none if no step was taken), and the results of the
         last evaluation as 'DATASET/metric'.
-      step: the number of training steps that the state has taken.
-      job_log_dir: where checkpoints and summaries are.
+      step: the number of training steps that led to the state.
+      job_log_dir: the run's directory, with its checkpoints and summaries.
     """
 
     state: TrainState
@@ -84,7 +84,7 @@ def train(job: Job) -> TrainResult:
             _save(run, callbacks, checkpoints)
         callbacks.call("after_pause", run, run.step)
 
-        with jax.transfer_guard_device_to_host("disallow"):  # what the host waits for, it must mean to
+        with jax.transfer_guard_device_to_host("disallow"):  # the host may wait for the devices only explicitly
             while run.step < run.num_steps and not leave:
                 if stages.is_due():
                     steps.drain()
@@ -125,7 +125,7 @@ def train(job: Job) -> TrainResult:
 
 @contextlib.contextmanager
 def _pause(run: Run, callbacks: CallbackList, *, save: Checkpoints | None) -> Iterator[None]:
-    """Context manager of a pause between two steps: saves if `save` is given, runs its body, then calls the callbacks."""
+    """Context manager for a pause between two steps: saves if `save` is given, runs the body, then calls the callbacks."""
     with jax.transfer_guard_device_to_host("allow"):
         if save is not None:
             _save(run, callbacks, save)
@@ -137,7 +137,7 @@ def _pause(run: Run, callbacks: CallbackList, *, save: Checkpoints | None) -> It
 
 @contextlib.contextmanager
 def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
-    """Context manager that opens a run's summaries, checkpoints and callbacks. Records a failure, and tells the callbacks."""
+    """Context manager that opens a run's summaries, checkpoints and callbacks. Records a failure and calls `on_failure`."""
     config = job.config.of(TrainConfig)
     run = Run(
         experiment=config.experiment.name,
@@ -153,7 +153,7 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
         eval_names=[str(input_p.name) for input_p in config.experiment.config.eval_datasets],
         eval_averages=averages.of(job),
     )
-    # One trainer at a time: a second one would delete this one's unfinished checkpoints and mix their metrics.
+    # Only one trainer at a time: a second one would delete this one's unfinished checkpoints and mix both runs' metrics.
     lock = locked(config.job_log_dir) if jax.process_index() == 0 else contextlib.nullcontext()
     with lock as check_owner, contextlib.closing(run.summaries):
         checkpoints = Checkpoints(check_owner or (lambda: None))
@@ -172,7 +172,7 @@ def _open_run(job: Job) -> Iterator[tuple[Run, CallbackList, Checkpoints]]:
 
 
 def _end_hanging(run: Run, callbacks: CallbackList, error: Exception) -> None:
-    """Records the failure of a run that hangs, tells the callbacks and flushes summaries: the loop itself may be blocked."""
+    """Records that a run hangs, calls each `on_failure` and flushes summaries, because the training loop may be blocked."""
     run_directory.mark_failure(run.job_log_dir, run.step, error)
     callbacks.fail(run, error, seconds=_LONGEST_FAILURE_SECONDS)
     run.summaries.flush()
@@ -181,7 +181,7 @@ def _end_hanging(run: Run, callbacks: CallbackList, error: Exception) -> None:
 def _take_request(request: SaveRequest, run: Run) -> bool:
     """Returns True if all processes save after this step, because one of them got a signal or can't write summaries."""
     if run.summaries.take_failure():
-        if request.answered:  # by a save after which the run went on
+        if request.answered:  # the processes have saved together before, and then continued
             run.summaries.raise_failure(in_order=False)
         logging.error("summaries can't be written any more: the processes save, then exit")
         request.make(leaves=True)
@@ -210,7 +210,7 @@ def _save_without_summaries(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def _callbacks(job: Job, checkpoints: Checkpoints) -> list[Callback]:
-    """Returns a run's callbacks. Callbacks with the same `turn` are called in this order."""
+    """Returns a run's callbacks. Callbacks with the same `turn` are called in the returned order."""
     config = job.config.of(TrainConfig)
     own = [*(pax_fiddle.build(callback) for callback in job.task.train.callbacks), *config.callbacks]
     watch, tracking = rooms.find("watch.run"), rooms.find("watch.tracking.tracking")
@@ -240,7 +240,7 @@ def _end(
     with Phase("waiting for the last save to be on disk", announce_after=2.0):
         checkpoints.checkpointer.wait_until_finished()
         _report_saved(run, callbacks, checkpoints)
-    # At once: trackers may take a minute, and a run that is killed meanwhile must not train on.
+    # Recorded before trackers end, which may take a minute: a run that is killed meanwhile must not continue training.
     run_directory.mark_end_of_training(run.job_log_dir, run.step, complete=complete)
     run.begin("the end of the run")
     callbacks.call("on_end", run)
@@ -253,7 +253,7 @@ def _end(
 
 
 def _outcome(run: Run, interrupted: str, *, complete: bool) -> tuple[str, str]:
-    """Returns two texts: how the run ended, and how it can continue. Both are empty if there was nothing to train."""
+    """Returns two texts: how the run ended, and how it can continue. Both are '' if there was nothing to do."""
     where = f"step {run.step} of {run.num_steps}"
     if not complete:
         then = "the same command continues from there" if run.saves else "nothing was saved (enable_checkpoint_saving)"

@@ -27,20 +27,20 @@ from spmd_trainer.training import reference_files, xla_flags
 from spmd_trainer.training.job import BatchSettings, Job
 from spmd_trainer.training.run_config import VerifyConfig
 
-# Factor on the loss tolerance: a gradient norm also sums over all variables, so it accumulates more rounding error.
+# Gradient norms may differ by this multiple of the loss tolerance, because summing over all variables adds rounding errors.
 _NORM_SLACK = 10
 _GRAD_NORM = "learning/raw_grad_norm"
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """The largest differences allowed between the two runs.
+    """The maximum differences allowed between the two runs that are compared.
 
     Attributes:
       loss: relative tolerance of the loss; gradient norms may differ by 10 times as much.
-      variables: tolerance of a variable's largest difference divided by its largest magnitude.
-      floor: lower bound of the magnitude that the difference is divided by; 0 in float32. In bfloat16 the gradient of a bias, a
-        sum in which most terms cancel, may be pure noise, so small variables are compared with this floor.
+      variables: tolerance of a variable's deviation: its maximum absolute difference / its maximum absolute value.
+      floor: lower bound of the divisor in the deviation; 0 in float32. In bfloat16 the gradient of a bias, a sum in which most
+        terms cancel, may be pure noise; this bound keeps the deviation of variables with small values low.
     """
 
     loss: float = 1e-5
@@ -56,7 +56,7 @@ class Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The state of a run after some steps.
+    """The state of a run after a given number of steps.
 
     Attributes:
       step: number of steps taken; 0 for the initial state.
@@ -77,10 +77,10 @@ class Comparison:
 
     Attributes:
       step: number of steps taken.
-      loss: losses on one device and on the mesh.
-      grad_norm: gradient norms on one device and on the mesh.
+      loss: losses of the two runs, e.g. on one device and on the mesh.
+      grad_norm: gradient norms of the two runs.
       worst: path and deviation of the variable with the largest deviation.
-      departed: paths of all variables outside the tolerance, in the model's order.
+      departed: paths of all variables outside the tolerance, in the order of the train state.
       passed: True if losses, norms and variables are all within the tolerance.
     """
 
@@ -99,13 +99,13 @@ def run_steps(
     initial: TrainState | None = None,
     compiled: Callable[[jax.stages.Lowered], jax.stages.Compiled] | None = None,
 ) -> Iterator[Snapshot]:
-    """Trains on the given batches; yields the initial state and the state after each step.
+    """Trains on the given batches. Yields a snapshot of the initial state and one after each step.
 
     Args:
       partitioner: a partitioner set up with the batches' shapes.
       batches: numpy batches, all of one shape.
-      initial: the initial state as logical numpy arrays; None initialises one from the key.
-      compiled: compiles the lowered step; None compiles it as jit does.
+      initial: the initial state as numpy arrays of logical shapes; None initialises a state from `prng_key`.
+      compiled: function that compiles the lowered step; None compiles it as `jax.jit` does.
     """
     metadata = partitioner.metadata
     batches = iter(batches)
@@ -125,20 +125,20 @@ def run_steps(
 
 
 def place(metadata: Layout, logical: TrainState) -> TrainState:
-    """Pads a state of logical numpy arrays with zeros and places it on the mesh."""
+    """Pads a state of numpy arrays of logical shapes with zeros, and places it on the mesh."""
     padded = sharding.pad_uneven(logical, metadata.variables, metadata.variables, metadata.mesh)
     return jax.tree.map(jax.device_put, padded, metadata.shardings)
 
 
 def _logical(metadata: Layout, state: TrainState) -> dict[str, np.ndarray]:
-    """Fetches a state; returns {path: numpy array of the logical shape}."""
+    """Copies a state to the host; returns {path: numpy array of the logical shape}."""
     on_host = jax.tree.map(np.asarray, state)
     arrays = jax.tree.leaves(sharding.slice_uneven(on_host, metadata.variables, metadata.variables))
     return {variable.path: x for variable, x in zip(metadata.records(), arrays, strict=True)}
 
 
 def compare(reference: Snapshot, other: Snapshot, tolerance: Tolerance) -> Comparison:
-    """Compares two runs after the same number of steps."""
+    """Compares the snapshots of two runs after the same number of steps."""
     deviations = {path: deviation(x, other.variables[path], tolerance.floor) for path, x in reference.variables.items()}
     worst = max(deviations, key=deviations.__getitem__)
     departed = [path for path, value in deviations.items() if not value <= tolerance.variables]
@@ -178,11 +178,11 @@ def verify(job: Job) -> None:
 
     One run is on one device, the other on the experiment's mesh. With `verify_against`, both are on the mesh, without and with
     these XLA options. Optimizer states are kept in float32: with fewer bits, a difference in the last bit can change the
-    direction of rounding, and two correct runs would differ by a rounding step.
+    direction of rounding, so that two correct runs differ by a whole rounding step.
 
     Raises:
       UserError: the job has several processes, or the installed XLA doesn't know an option.
-      SystemExit: with status 1 if the runs differ by more than the dtype's tolerance.
+      SystemExit: the runs differ by more than the dtype's tolerance; the exit status is 1.
     """
     if jax.process_count() > 1:
         raise UserError("--mode=verify runs in one process only, because it compares whole variables on the host")
@@ -225,10 +225,10 @@ def _with_float32_states(job: Job) -> Job:
 
 
 def _check_options(options: xla_flags.Options, own: Mapping[str, Any], device: jax.Device) -> None:
-    """Refuses XLA options that have no effect on this device or are set already: both runs would be the same program.
+    """Refuses XLA options with which both runs would be the same program.
 
     Raises:
-      UserError: an option is for another kind of devices, or all of them are set in the experiment's XLA_FLAGS already.
+      UserError: an option is for another kind of device, or the experiment's XLA_FLAGS set all options to these values already.
     """
     for name in options:
         if not xla_flags.is_for(name, device):
@@ -245,15 +245,15 @@ def _check_options(options: xla_flags.Options, own: Mapping[str, Any], device: j
 def _compare_runs(
     job: Job, first: Iterator[Snapshot], second: Iterator[Snapshot], names: tuple[str, str], between: str
 ) -> None:
-    """Prints a line for each step of two runs, and whether the numbers are the same.
+    """Prints a table with a line for each step of two runs, and whether the numbers of the runs are the same.
 
     Args:
-      first, second: a snapshot after each step.
+      first, second: the snapshots of the two runs, as `run_steps` yields them.
       names: the names of the two runs, for the table's header.
-      between: where the two runs took place, for messages, e.g. 'on one device and on data=4'.
+      between: how the two runs differ, for messages, e.g. 'on one device and on data=4'.
 
     Raises:
-      SystemExit: with status 1 if the numbers differ.
+      SystemExit: the numbers differ by more than the tolerance; the exit status is 1.
     """
     tolerance = Tolerance.for_task(job.task)
     numbers_of = [f"{what}, {name}" for what in ("loss", "grad norm") for name in names]
@@ -280,7 +280,7 @@ def _compare_runs(
 
 
 def _row(*cells: str) -> str:
-    """Formats one line of the table: step, losses, norms, deviation and path."""
+    """Formats one line of the table. `cells`: step, losses, gradient norms, deviation, and path of a variable."""
     step, *numbers, path = cells
     return "  ".join([f"{step:>4}", *(f"{cell:>21}" for cell in numbers), path]) + "\n"
 

@@ -1,4 +1,4 @@
-"""The XLA flags that an experiment asks for (`BaseExperiment.XLA_FLAGS`), passed to the compiler with its train step."""
+"""Passes the XLA flags that an experiment asks for (`BaseExperiment.XLA_FLAGS`) to the compiler of its train step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from spmd_trainer.errors import UserError, did_you_mean
 
 Options: TypeAlias = Mapping[str, bool | int | float | str]
 
-# Flags of one kind of device, by the beginning of their names.
+# {prefix of a flag's name: the kind of device that the flag is for}
 _PLATFORMS = {"xla_cpu_": "cpu", "xla_gpu_": "gpu", "xla_tpu_": "tpu"}
 _UNKNOWN = re.compile(r"No such compile option: '(\w+)'")
-# A field in the description of a protocol buffer message: tag, length of the name, name.
+# A field in the binary description of a protocol buffer message: tag, length of the name, name.
 _FIELD = re.compile(rb"\n([\x05-\x7f])(xla_\w+)")
 _INVALID = re.compile(r"While setting option (\w+), (.*)")
 
@@ -48,7 +48,7 @@ def flags_for(experiment: BaseExperiment, device: jax.Device) -> dict[str, Any]:
 
 
 def is_for(name: str, device: jax.Device) -> bool:
-    """Returns False if the flag is for another kind of devices, e.g. `xla_tpu_...` for a GPU."""
+    """Returns False if an XLA flag is for another kind of device than `device`, e.g. `xla_tpu_...` and a GPU."""
     platform = device.platform if device.platform in ("cpu", "tpu") else "gpu"
     return next((of for start, of in _PLATFORMS.items() if name.startswith(start)), platform) == platform
 
@@ -68,11 +68,11 @@ def _check(name: object, value: object) -> None:
 
 
 def read(where: str, given: str | Options) -> Options:
-    """Parses XLA options that are written as in XLA_FLAGS, '--xla_a=true --xla_b=2'. Dashes are optional; commas may separate.
+    """Parses XLA options that are written as in XLA_FLAGS, '--xla_a=true --xla_b=2'. The dashes are optional.
 
     Args:
-      where: the flag that the options are from, for messages.
-      given: the options. A name without a value means true. A mapping is returned as it is.
+      where: the command-line flag that the options are from, for messages.
+      given: the options, separated by spaces or commas. A name without a value means true. A mapping is returned unchanged.
 
     Raises:
       UserError: an item is not an option, an option has two values, or there is no option.
@@ -80,7 +80,7 @@ def read(where: str, given: str | Options) -> Options:
     if not isinstance(given, str):
         return given
     options: dict[str, bool | int | float | str] = {}
-    # A comma may also belong to a value.
+    # Only a comma before an option's name separates options; other commas belong to a value.
     for item in re.sub(r",(?=\s*-*xla_)", " ", given).split():
         name, _, value = item.lstrip("-").partition("=")
         if not re.fullmatch(r"xla_\w+", name):
@@ -135,7 +135,7 @@ def compile_with(
 
 
 def _known(start: str) -> list[str]:
-    """Returns the installed XLA's flags whose names begin with `start`.
+    """Returns the names of the installed XLA's flags that begin with `start`.
 
     Flags are the fields of the protocol buffer message DebugOptions, whose description is in jaxlib's shared libraries. They
     include the flags for CPUs, for GPUs and for all platforms. libtpu's flags are listed nowhere.

@@ -1,4 +1,4 @@
-"""Arrow files in the stream or file format, e.g. from `datasets.Dataset.save_to_disk`. Needs pyarrow: extra `data`."""
+"""Source of documents over Arrow files (IPC stream or file format), e.g. of `datasets.Dataset.save_to_disk`. Needs pyarrow."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from spmd_trainer.storage.local_copies import local_copy
 
 STATE_FILE = "state.json"
 _FILE_FORMAT = b"ARROW1"
-# Most files open at a time: a global shuffle jumps between all files. Opening one costs much more than reading
-# a row. An open file takes address space; a compressed one also holds a record batch in memory.
+# Maximum number of files open at a time. A global shuffle jumps between all files, and opening a file costs much more than
+# reading a row. An open file takes address space; a compressed file also holds one record batch in memory.
 _MAX_OPEN = 64
 
 
@@ -29,7 +29,7 @@ def files_of_folder(folder: str) -> list[str]:
     """Lists the Arrow files of a folder written by `datasets.Dataset.save_to_disk`.
 
     Raises:
-      UserError: its state.json can't be read, or an indices mapping reorders the rows.
+      UserError: the folder's state.json can't be read, or the dataset has an indices mapping, which reorders the rows.
     """
     path = os.path.join(folder, STATE_FILE)
     with input_files.readable(path):
@@ -52,9 +52,9 @@ class _Batches(NamedTuple):
 
 
 class ArrowDocuments(FileSource):
-    """Rows of memory-mapped Arrow files, read by number. A chunk is a record batch.
+    """Source whose documents are the rows of memory-mapped Arrow files. Each record batch is one chunk (see `FileSource`).
 
-    Remote files are copied to the cache folder first.
+    Rows can be read in any order. Remote files are copied to the cache folder first.
     """
 
     kind = "arrow"
@@ -62,10 +62,10 @@ class ArrowDocuments(FileSource):
     shards: ShardIndex
 
     def __init__(self, paths: FilesOrPaths, column: Column = "text"):
-        """Opens each file once. `column` is as in `Documents`.
+        """Opens every file to count its rows. `column`: see `Documents`.
 
         Raises:
-          UserError: pyarrow isn't installed; or a file (named) can't be read, is damaged, or lacks the column.
+          UserError: pyarrow isn't installed, or a file can't be read, is damaged, or lacks the column; the message says which.
         """
         super().__init__(paths)
         self._column = column
@@ -98,7 +98,7 @@ class ArrowDocuments(FileSource):
             raise _unreadable(self.paths[index], error) from error
 
     def _batches(self, index: int) -> _Batches:
-        # Local files are mapped: reading one that was truncated since would kill the process by SIGBUS.
+        # Local files are memory-mapped: if one was truncated after it was opened, reading it would kill the process by SIGBUS.
         if index not in self._open.kept or not is_remote(self.paths[index]):
             self.refuse_changed(index)
         return self._open.get(index, lambda index: self._read(self.paths[index]))
@@ -116,7 +116,7 @@ class ArrowDocuments(FileSource):
             if not is_file:
                 batches = [batch.select(columns) for batch in reader]
                 return _Batches(len(batches), batches.__getitem__)
-            # One at a time, because compressed ones are not mapped.
+            # One batch at a time, because compressed batches are decompressed into memory.
             last = functools.lru_cache(maxsize=1)(lambda number: reader.get_batch(number).select(columns))
             return _Batches(reader.num_record_batches, last)
         except damage() as error:

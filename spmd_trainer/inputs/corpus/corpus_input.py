@@ -1,12 +1,12 @@
-"""Language-model input over text files: JSON lines, Parquet, Arrow, ArrayRecord, TFRecord, plain text, and mixtures.
+"""Language-model input over text files (JSON lines, Parquet, Arrow, ArrayRecord, TFRecord, tar, plain text) and their mixtures.
 
 The rows form one sequence, the same in every process: documents are mixed by weight, tokenised, and packed window by window
 (see `windows`). Global batch n holds the next G = batch_size * num_infeed_hosts rows; process h takes the rows [h * batch_size,
-(h + 1) * batch_size) of it. A position holds the place in each source where the current window begins, and the number of rows
-taken from that window. It is valid for any number of processes and any batch size, also for files that are only read in order.
+(h + 1) * batch_size) of it. A saved position holds each source's position where the current window begins, and how many rows
+were taken from this window. It is valid for any number of processes and any batch size, also if files are only read in order.
 
-Without a token store, every process reads and tokenises all documents. `--mode=tokenise` writes a store before training,
-`tokenise_ahead` during it. From a store, a process reads the lengths of all documents, and the tokens of its own rows only.
+Without a token store, every process reads and tokenises all documents. `--mode=tokenise` writes a store before training, and
+`tokenise_ahead` during training. With a store, a process reads the lengths of all documents, but only its own rows' tokens.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class CorpusInput(text_base.TokenizedInput):
     """Language-model input over documents from files of many kinds, packed into rows (see the module docstring).
 
     Training never ends, unless the sources have `epochs`. Evaluation gives every document once, then raises StopIteration until
-    `reset()`. The last batch is filled up with rows of weight 0, and all processes have the same number of batches. A batch has
+    `reset()`. The last batch is filled up with rows of weight 0, so all processes have the same number of batches. A batch has
     the same arrays as a batch of `TextInput`. Documents without text are left out. A window is a group of consecutive documents
-    that are packed and shuffled together; a thread makes the next window while the current one is used.
+    that are packed into rows together, and whose rows are shuffled; a thread makes the next window while one is in use.
 
     Attributes:
       source: `Documents`, or a `Mixture` of them.
@@ -56,16 +56,16 @@ class CorpusInput(text_base.TokenizedInput):
       seq_len: tokens per row, T.
       packing: 'best_fit': several pieces of at most T tokens per row, each a segment. 'pad': one piece per row.
         'split': concatenates the documents and cuts every T tokens: no padding, and attention crosses documents.
-      segment_len: for 'best_fit': most tokens of a piece, at most T. A mapping {0: 512, 10_000: 2048} is a curriculum of
-        lengths: documents are cut every 512 tokens, and from the rows of training step 10,000 on every 2,048 (except a document
-        that lies across that step). Rows still have T tokens, so the shape of a batch and the tokens of a step stay the same
-        (dataset decomposition, Pouransari et al. 2024, arXiv:2405.13226, with the pieces in rows of one length). A saved
-        position is then valid only for the same number of rows per global batch.
+      segment_len: with 'best_fit': maximum tokens per piece, at most T; None: T. {0: 512, 10_000: 2048} is a curriculum of
+        lengths: pieces have at most 512 tokens from training step 0 on, and 2,048 from step 10,000 on (but not in a document
+        that begins before step 10,000). Rows always have T tokens, so batch shape and tokens per step stay the same (dataset
+        decomposition, Pouransari et al. 2024, arXiv:2405.13226, with the pieces in rows of one length). With a mapping, a saved
+        position is valid only for the same number of rows per global batch.
       shuffle: None shuffles training data. False keeps the documents of each source in order.
-      window_rows: rows of a window; more rows pack better and take more memory. None: 256, or fewer (at least 32) if 256 would
-        hold more than 4,194,304 tokens.
-      bad_records: 'raise': a record that can't be read or encoded raises an error with its file and number. 'skip':
-        leaves the record out, counts it in `skipped` and logs it.
+      window_rows: rows per window; more rows pack better and take more memory. None: 256, or fewer (at least 32) if 256 rows
+        would hold more than 4,194,304 tokens.
+      bad_records: 'raise': a record that can't be read or encoded raises an error that names its file and its number in the
+        file. 'skip': such a record is left out, counted in `skipped` and logged.
     """
 
     _packings: ClassVar[tuple[str, ...]] = row_plan.PACKINGS
@@ -82,11 +82,11 @@ class CorpusInput(text_base.TokenizedInput):
     _at: Any = dataclasses.field(default=None, init=False, repr=False)
     _window: Any = dataclasses.field(default=None, init=False, repr=False)
     _maker: Any = dataclasses.field(default=None, init=False, repr=False)
-    # The next window of `_maker`.
+    # Future of the next window, which `_maker` makes.
     _ahead: Any = dataclasses.field(default=None, init=False, repr=False)
     # Held by the one thread that reads the sources.
     _reading: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
-    # Cancels `_maker`; also when this input is collected.
+    # Cancels `_maker`. Called too when this input is garbage-collected.
     _cancel: Any = dataclasses.field(default=None, init=False, repr=False)
     _ended_at: Any = dataclasses.field(default=None, init=False, repr=False)
     _rows_read: int = dataclasses.field(default=0, init=False, repr=False)
@@ -148,30 +148,30 @@ class CorpusInput(text_base.TokenizedInput):
 
     @property
     def fill(self) -> float | None:
-        """Fraction of positions that hold a token, in the windows read so far; None before the first."""
+        """Fraction of row positions that hold a token, not padding, in all windows read so far; None before the first one."""
         positions = self._rows_read * self.seq_len * (2 if self.packing == row_plan.PAIR else 1)
         return self._tokens_read / positions if positions else None
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Number of bad records left out so far, by source."""
+        """Number of bad records left out so far, by source name."""
         return {name: cursor.skipped for name, cursor in self._read_so_far.items()}
 
     @property
     def documents_of(self) -> dict[str, int]:
-        """Number of documents read so far, by source."""
+        """Number of documents read so far, by source name."""
         return {name: cursor.documents for name, cursor in self._read_so_far.items()}
 
     @property
     def tokens_of(self) -> dict[str, int]:
-        """Number of tokens read so far, start and end tokens included, by source."""
+        """Number of tokens read so far, including start and end tokens, by source name."""
         return {name: cursor.tokens for name, cursor in self._read_so_far.items()}
 
     def input_specs(self) -> NestedMap:
         return batches.lm_input_specs(self.batch_size, self.seq_len)
 
     def store_names(self) -> dict[str, str]:
-        """Returns {source: name of its token store in a cache} for the sources that are read as text."""
+        """Returns {source name: name of its token store in the cache} for all sources that aren't token stores already."""
         found = {}
         for one in self.sources:
             if one.source.kind != TOKENS:
@@ -181,14 +181,14 @@ class CorpusInput(text_base.TokenizedInput):
     def tokenise_ahead(
         self, stores: Mapping[str, str], helpers: Helpers, after: threading.Thread | None = None
     ) -> threading.Thread:
-        """Starts a thread that tokenises sources into token stores, and returns it. Call it before the first batch.
+        """Starts a thread that tokenises sources into token stores, and returns the thread. Call this before the first batch.
 
-        A source is read from its store once the store is finished.
+        Each source is read as text until its store is finished, and from its store afterwards.
 
         Args:
-          stores: {source: folder of its store}, local, gs:// or s3://, the same on all processes of the job.
+          stores: {source name: local, gs:// or s3:// folder of its store}, the same on all processes of the job.
           helpers: the processes that tokenise.
-          after: thread that this method returned for another input; the new thread waits for it.
+          after: the thread that this method returned for another input; the new thread waits until that thread ends.
         """
         found = []
         for number, one in enumerate(self.sources):
@@ -196,7 +196,7 @@ class CorpusInput(text_base.TokenizedInput):
                 preparation = Preparation(one.documents, self.tokenizer, stores[one.name], self.bad_records)
                 found.append(PreparedSource(one.source, preparation, helpers))
                 self.sources[number] = dataclasses.replace(one, source=found[-1])
-        # An evaluation may be over before a thread has found the stores. Training doesn't wait for anything.
+        # An evaluation may be over before a thread finds the finished stores, so it looks for them first. Training never waits.
         return prepared_source.tokenise(found, after, look_first=not self.is_training)
 
     def stop_tokenising(self) -> None:
@@ -210,7 +210,7 @@ class CorpusInput(text_base.TokenizedInput):
 
         Raises:
           StopIteration: a finite input has ended; `reset()` starts over.
-          UserError: a source can't be read or has a bad record; names the file and the record.
+          UserError: a source can't be read or has a bad record; the message names the file and the record.
         """
         at, window, parts, given = self._at, self._window, [], 0
         first = self.infeed_host_index * self.batch_size
@@ -238,16 +238,16 @@ class CorpusInput(text_base.TokenizedInput):
         self._go_to(cursors.beginning(len(self.sources)))
 
     def _batch(self, table: RowTable | PairTable, rows: np.ndarray) -> NestedMap:
-        """Returns the batch of the given rows of a window's table, integers [B]; -1 stands for an empty row."""
+        """Returns the batch of the rows numbered `rows` (integers [B]) in a window's table; -1 stands for an empty row."""
         return table.batch(rows)
 
     @property
     def _processor(self) -> Processor | None:
-        """Processor for the sources that have none; None tokenises them as text."""
+        """Processor for sources without a processor of their own; None: such sources are tokenised as text."""
         return None
 
     def _bound(self, documents: Documents) -> Documents:
-        """Returns a source with its processor bound to this input's tokenizer and `seq_len`. Raises UserError on a mismatch."""
+        """Returns `documents` with the processor bound to this input's tokenizer and row length. Raises UserError if unfit."""
         processor = documents.processor or self._processor
         if processor is None:
             return documents
@@ -274,7 +274,7 @@ class CorpusInput(text_base.TokenizedInput):
         return any(mixture.steps_of(one.share) for one in self.sources)
 
     def _read_segment_len(self) -> dict[int, int]:
-        """Returns the field `segment_len` as {step: most tokens of a segment}."""
+        """Returns `segment_len` as {training step: maximum number of tokens per segment from this step on}."""
         given = self.segment_len
         if given is None:
             return {0: self.seq_len}
@@ -324,9 +324,9 @@ class CorpusInput(text_base.TokenizedInput):
         return windows.Share(first, self.batch_size, self.global_batch_size, filled - skipped, skipped)
 
     def _next_window(self, at: cursors.InputPosition, given: int) -> windows.Window | None:
-        """Returns the window at a position, or None after the last window. `given`: rows that the global batch already has."""
+        """Returns the window at position `at`; None after the last window. `given`: rows that the global batch already has."""
         if self._maker is None:
-            # No reference to this input: it could otherwise not be collected while a window is made.
+            # The maker has no reference to this input, so the input can be garbage-collected while a window is made.
             prefix = str(self.error(""))
             self._maker = windows.WindowMaker(
                 self.sources, self._settings, at.cursor, lambda text: UserError(prefix + text)
@@ -374,7 +374,7 @@ class CorpusInput(text_base.TokenizedInput):
 
     @functools.cached_property
     def _data(self) -> dict[str, Any]:
-        """Everything on which the batches depend, except the position, as JSON values."""
+        """Everything that determines the batches, except the position, as JSON values."""
         settings = self._settings
         data: dict[str, Any] = {name: getattr(settings, name) for name in _SAVED_SETTINGS}
         if self.segment_len is not None:

@@ -1,4 +1,4 @@
-"""Positions of a corpus input, and the settings and files for which a saved position is valid."""
+"""Positions of a `CorpusInput`: saves and restores them, and lists changes of settings or files that make them invalid."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from spmd_trainer.inputs import tokenizers
 from spmd_trainer.inputs.corpus.mixture import OpenSource
 from spmd_trainer.inputs.corpus.order import Position
 
-_NUMBERS = 7  # per source
+_NUMBERS = 7  # numbers saved per source: four of `Position` and three of `SourceCursor`
 
 
 class SourceCursor(NamedTuple):
-    """Progress in one source.
+    """How much of one source of documents has been read.
 
     Attributes:
       position: position in the source's order of documents.
-      documents: documents read.
-      tokens: tokens of these documents, start and end tokens included.
-      skipped: bad records left out.
+      documents: number of documents read.
+      tokens: number of tokens of these documents, including start and end tokens.
+      skipped: number of bad records left out.
     """
 
     position: Position = Position()
@@ -31,14 +31,14 @@ class SourceCursor(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Position where a window begins.
+    """Position where a window begins. A window is a group of documents that are packed together (see `windows`).
 
     Attributes:
       window: number of the window, from 0.
-      offset: tokens of the first document that belong to the previous window (packing 'split').
+      offset: with packing 'split': number of tokens of the window's first document that belong to the previous window.
       sources: progress in each source.
-      rows: rows in all previous windows.
-      begins: for weights that change by steps, the mixture's total at each change so far, see `Mixture.change_by`.
+      rows: total number of rows in all previous windows.
+      begins: if mixture weights change by steps (see `Mixture.change_by`): the mixture's total at each change after step 0.
     """
 
     window: int
@@ -49,11 +49,11 @@ class Cursor(NamedTuple):
 
 
 class InputPosition(NamedTuple):
-    """Position of an input.
+    """Position of a `CorpusInput`.
 
     Attributes:
       cursor: where the current window begins.
-      row: rows already taken from that window.
+      row: number of rows already taken from the current window.
     """
 
     cursor: Cursor
@@ -66,7 +66,7 @@ def beginning(num_sources: int) -> InputPosition:
 
 
 def to_json(position: InputPosition, names: Sequence[str]) -> str:
-    """Returns a position as JSON, under 200 characters per source. `names`: names of the sources."""
+    """Returns a position as JSON text of less than 200 characters per source. `names`: names of the sources, in order."""
     cursor = position.cursor
     sources = {
         name: [*source.position, source.documents, source.tokens, source.skipped]
@@ -82,7 +82,7 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> InputPosition:
     """Reads a position from parsed JSON.
 
     Raises:
-      ValueError, KeyError, TypeError: it is not a position of the sources in `names`.
+      ValueError, KeyError, TypeError: `saved` is not a position of the sources in `names`.
     """
     sources = []
     for name in names:
@@ -91,7 +91,7 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> InputPosition:
             raise ValueError(f"source {name!r} has {numbers}")
         sources.append(SourceCursor(Position(*numbers[:4]), *numbers[4:]))
     window, offset, row = (int(saved[name]) for name in ("window", "offset", "row"))
-    # Positions that were saved before weights could change by steps don't have these.
+    # Positions that were saved before weights could change by steps don't have these entries.
     rows, begins = int(saved.get("rows", 0)), tuple(map(int, saved.get("begins", ())))
     if min(window, offset, row, rows, *begins) < 0:
         raise ValueError(f"window {window}, offset {offset}, row {row}, rows {rows}, begins {begins}")
@@ -101,7 +101,7 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> InputPosition:
 def describe(
     settings: Mapping[str, Any], tokenizer: tokenizers.Tokenizer, sources: Sequence[OpenSource]
 ) -> dict[str, Any]:
-    """Returns everything on which the batches depend, except the position, as JSON values."""
+    """Returns everything that determines an input's batches, except the position, as JSON values."""
     name = getattr(tokenizer, "name", getattr(tokenizer, "model", type(tokenizer).__name__))
     return {
         "settings": dict(settings),
@@ -112,11 +112,11 @@ def describe(
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], sources: Sequence[OpenSource]) -> list[str]:
-    """Lists the changes since a position was saved, one clause per change.
+    """Lists what has changed in an input since a position was saved, one clause per change.
 
     Args:
-      before: the saved result of `describe`.
-      now: the current result.
+      before: the result of `describe` that was saved with the position.
+      now: the current result of `describe`.
       sources: the current sources.
 
     Raises:
@@ -130,7 +130,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], sources: Sequence
     if old != new:
         found.append(f"the tokenizer was {names[0]} ({_listed(old)}) and is {names[1]} ({_listed(new)})")
     found += _changed_sources(before["sources"], now["sources"], sources)
-    # The order breaks ties between sources that are equally far behind.
+    # The order of the sources breaks ties between sources that are equally far behind their shares.
     if not found and before["order"] != now["order"]:
         found.append(f"the sources were in the order {', '.join(before['order'])}")
     return found

@@ -1,4 +1,4 @@
-"""Documents of a corpus: how the user describes them (`Documents`), and what sources make of their records."""
+"""Documents of a corpus: how the user describes them (`Documents`), and the objects that represent their records."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Document:
-    """One document.
+    """One document of a corpus.
 
     Attributes:
-      content: its text, UTF-8 (not validated yet); for a `Processor`, the record as JSON; from a token store, a reference to
-        its tokens.
-      where: file and record, for messages: 'a.jsonl:3', 'x.parquet row group 2, row 17', 'a.arrayrecord record 5'.
-        Lines and rows count from 1, records from 0.
+      content: the text in UTF-8, not validated yet. For a `Processor`: the record as JSON. From a token store: a reference to
+        the document's tokens.
+      where: location for messages: 'a.jsonl:3', 'x.parquet row group 2, row 17', 'a.arrayrecord record 5'. Lines, row groups
+        and rows count from 1, records from 0.
     """
 
     content: bytes | StoredTokens
@@ -30,9 +30,9 @@ class BadRecord:
     """A record that can't be used.
 
     Attributes:
-      where: file and record, as in `Document`.
-      problem: continues the sentence after `where`, e.g. 'is not JSON: ...' or 'has no column "text"'; or a colon and a
-        sentence.
+      where: location for messages, as in `Document`.
+      problem: what is wrong: either the rest of a sentence that begins with `where`, e.g. 'is not JSON: ...' or 'has no column
+        "text"'; or a colon and a sentence.
     """
 
     where: str
@@ -40,35 +40,35 @@ class BadRecord:
 
     @classmethod
     def of(cls, where: str, error: Exception) -> BadRecord:
-        """Makes a BadRecord of an error. If the error's message begins with `where`, that beginning is not repeated."""
+        """Makes a BadRecord from an error. If the error's message begins with `where`, that beginning is removed."""
         text = str(error)
         return BadRecord(where, text.removeprefix(where).strip() if text.startswith(where) else f": {text}")
 
     @property
     def text(self) -> str:
-        """Message with the file, the record and the problem."""
+        """Message with the location and the problem."""
         return f"{self.where}{'' if self.problem.startswith(':') else ' '}{self.problem}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeftOut(BadRecord):
-    """A record that a processor or a token store leaves out, also with `bad_records='raise'`.
+    """A record that a processor or a token store leaves out without an error, even with `bad_records='raise'`.
 
-    `size`: bytes of the record that `order.size_of` counts.
+    `size`: the record's size in bytes, which `order.size_of` returns.
     """
 
     size: int
 
 
 Record = Document | BadRecord
-# Key of the text; or entries of a record, which as a whole is the document, as JSON.
+# Name of the column or key that holds the text. A tuple of keys: the document is the record's entries with these keys, as JSON.
 Column = str | tuple[str, ...]
 # Default of `Documents.max_record_bytes`.
 MAX_RECORD_BYTES = 2**25
 
 
 def too_long(where: str, longest: int, size: int | None = None) -> BadRecord:
-    """Returns the BadRecord for a record of more than `longest` bytes, which was not read whole. `size`: its bytes, if known."""
+    """Returns the BadRecord for a record over `longest` bytes, which was not read whole. `size`: its bytes, if known."""
     has = "more" if size is None else f"{size:,} bytes, more"
     return BadRecord(
         where, f"has {has} than max_record_bytes={longest:,}; raise it in Documents if the record is right"
@@ -76,12 +76,12 @@ def too_long(where: str, longest: int, size: int | None = None) -> BadRecord:
 
 
 class Processor(Protocol):
-    """Interface of processors, which tokenise records that aren't texts: conversations, pairs of answers.
+    """Interface of processors, which tokenise records that aren't plain text: conversations or preference pairs.
 
     Attributes:
-      entries: keys of a record that the processor reads.
-      gives_pairs: True if the tokens of a record are two sequences, for `PreferenceInput`.
-      seq_len: tokens per row. The input sets it; without an input (`--mode=tokenise`), the user does.
+      entries: the keys of a record that the processor reads.
+      gives_pairs: True if each record gives two token sequences (chosen and rejected), for `PreferenceInput`.
+      seq_len: tokens per row. The input sets it; with `--mode=tokenise`, where there is no input, the user does.
     """
 
     entries: ClassVar[tuple[str, ...]]
@@ -91,13 +91,13 @@ class Processor(Protocol):
     def seq_len(self) -> int: ...
 
     def bound(self, tokenizer: Any, seq_len: int) -> Processor:
-        """Returns a copy that uses a tokenizer and rows of `seq_len` tokens. Raises UserError if they can't be used."""
+        """Returns a copy that uses this tokenizer and rows of `seq_len` tokens. Raises UserError if it can't use them."""
 
     def encode(self, documents: Sequence[Document]) -> list[Tokens | BadRecord]:
-        """Returns the tokens of each JSON record, and which of them count in the loss; a BadRecord if a record has none."""
+        """Returns each JSON record's tokens, each marked as counting in the loss or not; or a BadRecord for an unusable one."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns everything on which the tokens depend, except the tokenizer, as JSON values."""
+        """Returns everything that determines a record's tokens, except the tokenizer, as JSON values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,20 +110,20 @@ class Documents:
       files: paths, globs and directories (a list or a single one), or a function without arguments that returns them; local,
         gs://, s3:// or hf://. A directory stands for all non-hidden files below it, except empty files whose names begin with
         '_'.
-      column: column or key of the text; 'a.b' is key b of the object in a. In tar shards, the member's extension; 'text' also
-        takes 'txt'.
+      column: name of the column or key that holds the text; 'a.b' is key b of the object under key a. In tar shards: extension
+        of the text member; 'text' also accepts 'txt'.
       kind: 'jsonl', 'parquet', 'arrow', 'arrayrecord', 'tfrecord', 'tar', 'text' or 'tokens'; None detects it from the
         files' names and first bytes.
-      shuffle: 'global': a random order of all documents. 'auto': global if documents can be read by number, otherwise a window
-        (JSON lines in object stores take a window too: each document would cost a request). A number: shuffled chunks, and
-        shuffled windows of this many documents in each. None: in order. Only training shuffles, unless the input says
-        otherwise.
+      shuffle: 'global': a random order of all documents. An integer: shuffles the chunks (files, row groups or record batches),
+        and within each chunk windows of this many documents. 'auto': 'global' if documents can be read by number, otherwise
+        windows (also for JSON lines in object stores, where each document would cost a request). None: in order. Only training
+        data are shuffled, unless the input's `shuffle` says otherwise.
       epochs: passes over the documents; None: endless in training, one otherwise.
       separator: text between the documents of a text file; None makes each file one document.
-      processor: makes tokens of records that aren't texts, e.g. `inputs.Chat()` of conversations. `column` is then ignored.
-      max_record_bytes: largest size of an unparsed record, in bytes: a line with its end, a tar member, a document of a text
-        file, an Example. A longer one counts as a bad record and is not read whole.
-      allow_binary: for the kind 'text': True also reads files that aren't text.
+      processor: tokenises records that aren't plain text, e.g. `inputs.Chat()` for conversations. `column` is then ignored.
+      max_record_bytes: maximum size of a record before it is parsed, in bytes. A record is a line with its newline, a tar
+        member, a document of a text file, or a tf.train.Example. A larger one counts as a bad record and is not read whole.
+      allow_binary: with the kind 'text': True also reads files that aren't text.
     """
 
     files: Any

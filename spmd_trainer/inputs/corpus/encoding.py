@@ -1,4 +1,4 @@
-"""Reads and encodes the documents of one source a few documents ahead."""
+"""Reads and tokenises the documents of one source ahead of their use."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from spmd_trainer.inputs.corpus.order import DocumentStream, Position, Taken, si
 from spmd_trainer.inputs.corpus.tokens import CountedTokens, StoredTokens, Tokens, fetch, is_text
 
 BAD_RECORDS = RAISE, SKIP = "raise", "skip"
-# Most documents read and encoded at a time.
+# Maximum number of documents read and encoded at a time.
 MOST_AHEAD = 64
-# Bytes of records and their tokens that an input keeps.
+# Bytes of memory in which an input keeps a processor's records and their tokens, see `Encoder`.
 KEPT_BYTES = 2**24
-# Skipped records per source that are logged individually.
+# Number of skipped records per source that are logged individually.
 _LOGGED = 10
 
 
@@ -31,9 +31,9 @@ _Encoded = TypeVar("_Encoded")
 def encode_each(
     encode: Callable[[Sequence[Any], Sequence[str]], Sequence[_Encoded]], texts: Sequence[Any], wheres: Sequence[str]
 ) -> list[_Encoded | BadRecord]:
-    """Returns the encoding of each text, or a BadRecord if it can't be encoded. `wheres` names the texts in errors.
+    """Returns the encoding of each text, or a BadRecord if encoding fails. `wheres`: the texts' locations, for messages.
 
-    Encodes all texts in one call. If that call fails, encodes them one by one to find the bad ones.
+    Encodes all texts in one call. If that call fails, encodes them one by one to find the texts that can't be encoded.
     """
     if not texts:
         return []
@@ -48,7 +48,7 @@ def encode_each(
 def encode_texts(
     tokenizer: tokenizers.Tokenizer, texts: Sequence[Any], wheres: Sequence[str]
 ) -> list[np.ndarray | BadRecord]:
-    """Returns the tokens of each UTF-8 text, or a BadRecord if it can't be encoded. `wheres` names the texts in errors."""
+    """Returns the tokens of each UTF-8 text, or a BadRecord if it can't be encoded. `wheres`: locations, for messages."""
 
     def one_by_one(texts: Sequence[Any], wheres: Sequence[str]) -> list[np.ndarray]:
         return [tokenizer.encode(text, where) for text, where in zip(texts, wheres, strict=True)]
@@ -62,9 +62,9 @@ class Encoder:
 
     Attributes:
       tokenizer: the tokenizer.
-      limit: every token must be below this: the vocabulary size of the tokenizer, or of the model if smaller.
-      processor: makes tokens of records that aren't texts.
-      room: bytes of memory that are left to keep records and their tokens.
+      limit: token ids must be below this: the vocabulary size of the tokenizer, or that of the model if it is smaller.
+      processor: tokenises records that aren't plain text; None: all records are text.
+      room: bytes of memory that are left for keeping a processor's records and their tokens.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -74,10 +74,10 @@ class Encoder:
     _kept: dict[Any, Tokens] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def encode(self, records: Sequence[Record]) -> list[Tokens | BadRecord]:
-        """Returns each record's tokens without end-of-text, of `tokenizers.token_dtype`, or a BadRecord.
+        """Returns each record's tokens without end-of-text, with dtype `tokenizers.token_dtype`, or a BadRecord.
 
-        Stored tokens are returned as references. They are fetched and checked if the largest token of their store is not below
-        `limit`.
+        Tokens in a token store are returned as references if the store's largest token is below `limit`. Otherwise they are
+        fetched and checked.
         """
         dtype = np.dtype(tokenizers.token_dtype(self.tokenizer.vocab_size))
         texts = [one for one in records if isinstance(one, Document) and isinstance(one.content, bytes)]
@@ -96,9 +96,9 @@ class Encoder:
         return found
 
     def _encode(self, documents: Sequence[Document]) -> Sequence[Tokens | BadRecord]:
-        """Tokenises documents, and keeps the tokens of a processor's records while `room` lasts.
+        """Tokenises documents. If there is a processor, keeps records and their tokens in memory while `room` lasts.
 
-        A window of rows may read the records of a small corpus many times.
+        They are kept because one window of rows may read the records of a small corpus many times.
         """
         if self.processor is None:
             wheres = [one.where for one in documents]
@@ -131,13 +131,13 @@ def _fetched(tokens: StoredTokens) -> np.ndarray | CountedTokens:
 
 
 class Encoded(NamedTuple):
-    """The tokens of one document of a stream.
+    """The tokens of one document in an `EncodedStream`.
 
     Attributes:
-      tokens: without end-of-text, at least one; None at the end of the stream.
-      place: see `order.Taken`.
-      after: the stream's position after it.
-      skipped: bad records that the stream has left out since the document before it.
+      tokens: the document's tokens without end-of-text, at least one; None at the end of the stream.
+      place: location of the document in its source, see `order.Taken`.
+      after: the stream's position after the document.
+      skipped: number of bad records that were left out between the previous document and this one.
     """
 
     tokens: Tokens | None
@@ -147,7 +147,7 @@ class Encoded(NamedTuple):
 
 
 class EncodedStream:
-    """The encoded documents of one source, in order. Leaves out documents without tokens."""
+    """Stream of the tokenised documents of one source, in the order of a `DocumentStream`. Omits documents without tokens."""
 
     def __init__(
         self,
@@ -159,15 +159,15 @@ class EncodedStream:
         bytes_ahead: int,
         error: Callable[[str], UserError] = UserError,
     ):
-        """Wraps a stream.
+        """Wraps a stream of records.
 
         Args:
-          stream: records of the source.
-          encoder: encodes them.
-          name: the source's name, for messages; empty if it is the only one.
-          bad_records: 'raise' raises an error at a bad record; 'skip' leaves it out, counts and logs it.
+          stream: the records of the source.
+          encoder: tokenises the records.
+          name: the source's name, for messages; '' if the input has only one source.
+          bad_records: 'raise' raises an error at a bad record; 'skip' leaves the record out, counts it and logs it.
           bytes_ahead: approximate bytes of text to read ahead.
-          error: makes an error from a message.
+          error: makes the exception to raise from an error message.
         """
         self._stream = stream
         self._encoder = encoder
@@ -176,13 +176,13 @@ class EncodedStream:
         self._bytes_ahead = bytes_ahead
         self._error = error
         self._ahead: collections.deque[tuple[Taken, Tokens | BadRecord]] = collections.deque()
-        self._count = 1  # grows, so that the first rows don't wait for later documents
+        self._count = 1  # documents per read; small at first, so that the first rows don't wait for later documents
         self._logged = 0
         self._last_good_epoch = stream.position.epoch
         self._after = stream.position
 
     def take(self) -> Encoded:
-        """Returns the next document.
+        """Returns the next document, or an `Encoded` with `tokens=None` at the end of the stream.
 
         Raises:
           UserError: the source can't be read, a whole epoch has no usable document, or a record is bad and

@@ -1,6 +1,6 @@
-"""Detects the kind of a corpus' files from their names and first bytes, and reads compressed ones.
+"""Detects the kind of a corpus's files (e.g. JSON lines) from their names and first bytes, and decompresses files.
 
-Files may be compressed by gzip or Zstandard; the latter needs pyarrow: extra `data`.
+Files may be compressed by gzip or Zstandard. Zstandard needs pyarrow, which the extra `data` installs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _COMPRESSED = (".gz", ".zst")
 _SHARD = re.compile(r"-\d+-of-\d+(?=(\.gz|\.zst)?$)")
 _UNREAD = {".csv": "comma", ".tsv": "tab"}
 _GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-# Skippable frames begin with a byte from 0x50 to 0x5f, then these.
+# Skippable frames of Zstandard begin with a byte from 0x50 to 0x5f, followed by the bytes of _SKIPPED.
 # https://github.com/facebook/zstd/blob/dev/doc/zstd_compression_format.md
 _SKIPPED_FIRST, _SKIPPED = range(0x50, 0x60), b"\x2a\x4d\x18"
 _HEAD_BYTES = 4
-# Compressed bytes per read; their content can be many times larger.
+# Buffer size for reading the decompressed content of Zstandard files, in bytes.
 _BLOCK = 2**16
 # Exceptions of damaged files: gzip raises EOFError, zlib.error and BadGzipFile (an OSError).
 DAMAGE: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
@@ -51,7 +51,7 @@ def kind_of_all(paths: Sequence[str]) -> str:
     """Returns the common kind of all files.
 
     Raises:
-      UserError: the kinds differ, or one can't be detected; names files.
+      UserError: the files are of several kinds, or the kind of a file can't be detected; the message names files.
     """
     kinds: dict[str, list[str]] = collections.defaultdict(list)
     for path in paths:
@@ -79,7 +79,7 @@ def read_head(path: str) -> bytes:
     """Returns the first 4 KiB of a file.
 
     Raises:
-      UserError: it can't be read.
+      UserError: the file can't be read.
     """
     with files.readable(path):
         return reading.read(path, 0, file_formats.HEAD_BYTES)
@@ -112,7 +112,7 @@ def _kind(path: str) -> str | None:
     head = _read_content_head(path)
     if not head:
         return None
-    # First: a record of 123 bytes begins with the byte of '{'. No other file begins with a length and its checksum.
+    # Checked first: a TFRecord of 123 bytes begins with the byte of '{'. Only TFRecords begin with a length and its checksum.
     if record_files.begins_with_record(head):
         return "tfrecord"
     if head.lstrip().startswith(b"{"):
@@ -173,7 +173,7 @@ def decompressed(file: BinaryIO, path: str) -> BinaryIO:
 
 
 class _Unpacked(io.RawIOBase):
-    """The uncompressed content of a pyarrow stream. Raises EOFError for damaged content: pyarrow's OSErrors without an errno."""
+    """Reader of a decompressing pyarrow stream. Raises EOFError if the content is damaged (pyarrow: OSError without errno)."""
 
     def __init__(self, stream: Any):
         self._stream = stream

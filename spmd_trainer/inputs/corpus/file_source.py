@@ -1,4 +1,4 @@
-"""Base classes of the sources of documents, which read files, and functions that make documents of records with named fields."""
+"""Base classes of document sources, which read files, and functions that make documents from records with named fields."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from spmd_trainer.inputs.shards import MAX_OPEN, OpenFiles, ShardIndex, changed
 from spmd_trainer.storage import reading
 
 _ASKED = "set `column` (--column, or COLUMN of an experiment) to the one with the text"
-# Files of a source: found already, with their sizes, or their paths.
+# The files of a source: either found already, with their sizes, or only their paths.
 FilesOrPaths = files.TextFiles | Sequence[str]
-# A saved position lists up to this many files; of more it has only a checksum.
+# A saved position lists the files by name if there are at most this many; otherwise it has only a checksum of all names.
 _NAMED = 64
 
 
 class FileSource(abc.ABC):
-    """Base of the sources of documents. Documents come in chunks (files, row groups, record batches), and are numbered from 0
-    within each chunk and across all chunks.
+    """Base class of document sources, which read files. Documents come in chunks: files, row groups or record batches.
 
-    Reads are repeatable. One thread at a time may use a source, unless its class says otherwise.
+    Documents are numbered from 0 within each chunk, and across all chunks. Reading a document again gives the same result. Only
+    one thread at a time may use a source, unless its class says otherwise.
 
     Attributes:
-      found: the files when the source was opened, in the order of the documents.
-      paths, sizes: the paths and bytes of these files.
-      groups: for each chunk, the number of its file, and its number in the file. One chunk or more.
+      found: the files as they were when the source was opened, in the order of their documents.
+      paths, sizes: the paths of these files, and their sizes in bytes.
+      groups: for each chunk, (number of its file, number of the chunk in the file). There is at least one chunk.
       kind: one of `file_kinds.KINDS`. A saved position doesn't fit the same files read as another kind.
       random_access: True if any document can be read by number without reading the ones before it.
-      shards: index of the documents of all chunks; None if counting them means reading them all.
+      shards: `ShardIndex` of the documents in all chunks; None if the documents can't be counted without reading them all.
       max_record_bytes: see `Documents`.
     """
 
@@ -55,10 +55,10 @@ class FileSource(abc.ABC):
     max_record_bytes: int = MAX_RECORD_BYTES
 
     def __init__(self, paths: FilesOrPaths):
-        """Takes files that were found, or asks for the sizes of the files at paths, which must exist.
+        """Stores the files. If only paths are given, gets the sizes of the files, which must exist.
 
         Raises:
-          UserError: a file (named) can't be read.
+          UserError: a file can't be read; the message names it.
         """
         if not isinstance(paths, files.TextFiles):
             paths = files.TextFiles(tuple(paths), reading.for_each(paths, _size))
@@ -67,13 +67,13 @@ class FileSource(abc.ABC):
         self.groups = [(index, 0) for index in range(len(self.paths))]
 
     def count_groups(self, rows_of: Callable[[int], Sequence[int]]) -> ShardIndex:
-        """Makes each row group or record batch of the files a chunk, and returns the index of their rows.
+        """Makes each row group or record batch of the files one chunk, and returns the index of the rows in all chunks.
 
         Args:
-          rows_of: returns the number of rows in each group of a file, given the file's number.
+          rows_of: file number -> number of rows in each row group or record batch of the file.
 
         Raises:
-          UserError: there are no rows.
+          UserError: the files hold no rows.
         """
         counts = [rows_of(index) for index in range(len(self.paths))]
         self.groups = [(index, number) for index, of_file in enumerate(counts) for number in range(len(of_file))]
@@ -92,35 +92,35 @@ class FileSource(abc.ABC):
 
     @property
     def size_text(self) -> str:
-        """Size for messages: '3 files of 15,000 bytes'."""
+        """Number and size of the files, for messages: '3 files of 15,000 bytes'."""
         return self.found.size_text
 
     def chunk_sizes(self) -> np.ndarray | None:
-        """Returns the number of records in each chunk, int64 [num_chunks]; None if counting them means reading them all."""
+        """Returns the number of records in each chunk, int64 [num_chunks]; None if counting them requires reading them all."""
         return None if self.shards is None else self.shards.counts
 
     @abc.abstractmethod
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:
-        """Yields a chunk's records from number `start` on, with bounded memory.
+        """Yields the records of a chunk from the chunk's record `start` on, with bounded memory use.
 
         Raises:
-          UserError: the file can't be read further; names the file, and the record or row group.
+          UserError: the file can't be read further; the message names the file, and the record or row group.
         """
 
     def read(self, numbers: np.ndarray) -> list[Record]:
-        """Reads records by their numbers across all chunks, int64 [n], in any order.
+        """Reads the records with these numbers, int64 [n] in any order. Numbers count across all chunks.
 
         Raises:
-          UserError: a file (named) can't be read, or has changed since it was opened.
+          UserError: a file can't be read, or has changed since it was opened; the message names the file.
           NotImplementedError: the source has no `random_access`.
         """
         raise NotImplementedError(f"{type(self).__name__} reads documents in order only")
 
     def refuse_changed(self, index: int) -> None:
-        """Checks that file `index` still has its size.
+        """Checks that file `index` has the same size as when the source was opened.
 
         Raises:
-          UserError: the size has changed, or the file can't be read; names it.
+          UserError: the size has changed, or the file can't be read; the message names the file.
         """
         if _size(self.paths[index]) != self.sizes[index]:
             raise changed(self.paths[index], self.sizes[index])
@@ -130,7 +130,7 @@ class FileSource(abc.ABC):
         return [(os.path.basename(path), size) for path, size in zip(self.paths, self.sizes, strict=True)]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns JSON values that change when a file is added, removed, reordered or resized. Reads no file."""
+        """Returns JSON values that change if files are added, removed, renamed, reordered or resized. Reads no file."""
         checksum = zlib.crc32(repr(self._named).encode())
         found: dict[str, Any] = {"kind": self.kind, "checksum": checksum, "size": self.size_text}
         if len(self.paths) <= _NAMED:
@@ -138,7 +138,7 @@ class FileSource(abc.ABC):
         return found
 
     def changed_text(self, before: Mapping[str, Any]) -> str:
-        """Describes the changes since `fingerprint` returned `before`, with file names if they are known."""
+        """Returns a text on what has changed since `fingerprint` returned `before`, with file names if they are known."""
         kind = before.get("kind")
         parts = [] if kind in (None, self.kind) else [f"they were read as {kind!r} and are read as {self.kind!r}"]
         if before["checksum"] != self.fingerprint()["checksum"]:
@@ -166,14 +166,14 @@ def _size(path: str) -> int:
 
 # Bytes per read when records are read in order; more if one record is larger.
 _BYTES_AT_ONCE = 2**20
-# A corpus of at most so many bytes and records is small.
+# A corpus is small if it has at most this many bytes and records; `IndexedFiles` keeps its records in memory.
 _KEPT_BYTES, _KEPT_RECORDS = 2**24, 1024
 
 
 class IndexedFiles(FileSource):
-    """Base of sources that know the byte offset of each record, and read records by number. A chunk is a file.
+    """Base class of sources that know the byte offset of each record, and so can read records by number. A chunk is a file.
 
-    `most_open`: most files that are open at a time.
+    `most_open`: maximum number of files that are open at a time.
     """
 
     random_access = True
@@ -181,30 +181,30 @@ class IndexedFiles(FileSource):
     most_open: int = MAX_OPEN
 
     def __init__(self, paths: FilesOrPaths):
-        """Finds the records of all files.
+        """Finds the byte offsets of the records in all files.
 
         Raises:
-          UserError: a file (named) can't be read.
+          UserError: a file can't be read; the message names it.
         """
         super().__init__(paths)
         self._files = OpenFiles(self.paths, self.sizes, most=self.most_open)
         self._starts = [self.find_records(index) for index in range(len(self.paths))]
         self.shards = ShardIndex([len(starts) - 1 for starts in self._starts])
-        # What was made of a small corpus' records: each epoch reads them again, and a record may be long where its text is short.
+        # The bytes and the parsed form of a small corpus's records, so that they aren't parsed again in each epoch.
         self._kept: dict[tuple[int, int], tuple[bytes, Record]] = {}
         self._keeps = self.num_bytes <= _KEPT_BYTES and int(self.shards.counts.sum()) <= _KEPT_RECORDS
 
     @abc.abstractmethod
     def find_records(self, index: int) -> np.ndarray:
-        """Returns the first byte of each record of a file, and the end of the last: int64 [records + 1]."""
+        """Returns the byte offset of each record in file `index`, then the end of the last record: int64 [records + 1]."""
 
     @abc.abstractmethod
     def record(self, index: int, number: int, content: bytes) -> Record:
-        """Makes a record from its bytes: record `number` of file `index`."""
+        """Makes record `number` of file `index` from its bytes, `content`."""
 
     @abc.abstractmethod
     def where(self, index: int, number: int) -> str:
-        """Names a record for messages, see `Document.where`."""
+        """Returns the location of record `number` of file `index`, for messages, see `Document.where`."""
 
     def _refused(self, index: int, number: int, size: int) -> BadRecord | None:
         if size > self.max_record_bytes:
@@ -234,7 +234,7 @@ class IndexedFiles(FileSource):
             stop = int(np.searchsorted(starts, starts[start] + _BYTES_AT_ONCE, side="right")) - 1
             stop = min(max(stop, start + 1), count)
             bounds = starts[start : stop + 1].tolist()
-            # A block of several records is short.
+            # A block of several records is short enough to read; only a single record may be too long.
             is_read = stop > start + 1 or self._refused(chunk, start, bounds[-1] - bounds[0]) is None
             content = self._files.read(chunk, bounds[0], bounds[-1]) if is_read else b""
             for number in range(start, stop):
@@ -244,14 +244,14 @@ class IndexedFiles(FileSource):
 
 
 def document_of(record: Any, column: Column, where: str) -> Record:
-    """Makes a document of a record.
+    """Makes a document from a record with named fields.
 
     Args:
       record: a mapping; any other value gives a BadRecord.
-      column: key of the text; 'a.b' is key b of the object in a, unless the record has the key 'a.b' itself. A tuple of keys:
-        the document is these entries of the record as JSON, without nulls (a Parquet column of messages gives every message the
-        same keys).
-      where: file and record, for messages.
+      column: key of the text; 'a.b' is key b of the object under key a, unless the record has the key 'a.b' itself. A tuple of
+        keys: the document is the entries with these keys, as JSON without nulls (in a column of Parquet, all messages have the
+        same keys, and those that a message lacks are null).
+      where: location of the record, for messages.
     """
     if isinstance(column, tuple):
         return _entries_document(record, column, where)
@@ -269,14 +269,14 @@ def document_of(record: Any, column: Column, where: str) -> Record:
 
 
 def _entries_document(record: Mapping[str, Any], entries: tuple[str, ...], where: str) -> Record:
-    """Makes a document of the given entries of a pyarrow row, as JSON.
+    """Makes a document from a pyarrow row: a JSON object with the row's columns. Those that aren't in `entries` are null.
 
     Bytes must be UTF-8 and become strings. Other values that JSON can't hold give a BadRecord.
     """
     texts = []
     for name, value in _without_nulls(record).items():
         try:
-            # Columns besides the entries are read where a file has none of them, to name them.
+            # Other columns are there only if the file has none of the entries; an error then lists the names of its columns.
             text = json.dumps(value, default=_text_of_bytes) if name in entries else "null"
         except UnicodeDecodeError as error:
             return BadRecord(where, f"has bytes in the column {name!r} that are not UTF-8: {error.reason}")
@@ -299,7 +299,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def text_document(value: Any, column: str, where: str) -> Record:
-    """Makes a document of a string or UTF-8 bytes; any other value gives a BadRecord."""
+    """Makes a document from a string or UTF-8 bytes; any other value gives a BadRecord."""
     if isinstance(value, bytes):
         return Document(value, where)
     if not isinstance(value, str):
@@ -326,7 +326,7 @@ def documents_of(batch: Any, column: Column, wheres: Sequence[str]) -> Iterator[
     Args:
       batch: the rows.
       column: as in `Documents`.
-      wheres: file and row of each row, for messages.
+      wheres: location of each row, for messages.
     """
     try:
         rows = batch.to_pylist()
@@ -342,7 +342,7 @@ def documents_of(batch: Any, column: Column, wheres: Sequence[str]) -> Iterator[
 
 
 def columns_of(path: str, column: Column, names: Sequence[str]) -> list[str]:
-    """Returns the columns to read from a file, of its columns `names`. Raises UserError if `column` is missing."""
+    """Returns which of a file's columns `names` must be read to get `column`. Raises UserError if a text column is missing."""
     if isinstance(column, tuple):
         return [name for name in names if name in column] or list(names)
     for one in (column, column.partition(".")[0]):
@@ -352,7 +352,7 @@ def columns_of(path: str, column: Column, names: Sequence[str]) -> list[str]:
 
 
 def no_column(path: str, column: str, names: Sequence[str]) -> UserError:
-    """Returns the error for a file without `column`, which lists the columns of the file."""
+    """Returns the error for a file without `column`. Its message lists the file's columns, `names`."""
     listed = ", ".join(map(repr, names))
     near = did_you_mean(column, names, otherwise="")
     return UserError(f"{path} has no column {column!r}{near}; its columns are {listed}; {_ASKED}")

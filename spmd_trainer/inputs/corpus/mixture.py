@@ -1,10 +1,10 @@
 """Mixes several sources of documents by weight.
 
-The next document comes from the source with the earliest *due time*. A due time is a total of the mixture, in tokens or
-documents: the total at which the source's share of it equals the amount that the source has already given. With a constant
-share, the due time is amount / share. With a share that changes, the due time is piecewise linear in the amount. It depends
-only on the amount, so changing shares add no numbers to a saved position, and after each change every source keeps to its
-share within one document.
+The next document comes from the source with the earliest *due time*. Time is measured by the total of tokens or documents that
+the mixture has given. A source is due when its share of this total equals the amount that the source has already given. With a
+constant share, the due time is amount / share. With a share that changes at given totals, it is piecewise linear in the amount.
+It depends only on the amount, so such shares add no numbers to a saved position, and after each change every source keeps to
+its share within one document.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spmd_trainer.inputs.corpus.open_source import open_documents
 TOKENS, DOCUMENTS = "tokens", "documents"
 TOTALS, STEPS = "totals", "steps"
 REPEAT, DROP, STOP = "repeat", "drop", "stop"
-# Source name of an input without a mixture.
+# Name of the only source of an input without a mixture.
 ONLY = "documents"
 
 
@@ -43,12 +43,12 @@ class Mixture:
     Attributes:
       sources: {name: (Documents, weight)} with weights above 0; or {name: Documents} without weights: the weight of each source
         is then its size, in bytes if `weigh_by` is 'tokens', otherwise in documents. A weight may change: {0: 0.7, 10**9: 0.2}
-        makes it 0.2 once all sources together have given 10**9 tokens (see `change_by`), and it may be 0 for a time. For this
-        total, a source that has ended counts as if it still gave its share.
-      weigh_by: 'tokens' or 'documents': the unit of the shares.
-      change_by: unit of the keys of a changing weight. 'totals': tokens or documents of the mixture, as in `weigh_by`. 'steps':
-        training steps. A weight then begins with the first documents that are packed after the rows of this many batches, and a
-        saved position is valid only for the same number of rows per global batch.
+        makes it 0.2 once all sources together have given 10**9 tokens (see `change_by`). It may be 0 in between. In this total,
+        a source that has ended counts as if it continued to give its share.
+      weigh_by: 'tokens' or 'documents': the unit in which shares are measured.
+      change_by: unit of the keys of a changing weight. 'totals': tokens or documents that the mixture has given, as `weigh_by`
+        says. 'steps': training steps. A weight then applies from the first documents that are packed after this many batches,
+        and a saved position is valid only for the same number of rows per global batch.
       temperature: shares are proportional to weight ** (1 / temperature). Above 1 they are more equal.
       stopping_strategy: 'repeat': sources never end in training. 'drop': continue with the remaining sources when one
         ends. 'stop': end the mixture when a source ends. With 'drop' and 'stop', and always in evaluation, a source
@@ -73,10 +73,10 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True)
 class ChangingShare:
-    """Share of a source that changes during training.
+    """A source's share of the mixture, if it changes during training.
 
     Attributes:
-      begins: totals of the mixture, or steps, from which each share holds, ascending from 0.
+      begins: for each share, the total of the mixture, or the training step, from which it applies; ascending from 0.
       shares: the shares, 0 to 1.
       change_by: unit of `begins`, see `Mixture.change_by`.
     """
@@ -86,9 +86,9 @@ class ChangingShare:
     change_by: str = TOTALS
 
     def so_far(self, begins: Sequence[int]) -> ChangingShare:
-        """Returns the share with `begins` as totals of the mixture.
+        """Returns the share with its steps replaced by totals of the mixture. Omits changes that are yet to come.
 
-        `begins`: for a share that changes by steps, the total at which each step so far began, without the first step.
+        `begins`: the mixture's total at each change so far, but not at step 0. A share that changes by totals ignores it.
         """
         if self.change_by == TOTALS:
             return self
@@ -106,17 +106,17 @@ T = TypeVar("T")
 
 
 def holding(values: Mapping[int, T], place: int) -> T:
-    """Returns the value that holds at a place. `values`: {place from which it holds: value}, with the place 0."""
+    """Returns the value in effect at `place`, e.g. a number of rows. `values`: {place from which a value applies: value}."""
     return values[max(begin for begin in values if begin <= place)]
 
 
 def steps_of(share: Share) -> tuple[int, ...]:
-    """Returns the steps from which the shares hold; an empty tuple if the share doesn't change by steps."""
+    """Returns the training steps at which the share changes, and step 0; () for a share that doesn't change by steps."""
     return share.begins if isinstance(share, ChangingShare) and share.change_by == STEPS else ()
 
 
 def due_time(taken: int, share: Share) -> float:
-    """Returns the total of the mixture at which a source with this share should have given `taken`; infinity for never."""
+    """Returns the mixture's total at which a source with this share should have given the amount `taken`; inf if never."""
     if not isinstance(share, ChangingShare):
         return taken / share
     # The last of equal targets: a source whose share is 0 for a time waits until that time is over.
@@ -130,12 +130,12 @@ class OpenSource:
     """An opened source of an input.
 
     Attributes:
-      name: its name in the mixture.
+      name: the source's name in the mixture.
       documents: the source as the user described it.
-      source: reads its documents.
-      share: fraction of the mixture, above 0; at any time all shares sum to 1.
+      source: the object that reads the documents.
+      share: the source's fraction of the mixture, above 0; at any time, the shares of all sources sum to 1.
       shuffle: 'global', 'auto', number of documents per window, or None: in order.
-      epochs: number of epochs after which it ends; None: never.
+      epochs: number of epochs after which the source ends; None: never.
     """
 
     name: str
@@ -151,7 +151,7 @@ class OpenSource:
 
     @property
     def made_by(self) -> dict[str, Any]:
-        """The settings, besides the tokenizer, on which the tokens of a record depend, as JSON values."""
+        """The settings that determine a record's tokens, except the tokenizer, as JSON values."""
         most, processor = self.documents.max_record_bytes, self.documents.processor
         # Left out at its default, so that positions that were saved before stay valid.
         limit = {} if most == MAX_RECORD_BYTES else {"max_record_bytes": most}
@@ -171,7 +171,7 @@ def as_mixture(given: Any, *, is_training: bool) -> Mixture:
     """Converts an input's `source` field to a mixture; `Documents` become a mixture of one.
 
     Raises:
-      UserError: it is neither `Documents` nor a `Mixture`.
+      UserError: `given` is neither `Documents` nor a `Mixture`.
     """
     if isinstance(given, Mixture):
         return given
@@ -198,11 +198,11 @@ def open_mixture(
       is_training: False ends every source after its `epochs`, one by default.
       shuffle: False keeps the documents of every source in order.
       open_one: opens a source.
-      bound: returns a source with its processor bound to the input's tokenizer and row length.
+      bound: returns the given `Documents` with their processor bound to the input's tokenizer and row length.
 
     Raises:
-      UserError: a source (named) can't be opened, lacks a weight while others have one, can't be shuffled as requested, or sets
-        `epochs` without effect; or all weights are 0 at some time.
+      UserError: a source can't be opened, lacks a weight although others have one, can't be shuffled as requested, or sets
+        `epochs` without effect (the message names the source); or all weights are 0 at some time.
     """
     given = {name: _entry(name, one) for name, one in mixture.sources.items()}
     entries = {name: (_named(name, mixture, bound, one), weight) for name, (one, weight) in given.items()}
@@ -220,10 +220,10 @@ def open_mixture(
 
 
 class Schedule:
-    """Chooses the source of the next document: the source with the earliest `due_time`, and the first of equals."""
+    """Chooses the source of the next document: the one with the earliest `due_time`. Ties go to the first source."""
 
     def __init__(self, shares: Sequence[Share], taken: Sequence[int]):
-        """`taken` are the tokens or documents that each source has already given."""
+        """Starts the schedule. `taken`: number of tokens or documents that each source has already given."""
         self._shares = shares
         self._ahead = [
             (due_time(count, share), index) for index, (count, share) in enumerate(zip(taken, shares, strict=True))
@@ -232,7 +232,7 @@ class Schedule:
 
     @property
     def total(self) -> int | None:
-        """Total of the mixture when the next document is due, with ended sources counted as if they still gave; None: never."""
+        """The mixture's total at which the next document is due, as if ended sources continued; None if none is due anymore."""
         return int(self._ahead[0][0]) if self._ahead and math.isfinite(self._ahead[0][0]) else None
 
     @property
@@ -250,7 +250,7 @@ class Schedule:
         heapq.heappop(self._ahead)
 
 
-# Weights of a source by the totals from which they hold.
+# Weights of a source, by the totals or steps from which they apply.
 _Weights = dict[int, float]
 
 
@@ -288,7 +288,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _named(name: str, mixture: Mixture, call: Any, *args: Any) -> Any:
-    """Calls a function, and adds the source's name to its UserError if there are several sources."""
+    """Returns `call(*args)`. If it raises UserError, adds the source's name to the message, unless there is only one source."""
     try:
         return call(*args)
     except UserError as error:
@@ -321,7 +321,7 @@ def _weights(
 
 
 def _shares_of_phases(weights: Mapping[str, _Weights], mixture: Mixture) -> list[Share]:
-    """Returns the share of each source. Raises UserError if a weight is too small, or all weights are 0 at some time."""
+    """Returns each source's share over time. Raises UserError if a weight is too small, or all weights are 0 at some time."""
     begins = sorted({begin for of_source in weights.values() for begin in of_source})
     phases: list[list[float]] = []
     for begin in begins:

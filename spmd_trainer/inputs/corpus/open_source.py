@@ -20,11 +20,11 @@ from spmd_trainer.inputs.corpus.text_files import JsonLines, StreamedJsonLines, 
 from spmd_trainer.inputs.corpus.token_store import DESCRIPTION_FILE, TokenStore
 from spmd_trainer.storage import is_remote, reading
 
-# Marker file of a folder of several data sets.
+# File that marks a folder with several dataset splits, as Hugging Face `datasets` saves it.
 _DATASET_DICT = "dataset_dict.json"
-# Kinds whose records a processor reads.
+# Kinds of files whose records a processor can read.
 _OF_RECORDS = ("jsonl", "parquet", "arrow", "arrayrecord")
-# Files of a prepared corpus.
+# Names of the parts of a prepared corpus (a token store).
 _PREPARED_PART = re.compile(r"tokens-\d{5}-of-\d{5}\.(arrow|json)")
 
 
@@ -32,7 +32,7 @@ def open_documents(documents: Documents) -> FileSource:
     """Opens a corpus. `documents.files` may also be a `FileSource`, which is returned.
 
     Raises:
-      UserError: there are no files, their kinds differ or are unknown, or one (named) can't be read.
+      UserError: a setting is wrong, there are no files, their kinds differ or are unknown, or a file can't be read.
     """
     if isinstance(documents.files, FileSource):
         return documents.files
@@ -70,7 +70,7 @@ def open_files(documents: Documents, kind: str, paths: FilesOrPaths) -> FileSour
     """Opens files of a known kind with the settings of `documents`.
 
     Raises:
-      UserError: one (named) can't be read.
+      UserError: a file can't be read; the message names it.
     """
     column: Column = documents.column if documents.processor is None else documents.processor.entries
     source: FileSource
@@ -79,7 +79,7 @@ def open_files(documents: Documents, kind: str, paths: FilesOrPaths) -> FileSour
     elif kind == "arrayrecord":
         source = ArrayRecordDocuments(paths)
     elif kind == "text":
-        # A name such as a.txt says less than a kind that the user has set.
+        # If the user has set the kind, JSON files are read as text too.
         any_bytes = documents.allow_binary
         source = TextDocuments(paths, documents.separator, json_too=documents.kind is not None, any_bytes=any_bytes)
     elif kind in ("parquet", "arrow"):
@@ -113,9 +113,9 @@ def _open_json_lines(found: FilesOrPaths, column: Column, max_record_bytes: int)
 
 
 def _prepared_folder(entries: Sequence[str]) -> str | None:
-    """Returns the folder if `files` is the folder of a prepared corpus (a token store), otherwise None.
+    """Returns the folder if `entries` is one folder of a prepared corpus (a token store), otherwise None.
 
-    Raises UserError if there are other entries too.
+    Raises UserError if there are such a folder and other entries.
     """
     are_prepared = reading.for_each(entries, _is_prepared)
     found = [entry for entry, is_prepared in zip(entries, are_prepared, strict=True) if is_prepared]
@@ -132,7 +132,7 @@ def _is_prepared(folder: str) -> bool:
 
 
 def _refuse_prepared_parts(paths: Sequence[str]) -> None:
-    """Raises UserError if a path is a single file of a prepared corpus, which holds tokens instead of text."""
+    """Raises UserError if a path is one file of a prepared corpus, which holds tokens instead of text."""
     for path in paths:
         if _PREPARED_PART.fullmatch(os.path.basename(path)):
             folder = os.path.dirname(path) or "."
@@ -143,10 +143,10 @@ def _refuse_prepared_parts(paths: Sequence[str]) -> None:
 
 
 def files_of_dataset(directory: str) -> list[str] | None:
-    """Returns the files of a folder that the library `datasets` has saved, or None if it is another folder.
+    """Returns the files of a folder that Hugging Face `datasets` has saved, or None for any other folder.
 
     Raises:
-      UserError: it holds several splits, or its state.json can't be read.
+      UserError: the folder holds several splits, or its state.json can't be read.
     """
     if reading.exists(os.path.join(directory, STATE_FILE)):
         return files_of_folder(directory)

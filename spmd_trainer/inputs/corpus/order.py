@@ -1,7 +1,7 @@
 """The order of the documents of one source: epochs, each in order, shuffled globally or shuffled within windows.
 
 The order is a pure function of the source, the seed and the settings. A position is four integers. A stream can begin
-at any position; it then reads again at most one window of documents.
+at any position. To do so, it reads at most one window of documents again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GLOBAL, AUTO = "global", "auto"
 # The window of `shuffle='auto'` for a source that can only be read in order: this many documents, or fewer if they have this many
 # bytes, because a window is held in memory.
 AUTO_WINDOW, AUTO_WINDOW_BYTES = 10_000, 2**26
-# Permutations up to this size are stored, because a Feistel network is far from uniform on a handful of numbers.
+# Permutations of up to this many numbers are stored: those of a Feistel network are far from uniform if there are few numbers.
 _STORED_SIZE = 2**16
 
 
@@ -30,9 +30,10 @@ class Position(NamedTuple):
 
     Attributes:
       epoch: number of the epoch, from 0.
-      chunk: ordinal in the epoch's order of chunks; 0 if documents are read by number.
-      block: number of the window's first document in the chunk; 0 without windows.
-      taken: documents already taken from the window; without windows from the chunk, or by number from the epoch.
+      chunk: index of the current chunk in the epoch's order of chunks; 0 if documents are read by number.
+      block: number, in the chunk, of the current window's first document; 0 without windows.
+      taken: number of documents already taken from the window; from the chunk if there are no windows; or from the epoch if
+        documents are read by number.
     """
 
     epoch: int = 0
@@ -42,12 +43,12 @@ class Position(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A record of a stream.
+    """A record taken from a `DocumentStream`.
 
     Attributes:
       record: the record.
-      after: the stream's position after it.
-      place: its chunk, and its number in the chunk; (0, its number in the source) if it was read by number.
+      after: the stream's position after the record.
+      place: (chunk of the record, number in the chunk); or (0, number in the source) if the record was read by number.
     """
 
     record: Record
@@ -59,7 +60,7 @@ def resolve_shuffle(source: FileSource, shuffle: str | int | None) -> str | int 
     """Replaces 'auto' by 'global' for a source that can be read by number, and validates other values.
 
     Raises:
-      UserError: an unknown value, or 'global' for a source that can only be read in order.
+      UserError: the value is unknown, or is 'global' for a source that can only be read in order.
     """
     if shuffle == AUTO:
         return GLOBAL if source.random_access else AUTO
@@ -76,7 +77,7 @@ def resolve_shuffle(source: FileSource, shuffle: str | int | None) -> str | int 
 
 
 class DocumentStream:
-    """The records of one source, in order."""
+    """Stream of the records of one source, in the order that `shuffle`, `seed` and `epochs` define."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class DocumentStream:
         self._problem: Exception | None = None
 
     def take(self, count: int) -> list[Taken]:
-        """Returns the next `count` records, or fewer before the end of the last epoch or an error.
+        """Returns the next `count` records, or fewer if the last epoch ends or an error occurs before that.
 
         Raises:
           UserError: an epoch has no records, or the source can't be read. Records before the error are returned first.
@@ -190,10 +191,7 @@ class DocumentStream:
 
 
 def size_of(record: Record) -> int:
-    """Returns the size of a record in bytes.
-
-    The size is that of its content, or `LeftOut.size`. For any other `BadRecord` it is the number of characters in `problem`.
-    """
+    """Returns a record's size: the bytes of a document's content, `LeftOut.size`, or the length of a BadRecord's `problem`."""
     if isinstance(record, LeftOut):
         return record.size
     if isinstance(record, BadRecord):
@@ -202,13 +200,13 @@ def size_of(record: Record) -> int:
 
 
 def permutation(size: int, *seeds: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a permutation of 0 to size - 1 as a function from indices, int64 [n], to entries, int64 [n].
+    """Returns a permutation of 0 to size - 1, as a function from indices, int64 [n], to their entries, int64 [n].
 
     Args:
       size: 1 or more. Above 65,536, entries are computed on demand and nothing is stored.
       *seeds: integers, 0 or more, that choose the permutation.
     """
-    if size == 1:  # each document of such a source is an epoch
+    if size == 1:  # in a source of one document, each document begins an epoch
         return np.zeros_like
     # numpy guarantees that SeedSequence, MT19937 and RandomState never change.
     seed = np.random.SeedSequence(seeds)

@@ -1,4 +1,4 @@
-"""Parquet files, read by row group. Needs pyarrow: extra `data`."""
+"""Sources over Parquet files, which are read one row group at a time. Needs pyarrow, which the extra `data` installs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from spmd_trainer.inputs.shards import ShardIndex
 
 
 class ParquetFiles(FileSource):
-    """Base of the sources over Parquet files. A chunk is a row group."""
+    """Base class of sources over Parquet files. Each row group is one chunk (see `FileSource`)."""
 
     kind = "parquet"
     shards: ShardIndex
 
     def __init__(self, paths: FilesOrPaths, columns: Sequence[str]):
-        """Reads the files' footers. Every file must have all `columns`; 'a.b' is entry b of the struct a.
+        """Reads the files' footers. Every file must have all `columns`; 'a.b' is field b of the struct column a.
 
         Raises:
-          UserError: pyarrow isn't installed; or a file (named) can't be read, is damaged, or lacks a column.
+          UserError: pyarrow isn't installed, or a file can't be read, is damaged, or lacks a column; the message names it.
         """
         super().__init__(paths)
         self._columns = tuple(columns)
@@ -32,17 +32,17 @@ class ParquetFiles(FileSource):
 
     @contextlib.contextmanager
     def opened(self, index: int) -> Iterator[Any]:
-        """Opens a file as pyarrow.parquet.ParquetFile.
+        """Context manager that opens file `index` as a pyarrow.parquet.ParquetFile.
 
         Raises:
-          UserError: the file has changed, or pyarrow isn't installed.
+          UserError: the file has changed since the source was opened, or pyarrow isn't installed.
         """
         path = self.paths[index]
         self.refuse_changed(index)
         imported("pyarrow", f"{path}: Parquet files need pyarrow: pip install 'spmd-trainer[data]'")
         from pyarrow import parquet
 
-        # Few writers add page checksums; without one, a changed byte within a value goes unnoticed.
+        # Few programs write page checksums; without them, a changed byte within a value goes unnoticed.
         settings = {"pre_buffer": False, "page_checksum_verification": True}
         with open_bytes(path) as handle, parquet.ParquetFile(handle, **settings) as file:
             yield file
@@ -69,12 +69,12 @@ class ParquetFiles(FileSource):
 
 
 def leaves_of(file: Any) -> list[str]:
-    """Returns the leaf columns of a pyarrow.parquet.ParquetFile: 'a.b' for entry b of the struct a."""
+    """Returns the leaf columns of a pyarrow.parquet.ParquetFile: 'a.b' for field b of the struct column a."""
     return [file.schema.column(i).path for i in range(len(file.schema))]
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of pyarrow's message."""
+    """Returns the first line of a pyarrow error's message."""
     return str(error).partition("\n")[0].rstrip(".")
 
 
@@ -83,7 +83,7 @@ _ROWS = 256
 
 
 class ParquetDocuments(ParquetFiles):
-    """Rows of Parquet files, read in order: a row group is decoded from its beginning. A chunk is a row group."""
+    """Source whose documents are the rows of Parquet files, in order. A chunk is a row group, decoded from its beginning."""
 
     def __init__(self, paths: FilesOrPaths, column: Column = "text"):
         """Opens the files; `column` is as in `Documents`. Raises the errors of `ParquetFiles`."""

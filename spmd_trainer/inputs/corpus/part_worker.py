@@ -1,7 +1,7 @@
-"""Tokenises parts of a corpus in worker processes, because JSON, tokenizers and packing would share one interpreter lock.
+"""Worker processes that tokenise parts of a corpus. As threads, they and the trainer would compete for one interpreter lock.
 
-A worker first reads a pickled `Task`. Each request is the number of a part. The answer is JSON: the part's record (its
-statistics), or {"error": a message about the corpus}.
+A worker first reads a pickled `Task` from its pipe. Each request is the number of a part to tokenise. The answer is JSON: the
+part's record (its statistics), or {"error": message}.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from spmd_trainer.inputs.worker_process import EndedError, WorkerProcess, pipe_o
 from spmd_trainer.storage import files, is_remote
 from spmd_trainer.storage.paths import directory
 
-# Documents encoded at a time.
+# Number of documents tokenised at a time.
 _BLOCK = 256
-# Bad records listed per part.
+# Maximum number of bad records listed per part.
 _NAMED = 5
-# Histogram buckets of lengths: 2^n to 2^(n+1) - 1 tokens.
+# Number of buckets in the histogram of document lengths. Bucket n counts documents of 2^n to 2^(n+1) - 1 tokens.
 _BUCKETS = 32
-# A record batch ends with the document that reaches one of these: a writer holds it in memory.
+# A record batch ends with the document that reaches one of these limits, because a writer holds the batch in memory.
 _BATCH_TOKENS, _BATCH_DOCUMENTS = 2**24, 2**20
 _COPY_BYTES = 2**24
-# Begins the names of folders in which parts are written; a worker that is killed leaves its own.
+# Prefix of the names of folders in which parts are written. A worker that is killed leaves its folder behind.
 _SCRATCH = ".making-"
-# Workers of a training run leave the processors to it.
+# Niceness of the workers of a training run, so that the run's own threads get the processors first.
 _NICE = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of a store: documents `start` to `stop` of a chunk, or to the chunk's end if `stop` is None.
+    """One part of a token store, made by one worker: documents `start` to `stop` (None: to the end) of a chunk of the corpus.
 
     Attributes:
-      chunk, start, stop: the chunk's number, the first document, and the document after the last.
-      path, size: the chunk's file, and its bytes when the source was opened.
-      inside: the chunk's number in the file.
+      chunk, start, stop: the chunk's number in the source, the first document, and the document after the last.
+      path, size: path of the chunk's file, and the file's bytes when the source was opened.
+      inside: the chunk's number in its file.
     """
 
     chunk: int
@@ -74,16 +74,16 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Settings with which a worker makes the parts of a store.
+    """Settings with which a worker makes the parts of a token store.
 
     Attributes:
-      documents: the corpus.
+      documents: the settings of the corpus, without its files.
       kind: kind of the files that the parts name.
       tokenizer: the tokenizer.
       folder: folder of the store.
       key: hash of everything on which the content of the parts depends.
       parts: all parts of the store.
-      bad_records: 'raise' or 'skip'.
+      bad_records: 'raise' raises an error at a bad record; 'skip' leaves it out.
     """
 
     documents: Documents
@@ -95,12 +95,12 @@ class Task:
     bad_records: str
 
     def source_of(self, part: Part) -> tuple[FileSource, int]:
-        """Opens the file of a part, and returns it with the number of the part's chunk in it.
+        """Opens the file of a part. Returns the opened file, and the number of the part's chunk in it.
 
-        Only the last file is kept, because a corpus may have many.
+        Keeps only the file that was opened last, because a corpus may have many files.
 
         Raises:
-          UserError: it can't be read, or has changed.
+          UserError: the file can't be read, or has changed since the corpus was opened.
         """
         if part.path not in self._newest:
             self._newest.clear()
@@ -130,7 +130,7 @@ class Task:
 
 
 class Worker:
-    """A worker process, as its parent uses it."""
+    """Starts and controls one worker process. Used in the parent process."""
 
     def __init__(self, task: Task, *, nice: bool):
         """Prepares the process. `nice`: run it at low priority (`os.nice`).
@@ -144,7 +144,7 @@ class Worker:
         self._process = WorkerProcess.of_module(__name__, content, ["nice"] if nice else [], environment)
 
     def make(self, number: int) -> dict[str, Any]:
-        """Makes a part and returns its record.
+        """Lets the process make part `number`, and returns the part's record (its statistics).
 
         Raises:
           UserError: `make_part` failed, or the process ended.
@@ -158,13 +158,13 @@ class Worker:
         return found
 
     def stop(self) -> None:
-        """Ends the process at once."""
+        """Ends the process at once, and removes its temporary files."""
         self._process.stop()
         self._scratch.cleanup()
 
 
 def remove_unfinished(folder: epath.Path) -> None:
-    """Removes the unfinished parts of killed workers from a local store. Call it while no worker makes parts there."""
+    """Removes unfinished parts that killed workers left in a local store. Call it only while no worker writes to the store."""
     if not is_remote(folder):
         for left in folder.glob(f"{_SCRATCH}*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -210,7 +210,7 @@ def make_part(task: Task, number: int) -> dict[str, Any]:
 def _counted(
     record: dict[str, Any], lengths: np.ndarray, one: Record, tokens: Tokens | BadRecord, bad_records: str
 ) -> np.ndarray | CountedTokens | None:
-    """Adds a document to a part's statistics and returns its tokens; None if it is bad and bad records are skipped."""
+    """Adds document `one` to a part's statistics and returns its tokens; None if it is a bad record that is skipped."""
     record["documents"] += 1
     if isinstance(tokens, BadRecord):
         if bad_records == RAISE and not isinstance(tokens, LeftOut):
@@ -232,7 +232,7 @@ def _counted(
 
 
 class Writer:
-    """Writes a part of a store to a local file."""
+    """Writes one part of a token store to a local Arrow file."""
 
     def __init__(self, path: str, dtype: np.dtype, *, counts: bool = False):
         """Creates the file. Raises UserError if pyarrow isn't installed.
@@ -250,7 +250,7 @@ class Writer:
         self._tokens = 0
 
     def add(self, tokens: np.ndarray | CountedTokens | None, size: int) -> None:
-        """Adds a document's tokens. `size`: bytes of its text. `tokens` is None for a record that is left out."""
+        """Adds a document. `tokens`: its tokens, or None if its record is left out. `size`: bytes of its text."""
         self._sizes.append(-1 - size if tokens is None else size)
         tokens = np.zeros(0, self._dtype) if tokens is None else tokens
         self._documents.append(tokens)
@@ -298,7 +298,7 @@ def arrow_library() -> Any:
 
 
 def main(pipe: Connection) -> None:
-    """Makes the parts that the parent process requests, and exits when the parent ends, even in the middle of a part."""
+    """Runs the worker process: makes the parts that the parent requests, and exits when the parent ends, even within a part."""
     content = pipe.recv_bytes()
     try:
         task: Task | str = pickle.loads(content)
@@ -327,6 +327,6 @@ def main(pipe: Connection) -> None:
 if __name__ == "__main__":
     if sys.argv[2:] == ["nice"]:
         os.nice(_NICE)
-    os.dup2(2, 1)  # what a library prints belongs to the log
+    os.dup2(2, 1)  # text that a library prints to stdout goes to stderr
     with pipe_of_trainer() as opened:
         main(opened)

@@ -1,6 +1,6 @@
 """Tokenises a corpus into a token store: ahead of training (`--mode=tokenise`), or during it (`prepared_source`).
 
-Chunks are divided into parts. Worker processes tokenise parts, each into a file of the store with a small JSON file beside it.
+The corpus is divided into parts. Worker processes tokenise them, each into a file of the store and a small JSON file beside it.
 Finished parts are kept, so a stopped preparation resumes. `corpus.json` is written last. With the same `shuffle`, the result
 gives the same batches as tokenising during training.
 """
@@ -34,23 +34,23 @@ from spmd_trainer.sharding.messages import count_text, format_seconds, short_has
 from spmd_trainer.storage import access, files, json_values, reading
 from spmd_trainer.storage.paths import directory
 
-# Most documents per part, if they can be read by number.
+# Maximum number of documents per part, if documents can be read by number.
 DOCUMENTS_PER_PART = 100_000
-# Bad records listed of all parts.
+# Maximum number of bad records listed for a whole store.
 _NAMED = 20
 _LINE_EVERY = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """Settings of a preparation: the corpus, the tokenizer and the output.
+    """Settings for tokenising a corpus into a token store.
 
     Attributes:
       documents: the corpus.
       tokenizer: see `text_base.TokenizedInput`.
-      output: folder for the result; local, gs:// or s3://.
-      bad_records: 'raise' stops at the first bad record; 'skip' stores an empty document instead.
-      documents_per_part: see `DOCUMENTS_PER_PART`.
+      output: folder for the store; local, gs:// or s3://.
+      bad_records: 'raise' stops at the first bad record; 'skip' stores an empty document instead of each bad record.
+      documents_per_part: maximum number of documents per part, see `parts_of`.
     """
 
     documents: Documents
@@ -90,7 +90,7 @@ class Preparing:
     """A token store that is being made, perhaps by several processes."""
 
     def __init__(self, preparation: Preparation):
-        """Opens the corpus and the folder; reads which parts are finished.
+        """Opens the corpus and the output folder, and finds the parts that are finished already.
 
         Raises:
           UserError: the corpus, the tokenizer or the output can't be used.
@@ -123,7 +123,7 @@ class Preparing:
 
     @property
     def missing(self) -> list[int]:
-        """The parts that are not finished, ascending."""
+        """Numbers of the parts that are not finished, ascending."""
         return [number for number in range(len(self.task.parts)) if number not in self._done]
 
     def look(self) -> None:
@@ -143,12 +143,12 @@ class Preparing:
                     self._done[number] = record
 
     def make(self, numbers: Sequence[int], workers: int, ends: threading.Event, *, nice: bool = False) -> Iterator[int]:
-        """Makes parts with `workers` processes, and yields the number of each finished one.
+        """Makes parts with `workers` processes, and yields the number of each part when it is finished.
 
         Args:
-          numbers: the parts.
-          workers: number of processes. If there is one worker or one part and `nice` is False, this process makes the parts.
-          ends: stops the work when it is set; unfinished parts are dropped.
+          numbers: numbers of the parts to make.
+          workers: number of processes. With one worker or one part, and `nice=False`, this process itself makes the parts.
+          ends: event that stops the worker processes when it is set; their unfinished parts are dropped.
           nice: run the processes at low priority (`os.nice`).
 
         Raises:
@@ -232,7 +232,7 @@ def tokenise(config: TokeniseConfig) -> None:
 
 
 def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
-    """Tokenises the corpus with `workers` processes, writes its `corpus.json`, and returns the content of that file.
+    """Tokenises a corpus into a token store with `workers` processes, and returns the content of the store's `corpus.json`.
 
     Raises:
       UserError: the corpus, the tokenizer or the output can't be used, or a record is bad and `bad_records` is
@@ -253,7 +253,7 @@ def prepare(preparation: Preparation, *, workers: int = 1) -> Description:
 def _serve(
     worker: Worker, waiting: queue.SimpleQueue[int], made: queue.SimpleQueue[tuple[int, dict[str, Any]] | Exception]
 ) -> None:
-    """Lets a worker make the waiting parts until none is left, and puts each result or the first error into `made`."""
+    """Lets a worker make the parts in `waiting` until none is left. Puts each result, or the first error, into `made`."""
     while True:
         try:
             number = waiting.get_nowait()
@@ -261,7 +261,7 @@ def _serve(
             return
         try:
             made.put((number, worker.make(number)))
-        except Exception as error:  # for whoever waits
+        except Exception as error:  # raised by the thread that reads `made`
             made.put(error)
             return
 
@@ -277,7 +277,7 @@ def _output_folder(preparation: Preparation) -> epath.Path:
 
 
 def deciding(documents: Documents, source: FileSource, tokenizer: Any, bad_records: str) -> list[Any]:
-    """Returns everything on which the tokens of a store depend, as JSON values."""
+    """Returns everything that determines the tokens in a store, as JSON values."""
     settings: list[Any] = [
         documents.column,
         documents.kind,
@@ -291,7 +291,7 @@ def deciding(documents: Documents, source: FileSource, tokenizer: Any, bad_recor
 
 
 class Progress:
-    """Logs finished parts, the rate, and the remaining time."""
+    """Logs the progress of making a token store: finished parts, tokens per second, and remaining time."""
 
     def __init__(self, preparing: Preparing):
         self._preparing = preparing

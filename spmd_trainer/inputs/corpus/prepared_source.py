@@ -1,9 +1,9 @@
 """Tokenises a corpus while a run reads it: once for all processes, which then read tokens instead of text.
 
 A run begins by reading text, because the first window of a global shuffle needs documents from everywhere. Meanwhile each
-process of the job tokenises its share of the parts, in worker processes, into a folder that all processes can read. Once all
-parts are finished, each process reads further documents as tokens. The batches are the same either way, so training never
-waits, and the processes may switch at different times. If a process fails, because a record is bad or the disk is full, all
+process of the job tokenises its share of the corpus, in worker processes, into a token store that all processes can read. Once
+the store is finished, each process reads further documents as tokens. The batches are the same either way, so training never
+waits, and the processes may switch at different times. If tokenising fails in one process, e.g. because the disk is full, all
 processes of the job keep reading text.
 """
 
@@ -35,16 +35,16 @@ from spmd_trainer.storage.access import free_space
 from spmd_trainer.storage.lock import LockedError, locked
 from spmd_trainer.storage.paths import directory
 
-# How often a process looks what the others have finished.
+# Seconds between two checks for parts that other processes have finished.
 _LOOK_SECONDS = 2.0
-# Says which job makes the store.
+# File with the name of the job that makes the store.
 _MAKING_FILE = "making.json"
-# Says which job has given up.
+# File with the name of the job that could not make the store.
 _FAILED_FILE = "failed.json"
-# How often a job tries to take over from another one that makes the store.
+# Seconds between two attempts of a job to take over from another job that makes the store.
 _RETRY_SECONDS = 60.0
-# A store is not begun on a disk with less room than this many times the text. Two bytes a token is half the text or less, twice
-# the text by byte; and a run's checkpoints need room beside it.
+# A store is begun only if the disk has this multiple of the text's size free. With two bytes per token, a store has half the
+# text's size or less, or twice its size if each byte is a token; and checkpoints need space too.
 _ROOM = 4
 
 
@@ -57,7 +57,7 @@ class Helpers:
       count: number of processes in the job.
       workers: number of worker processes that this process starts.
       job: unique name of the job.
-      limit: largest total size of the stores in one local folder, in bytes; None: unlimited. See `store_cache`.
+      limit: maximum total size of all token stores in one local folder, in bytes; None: unlimited. See `store_cache`.
     """
 
     index: int
@@ -75,7 +75,7 @@ class PreparedSource(FileSource):
     """
 
     def __init__(self, source: FileSource, preparation: Preparation, helpers: Helpers):
-        """Reads the source as text; `tokenise` changes that.
+        """Begins with reading the source as text. `tokenise` and `use_finished` switch to reading tokens.
 
         Args:
           source: the opened corpus.
@@ -87,19 +87,19 @@ class PreparedSource(FileSource):
         self.random_access, self.max_record_bytes = source.random_access, source.max_record_bytes
         self.text, self._preparation, self._helpers = source, preparation, helpers
         self._store: TokenStore | None = None
-        # Keeps a local store from being removed.
+        # Locked file that keeps other processes from removing a local store.
         self._held: BinaryIO | None = None
         self._ends = threading.Event()
 
     def stop(self) -> None:
-        """Stops the tokenisation, and releases the store's lock. Finished parts are kept."""
+        """Stops the tokenisation, and releases the lock on the store. Finished parts of the store are kept."""
         self._ends.set()
         if self._held is not None:
             self._held.close()
 
     @property
     def is_ready(self) -> bool:
-        """True once documents are read as tokens."""
+        """True if documents are now read as tokens."""
         return self._store is not None
 
     def read(self, numbers: np.ndarray) -> list[Record]:
@@ -120,10 +120,10 @@ class PreparedSource(FileSource):
         """Switches to reading tokens if the store is finished. Returns True if documents are read as tokens now.
 
         Raises:
-          UserError: the folder can't be used, or the store is damaged or holds other documents.
+          UserError: the store's folder can't be used, or the store is damaged or holds other documents than this source.
         """
         folder = self._preparation.output
-        if self._held is None and not is_remote(folder):  # before the first look, so that what is there stays
+        if self._held is None and not is_remote(folder):  # before a store is looked for, so that it stays
             try:
                 self._held = store_cache.hold(folder)
             except OSError as error:
@@ -180,7 +180,7 @@ class PreparedSource(FileSource):
                 return
             except LockedError as error:
                 logging.info("another job tokenises %s: %s", self.size_text, error)
-            ends = time.monotonic() + _RETRY_SECONDS  # it may end before it has finished
+            ends = time.monotonic() + _RETRY_SECONDS  # the other job may end before the store is finished
             while time.monotonic() < ends:
                 if self._looks(folder):
                     return
@@ -207,7 +207,7 @@ class PreparedSource(FileSource):
         files.write_atomically(folder / _MAKING_FILE, [json.dumps({"job": self._helpers.job})])
 
     def _make_share(self, folder: epath.Path) -> None:
-        """Makes this process's parts, and waits for the parts of the other processes. Process 0 writes `corpus.json`."""
+        """Makes this process's share of the parts, and waits for the other processes. Process 0 then writes `corpus.json`."""
         if self.use_finished():
             return
         preparing = Preparing(self._preparation)
@@ -228,7 +228,7 @@ class PreparedSource(FileSource):
             self._pause(folder)
 
     def _make_room(self, needed: int) -> None:
-        """Removes unused stores until `needed` more bytes fit below the limit. This source's store is in use."""
+        """Removes unused stores until `needed` more bytes fit below the limit. This source's store is in use, so it stays."""
         if self._helpers.limit is not None:
             store_cache.make_room(os.path.dirname(self._preparation.output), self._helpers.limit, needed)
 
@@ -259,7 +259,7 @@ class PreparedSource(FileSource):
 
 
 class _Ended(Exception):
-    """The run ends, so the tokenisation stops."""
+    """Raised to stop the tokenisation after `PreparedSource.stop` was called."""
 
 
 def tokenise(
@@ -294,7 +294,7 @@ def tokenise(
 
 
 def store_name(documents: Documents, source: FileSource, tokenizer: Any, bad_records: str) -> str:
-    """Returns the name of a corpus' token store in the cache.
+    """Returns the name of a corpus's token store in the cache.
 
     The name is a hash of the files' paths and versions, the tokenizer, and the settings on which the tokens depend.
     """

@@ -1,7 +1,7 @@
-"""Text records of ArrayRecord and TFRecord files, read by number.
+"""Sources of text documents in ArrayRecord and TFRecord files, read by number.
 
-ArrayRecord needs the package array_record: extra `data`. TFRecord files hold tf.train.Examples with a text feature, and
-are read without TensorFlow.
+ArrayRecord needs the package array_record, which the extra `data` installs. TFRecord files hold tf.train.Examples with a text
+feature, and are read without TensorFlow.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from spmd_trainer.inputs.corpus.file_source import FilesOrPaths, FileSource
 from spmd_trainer.inputs.shards import LRUCache, ShardIndex
 from spmd_trainer.storage.local_copies import local_copy
 
-# The library's recommended settings for random access; they start no threads.
+# array_record's recommended settings for random access; they start no threads.
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
-# Most ArrayRecord files open at a time: a global shuffle jumps between all files, and opening one costs much more than
-# reading a record. A reader holds its file's index in memory, so the records of all open files are bounded too.
+# Maximum number of ArrayRecord files open at a time: a global shuffle jumps between all files, and opening one costs much more
+# than reading a record. A reader holds its file's index in memory, so the total number of their records is limited too.
 _MAX_OPEN = 64
 _MAX_OPEN_RECORDS = 2**22
-# Records per read when documents are read in order.
+# Number of records per read when documents are read in order.
 _BLOCK = 256
 
 
 class ArrayRecordDocuments(FileSource):
-    """Records of ArrayRecord files. A chunk is a file. Remote files are copied to the cache folder first."""
+    """Source whose documents are the records of ArrayRecord files. A chunk is a file. Remote files are copied to the cache."""
 
     kind = "arrayrecord"
     random_access = True
     shards: ShardIndex
 
     def __init__(self, paths: FilesOrPaths):
-        """Opens each file once.
+        """Opens every file to count its records.
 
         Raises:
-          UserError: array_record isn't installed, or a file (named) is empty, damaged or of another format.
+          UserError: array_record isn't installed, or a file is empty, damaged or of another format; the message names it.
         """
         super().__init__(paths)
         self._open: LRUCache[Any] = LRUCache(
@@ -102,17 +102,17 @@ def _first_line(error: Exception) -> str:
 
 
 class TfRecordDocuments(record_files.RecordSource):
-    """Texts of the tf.train.Examples in TFRecord files. A chunk is a file."""
+    """Source whose documents are texts in the tf.train.Examples of TFRecord files. A chunk is a file."""
 
     def __init__(self, paths: FilesOrPaths, column: str = "text"):
-        """Finds the records.
+        """Finds the byte offsets of all records.
 
         Args:
           paths: uncompressed files.
-          column: key of a bytes feature with one value, the text.
+          column: key of the bytes feature whose only value is the text.
 
         Raises:
-          UserError: a file can't be read, is compressed or is broken; names the file, the record and its byte.
+          UserError: a file can't be read, is compressed or is broken; the message names the file, the record and its byte.
         """
         self._column = column
         super().__init__(paths)
@@ -134,7 +134,7 @@ class TfRecordDocuments(record_files.RecordSource):
         return Document(values[0], where)
 
 
-# tf.train.Example with its lists of numbers left unread. TensorFlow's own class takes seconds to import.
+# Schema of tf.train.Example in which lists of numbers stay unparsed. Importing TensorFlow's own class takes seconds.
 _SCHEMA = """
 name: "spmd_trainer_example.proto" syntax: "proto3"
 message_type { name: "Texts" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
@@ -159,10 +159,10 @@ def _example_class() -> Any:
 
 
 def example_bytes(data: bytes) -> dict[str, list[bytes] | None]:
-    """Returns the bytes features of a serialized tf.train.Example by name; None for numeric features.
+    """Returns {feature name: its byte strings, or None if it is numeric} for a serialized tf.train.Example.
 
     Raises:
-      DecodeError: it is not a tf.train.Example.
+      DecodeError: `data` is not a tf.train.Example.
     """
     return {
         entry.key: list(entry.value.bytes_list.value) if entry.value.HasField("bytes_list") else None

@@ -1,4 +1,4 @@
-"""Packs documents into rows: plans the row and column of every token from the lengths of the documents alone.
+"""Packs documents into rows. The row and column of every token are planned from the lengths of the documents alone.
 
 A process therefore fetches only the tokens of its own rows.
 """
@@ -16,19 +16,19 @@ from spmd_trainer.inputs.corpus.tokens import Tokens, fetch, is_text
 
 BEST_FIT, PAD, SPLIT = "best_fit", "pad", "split"
 PACKINGS = (BEST_FIT, PAD, SPLIT)
-# Not for texts: each document is a pair of answers, and a row of two sequences.
+# Only for preference pairs, not for texts: each document is a pair of answers, and becomes one row with two sequences.
 PAIR = "pair"
 
 
 class RowTable(NamedTuple):
-    """Rows of T tokens, arrays [rows + 1, T], 0 in empty positions. The last row is empty.
+    """Rows of T tokens, as arrays [rows + 1, T] that are 0 in empty positions. The last row is empty.
 
     Attributes:
       ids: the token before each label. `ids`, `labels`, `segment_ids` and `segment_pos` are unsigned integers.
       labels: the tokens to predict.
-      segment_ids: number of the segment, from 1 in each row.
+      segment_ids: number of each position's segment in its row, from 1.
       segment_pos: position in the segment, from 0.
-      counted: True for labels that count in the loss, bool; None: all do.
+      counted: bool, True for labels that count in the loss; None: all labels count.
     """
 
     ids: np.ndarray
@@ -38,7 +38,7 @@ class RowTable(NamedTuple):
     counted: np.ndarray | None = None
 
     def batch(self, rows: np.ndarray) -> NestedMap:
-        """Makes a language-model batch (see `batches.lm_input_specs`) of the given rows, integers [B]."""
+        """Makes a language-model batch (see `batches.lm_input_specs`) from the rows numbered `rows`, integers [B]."""
         segment_ids = self.segment_ids[rows].astype(np.int32)
         inside = segment_ids > 0
         return NestedMap(
@@ -53,10 +53,10 @@ class RowTable(NamedTuple):
 
 
 class PairTable(NamedTuple):
-    """Pairs of answers. Each pair has two sequences of T tokens. An empty pair follows the last one.
+    """Preference pairs. Each pair has two sequences of T tokens. An empty pair follows the last pair.
 
     Attributes:
-      sequences: for each pair, the prompt with the chosen answer, then the prompt with the rejected answer.
+      sequences: two rows per pair: the prompt with the chosen answer, then the prompt with the rejected answer.
       places: int64 [pairs + 1, 3]. Column 0 is the number of the pair's source; columns 1 and 2 are its place in the source (see
         `order.Taken.place`). The row of the empty pair is -1.
     """
@@ -65,7 +65,7 @@ class PairTable(NamedTuple):
     places: np.ndarray
 
     def batch(self, rows: np.ndarray) -> NestedMap:
-        """Makes a batch of the given pairs, integers [B]: `chosen`, `rejected` and `eval_sample_weights`."""
+        """Makes a batch (`chosen`, `rejected`, `eval_sample_weights`) from the pairs numbered `rows`, integers [B]."""
         first = 2 * (rows % len(self.places))
         sides = [self.sequences.batch(np.minimum(first + side, len(self.sequences.ids) - 1)) for side in (0, 1)]
         weights = [side.pop("eval_sample_weights") for side in sides]
@@ -73,7 +73,7 @@ class PairTable(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The tokens around a document's tokens. The first token of a framed document is an id, but not a label.
+    """Tokens put around a document, e.g. a start token and end-of-text. The first token of the result is never a label.
 
     Attributes:
       before: the tokens before the document's tokens.
@@ -85,7 +85,7 @@ class Frame(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of labels of a framed document, less the number of the document's tokens."""
+        """Number of labels that the frame adds: labels of the framed document minus tokens of the document."""
         return len(self.before) + len(self.after) - 1
 
 
@@ -97,12 +97,12 @@ class FramedDocument(NamedTuple):
 
 
 class RowPlan(NamedTuple):
-    """Plan that puts pieces of framed documents into rows. Arrays are int64 [pieces], and tokens are counted as labels.
+    """Plan for putting pieces of framed documents into rows. Arrays are int64 [pieces]. Only tokens to predict are counted.
 
     Attributes:
       documents: number of the document of each piece.
       starts: number of the piece's first token in its document.
-      sizes: tokens in the piece, 1 or more.
+      sizes: number of tokens in the piece, 1 or more.
       rows: row of the piece.
       columns: column of the piece's first token.
       segments: number of the piece's segment in the row, from 1.
@@ -119,7 +119,7 @@ class RowPlan(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows; each has a piece."""
+        """Number of rows. Every row has at least one piece."""
         return int(self.rows.max(initial=-1)) + 1
 
     @property
@@ -134,7 +134,7 @@ def pack(lengths: Sequence[int] | np.ndarray, seq_len: int, packing: str, piece:
       lengths: number of labels of each framed document; at least one document.
       seq_len: tokens per row, T.
       packing: 'best_fit': several pieces per row. 'pad': one piece per row.
-      piece: most tokens of a piece; None: `seq_len`.
+      piece: maximum number of tokens per piece; None: `seq_len`.
     """
     piece = piece or seq_len
     sizes = np.asarray(lengths, np.int64)
@@ -152,7 +152,7 @@ def cut(lengths: Sequence[int], seq_len: int, offset: int, used: int) -> RowPlan
     Args:
       lengths: number of labels of each framed document.
       seq_len: tokens per row, T. The last row may hold fewer.
-      offset: tokens of the first document that are left out.
+      offset: number of tokens at the beginning of the first document that are left out.
       used: number of tokens to cut into rows, 1 or more.
     """
     begins = np.cumsum([0, *lengths]) - offset
@@ -172,7 +172,7 @@ def cut(lengths: Sequence[int], seq_len: int, offset: int, used: int) -> RowPlan
 
 
 def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocument], seq_len: int) -> RowTable:
-    """Makes some rows of a plan, and fetches only the tokens of these rows.
+    """Makes the table of some rows of a plan, and fetches only the tokens of these rows.
 
     Args:
       plan: the plan.
@@ -195,7 +195,7 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
         (documents[number], start, start + size + 1)
         for number, start, size in zip(own.documents.tolist(), own.starts.tolist(), own.sizes.tolist(), strict=True)
     ]
-    # Each piece, and the token before it.
+    # The tokens of each piece, each with the token before it.
     tokens = _values(pieces)
     ends = np.cumsum(own.sizes + 1)
     is_label, is_id = np.ones(len(tokens), bool), np.ones(len(tokens), bool)
@@ -218,17 +218,17 @@ def _values(pieces: Sequence[tuple[FramedDocument, int, int]], *, counted: bool 
     for ((tokens, frame), start, stop), content in zip(pieces, fetch(ranges, counted=counted), strict=True):
         before = frame.before[start:stop]
         after = frame.after[: max(0, stop - len(frame.before) - len(tokens))]
-        # An id of a frame may be 0, and counts all the same.
+        # The tokens of a frame always count, even a token 0.
         around = [np.ones(len(ids), bool) if counted else np.array(ids, content.dtype) for ids in (before, after)]
         found += [around[0], content, around[1]]
     return np.concatenate(found)
 
 
 def make_pairs(documents: Sequence[Tokens], places: Sequence[tuple[int, int, int]], seq_len: int) -> PairTable:
-    """Makes the rows of some pairs, and fetches only their tokens.
+    """Makes the table of some preference pairs, and fetches only the tokens of these pairs.
 
     Args:
-      documents: for each pair, the concatenated tokens of both sequences, of which the answers' tokens count.
+      documents: for each pair, the concatenated tokens of the chosen and the rejected sequence. Only the answers' tokens count.
       places: see `PairTable`.
       seq_len: tokens per sequence, T.
     """
@@ -248,13 +248,13 @@ def make_pairs(documents: Sequence[Tokens], places: Sequence[tuple[int, int, int
 def lay_out(
     ids: np.ndarray, labels: np.ndarray, plan: RowPlan, seq_len: int, counted: np.ndarray | None = None
 ) -> RowTable:
-    """Puts the pieces of a plan into their rows.
+    """Makes the table of all rows of a plan: puts the tokens of its pieces into the planned rows and columns.
 
     Args:
       ids, labels: concatenated tokens of all pieces, unsigned [tokens].
       plan: the plan.
       seq_len: tokens per row.
-      counted: True for labels that count in the loss, bool [tokens]; None: all do.
+      counted: bool [tokens], True for labels that count in the loss; None: all labels count.
     """
     sizes = plan.sizes
     within = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -276,7 +276,7 @@ def lay_out(
 
 
 def best_fit(sizes: Sequence[int], room: int) -> list[int]:
-    """Packs pieces in order, each into the fullest row with room, or else into a new row. Returns the row of each piece.
+    """Packs pieces in order, each into the fullest row that has room for it, or else a new row. Returns the row of each piece.
 
     Args:
       sizes: tokens of each piece, 1 to `room`.
@@ -322,10 +322,10 @@ def best_fit_decreasing(sizes: np.ndarray, room: int) -> np.ndarray:
 
 
 def places(rows: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first column of each piece and its number in its row, from 1, int64 [pieces]; pieces keep their order.
+    """Returns each piece's first column, and its number in its row from 1, int64 [pieces]. Pieces in a row keep their order.
 
     Args:
-      rows: row of each piece, int64 [pieces]; each row has one.
+      rows: row of each piece, int64 [pieces]; every row has at least one piece.
       sizes: tokens of each piece, int64 [pieces].
     """
     by_row = np.argsort(rows, kind="stable")

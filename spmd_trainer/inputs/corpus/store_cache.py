@@ -19,11 +19,11 @@ from absl import logging
 
 from spmd_trainer.sharding.messages import bytes_text
 
-# Locked by the users of a store. Its time says when the last of them came.
+# File in a store that is locked by the processes using the store. Its modification time says when the last of them began.
 _IN_USE = "in-use"
 _STORE = re.compile(r"corpus-[0-9a-f]{24}")
 _OWN = re.compile(r"tokens-\d+-of-\d+\.(arrow|json)|(corpus|making|failed)\.json|\.making-.*|\..*\.writing|lock|in-use")
-# A store that is being removed has this name; a process that is killed meanwhile leaves it.
+# Prefix of the name of a store that is being removed. A process that is killed meanwhile leaves such a folder behind.
 _REMOVED = ".removed-"
 
 
@@ -31,7 +31,7 @@ def hold(folder: str) -> BinaryIO | None:
     """Keeps a store from being removed until the returned file is closed, or this process ends. Makes the folder if missing.
 
     Returns:
-      The locked file; None if the folder exists, but this process can't write to it, or its file system has no locks. Another
+      The locked file. None if the folder exists, but this process can't write to it or its file system has no locks; another
       process may then remove the store.
 
     Raises:
@@ -63,7 +63,7 @@ def hold(folder: str) -> BinaryIO | None:
 
 
 def make_room(root: str, limit: int, needed: int = 0) -> None:
-    """Removes unused stores, the longest unused first, until all stores have at most `limit - needed` bytes together.
+    """Removes unused stores, the longest unused first, until all stores together have at most `limit - needed` bytes.
 
     Keeps other folders, and stores that hold files of other programs. Does not follow links.
 
@@ -92,7 +92,7 @@ def make_room(root: str, limit: int, needed: int = 0) -> None:
 
 
 def _stores(root: str) -> Iterator[tuple[float, str, int]]:
-    """Yields (time of last use in seconds since 1970, folder, size in bytes) of each store."""
+    """Yields (time of last use in seconds since 1970, folder, size in bytes) for each store that may be removed."""
     with os.scandir(root) as entries:
         folders = [one.path for one in entries if _STORE.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
     for folder in folders:
@@ -132,7 +132,7 @@ def _remove(folder: str) -> bool:
 
 
 def _is_at(file: BinaryIO, path: str) -> bool:
-    """Returns True if an open file is still the file at its path."""
+    """Returns True if an open file is still the file at `path`."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

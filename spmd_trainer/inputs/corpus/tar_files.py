@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 
 class Header(tarfile.TarInfo):
-    """A tar header that raises tarfile.ReadError if it is damaged.
+    """Header of a tar member. Raises tarfile.ReadError if the header is damaged.
 
-    tarfile treats a damaged header, or a single empty block, as the end of the file.
+    tarfile's own class treats a damaged header, or a single empty block, as the end of the file.
     """
 
     @classmethod
@@ -60,17 +60,17 @@ def samples(
     take: Callable[[tarfile.TarFile, tarfile.TarInfo], T],
     size: int | None,
 ) -> Iterator[tuple[str, dict[str, T | None]]]:
-    """Yields each sample's name and its members by extension.
+    """Yields (sample name, {extension: member of the sample}) for each sample of a tar file.
 
     Args:
-      archive: opened with `Header`.
-      path: the file, for errors.
-      wanted: extensions to read; other members are None.
+      archive: the tar file, opened with `tarinfo=Header`.
+      path: path of the file, for messages.
+      wanted: extensions of the members to read with `take`. Other members are None in the result.
       take: reads a member.
-      size: bytes of the file; None if it is compressed.
+      size: bytes of the file; None if the file is compressed.
 
     Raises:
-      tarfile.ReadError: by its declared size, a member ends after the end of the file.
+      tarfile.ReadError: according to its declared size, a member ends after the end of the file.
       UserError: a sample has two members with one extension, or a wanted member is a link.
     """
     current: tuple[str, dict[str, T | None]] | None = None
@@ -106,14 +106,14 @@ def samples(
 
 
 def _content(longest: int, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | int:
-    """Returns the content of a member; only its size in bytes if the size is above `longest`."""
+    """Returns the content of a member, or only its size in bytes if the size is above `longest`."""
     if member.size > longest:
         return int(member.size)
     return cast(tarfile.ExFileObject, archive.extractfile(member)).read()
 
 
 class _Stream:
-    """A file that raises EOFError at its end. tarfile would keep reading until it has the bytes that a header declares."""
+    """A file that raises EOFError at its end. Otherwise tarfile would try forever to read the bytes that a header declares."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -126,15 +126,14 @@ class _Stream:
 
 
 def is_plain(path: str) -> bool:
-    """True if a tar file is uncompressed."""
+    """Returns True if a tar file is uncompressed."""
     return reading.read(path, _USTAR_AT, _USTAR_AT + len(_USTAR)) == _USTAR
 
 
 def refuse_without_end(path: str, size: int) -> None:
-    """Refuses an uncompressed tar file of `size` bytes that was cut off between two members; tarfile accepts it as
-    complete.
+    """Checks that an uncompressed tar file of `size` bytes was not cut off between two members, which tarfile doesn't notice.
 
-    Compressed files have checksums instead.
+    Compressed files aren't checked: their checksums show the damage.
 
     Raises:
       tarfile.ReadError: the file was cut off.
@@ -148,13 +147,15 @@ _BLOCK = 2**20
 
 
 class TarDocuments(FileSource):
-    """Text samples of tar files, compressed or not, read in order. A chunk is a file."""
+    """Source whose documents are the texts in tar files, compressed or not, read in order. A chunk is a file."""
 
     kind = "tar"
 
     def __init__(self, paths: FilesOrPaths, column: str = "text"):
-        """`column` is the text member's extension; 'text', the default of `Documents`, also takes 'txt'. A sample's name ends at
-        the file name's first dot."""
+        """Stores the files. `column`: extension of the text members, i.e. what follows the first dot of a member's file name.
+
+        The extension 'text', which is the default, also accepts 'txt'.
+        """
         super().__init__(paths)
         self._extensions = ("text", "txt") if column == "text" else (column,)
 

@@ -1,7 +1,7 @@
-"""Text files: JSON lines, and plain text with one document in a file or several with a separator between them.
+"""Sources over text files: JSON lines, and plain text with one document per file or several with a separator between them.
 
-JSON lines have one JSON object per line, and may be compressed by gzip or Zstandard (the latter needs the extra `data`).
-Lines of nothing but spaces aren't records. A chunk is a file.
+JSON lines have one JSON object per line, and may be compressed by gzip or Zstandard (which needs the extra `data`).
+Lines of nothing but spaces aren't records. A chunk (see `FileSource`) is a file.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from spmd_trainer.storage.local_copies import cached_index
 
 # Bytes searched for newlines or separators at a time.
 _BLOCK = 2**22
-# A line of so many times the longest record's bytes is refused at once; of a shorter one, the end is looked for.
+# A line longer than this multiple of `max_record_bytes` is an error. The end of a shorter line is searched for, so that a line
+# over `max_record_bytes` is only a bad record.
 _LONG_LINES = 8
-# Smaller files are faster to index again than to look up.
+# Files below this size are faster to index again than to look up in the cache.
 _CACHED_BYTES = 2**20
 _NEWLINE = b"\n"[0]
 # For each byte: whether `bytes.isspace` counts it as a space.
@@ -37,28 +38,29 @@ _IS_SPACE = np.array([bytes([byte]).isspace() for byte in range(256)])
 
 
 class LineIndex(NamedTuple):
-    """The lines of a file that aren't empty. A line of nothing but spaces counts as empty.
+    """Index of the non-empty lines of a file. A line of nothing but spaces counts as empty.
 
     Attributes:
-      starts: first byte of each line, and the file's end, int64 [lines + 1]. Empty lines belong to the line before.
-      empty: for each empty line, the index of the next line that isn't empty, int64 [empty lines], ascending.
+      starts: byte offset of each non-empty line, then the file's end, int64 [lines + 1]. Empty lines belong to the line before.
+      empty: for each empty line, the index of the next non-empty line, int64 [empty lines], ascending.
     """
 
     starts: np.ndarray
     empty: np.ndarray
 
     def line_number(self, index: int) -> int:
-        """Returns a line's number in the file, empty lines included, from 1."""
+        """Returns the number, from 1, of non-empty line `index` among all lines of the file, including empty ones."""
         return index + 1 + (int(np.searchsorted(self.empty, index, side="right")) if len(self.empty) else 0)
 
 
 def index_lines(path: str, size: int, longest: int = MAX_RECORD_BYTES) -> LineIndex:
-    """Returns the index of a file of `size` bytes. The index of a large file is built once and mapped from the cache
-    folder. `longest` is the source's `max_record_bytes`.
+    """Returns the line index of a file of `size` bytes. `longest` is the source's `max_record_bytes`.
+
+    The index of a large file is built once, kept in the cache folder and memory-mapped from there.
 
     Raises:
       OSError: the file can't be read.
-      UserError: a line has no end within about `_LONG_LINES * longest` bytes.
+      UserError: a line has no end within about `8 * longest` bytes.
     """
 
     def find() -> np.ndarray:
@@ -70,7 +72,7 @@ def index_lines(path: str, size: int, longest: int = MAX_RECORD_BYTES) -> LineIn
 
 
 def _find_lines(path: str, longest: int) -> np.ndarray:
-    """Returns the number of lines and both arrays of a `LineIndex`, concatenated. Raises as `index_lines`."""
+    """Returns the number of lines and both arrays of a `LineIndex`, concatenated. Raises the errors of `index_lines`."""
     with open_bytes(path) as file:
         starts: list[np.ndarray] = []
         empty: list[np.ndarray] = []
@@ -101,9 +103,9 @@ def _find_lines(path: str, longest: int) -> np.ndarray:
 
 
 def _are_blank(content: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Returns for each line of a block, uint8 [bytes], whether it has nothing but spaces. `ends`: the newlines."""
+    """Returns bool [lines]: whether each line in `content`, uint8 [bytes], is blank. `ends`: indices of the newlines."""
     begins = np.append(0, ends[:-1] + 1)
-    # Looking at every byte takes longer than all the rest, and few files have lines that begin with a space.
+    # Looking at every byte would take longer than the rest of the indexing, and few files have lines that begin with a space.
     if not np.any(_IS_SPACE[content[begins]] & (begins < ends)):
         return begins == ends
     return np.logical_and.reduceat(_IS_SPACE[content[: ends[-1] + 1]], begins)
@@ -113,7 +115,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JsonLines(IndexedFiles):
-    """Uncompressed local files of JSON lines, read by number. An index of the lines is built once."""
+    """Source over uncompressed local files of JSON lines. An index of the lines, built once, lets lines be read by number."""
 
     kind = "jsonl"
 
@@ -121,7 +123,7 @@ class JsonLines(IndexedFiles):
         """Indexes the lines. `column` and `max_record_bytes` are as in `Documents`.
 
         Raises:
-          UserError: a file can't be read, or has a line without an end within a multiple of `max_record_bytes`.
+          UserError: a file can't be read, or has a line that is many times longer than `max_record_bytes`.
         """
         self._column = column
         self.max_record_bytes = max_record_bytes
@@ -145,12 +147,12 @@ class JsonLines(IndexedFiles):
 
 
 class StreamedJsonLines(FileSource):
-    """JSON lines read in order: compressed files, and files in object stores, where each line would cost a request."""
+    """Source over JSON lines that are read in order: in compressed files, or in object stores, where each read is a request."""
 
     kind = "jsonl"
 
     def __init__(self, paths: FilesOrPaths, column: Column = "text"):
-        """`column` is as in `Documents`. Files are opened when they are read."""
+        """Stores the files. They are opened only when they are read. `column` is as in `Documents`."""
         super().__init__(paths)
         self._column = column
 
@@ -180,10 +182,10 @@ class StreamedJsonLines(FileSource):
 
 
 def _lines(file: BinaryIO, path: str, longest: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yields each line's number, from 1, and the line with its newline; None instead of a line of more than `longest` bytes.
+    """Yields (number, line) for each line, with its newline. Numbers count from 1; a line of over `longest` bytes gives None.
 
     Raises:
-      UserError: a line has no end within about `_LONG_LINES * longest` bytes.
+      UserError: a line has no end within about `8 * longest` bytes.
     """
     number = 0
     while line := file.readline(longest + 1):
@@ -200,7 +202,7 @@ def _lines(file: BinaryIO, path: str, longest: int) -> Iterator[tuple[int, bytes
 
 
 def _refuse_endless(path: str, number: int, size: int, longest: int) -> None:
-    """Raises UserError if `size` bytes of line `number`, read without finding its end, are too many."""
+    """Raises UserError if too many bytes, `size`, of line `number` were read without finding its end."""
     if size > _LONG_LINES * longest:
         raise UserError(
             f"{path}:{number} has more than {size:,} bytes, {_LONG_LINES} times max_record_bytes={longest:,}, and is not "
@@ -229,20 +231,20 @@ def value_of(line: bytes, where: str) -> Any:
 
 
 class TextDocuments(IndexedFiles):
-    """Documents of text files. A chunk is a file."""
+    """Source of documents in plain text files. A chunk is a file."""
 
     kind = "text"
 
     def __init__(
         self, paths: FilesOrPaths, separator: str | None = None, *, json_too: bool = False, any_bytes: bool = False
     ):
-        """Finds the documents.
+        """Finds where the documents of all files begin.
 
         Args:
           paths: the files.
           separator: text between the documents of a file, not part of them; None: each file is one document.
-          json_too: read JSON files as text, with their braces and quotes.
-          any_bytes: also read files that aren't text.
+          json_too: True also reads JSON files, as text with their braces and quotes.
+          any_bytes: True also reads files that aren't text.
 
         Raises:
           UserError: a file can't be read or is not text by its first bytes, or `separator` is empty.
@@ -292,7 +294,7 @@ class TextDocuments(IndexedFiles):
         return path if self._separator is None else f"{path} document {number + 1}"
 
     def _find_separators(self, index: int, separator: bytes) -> np.ndarray:
-        """Returns the first byte of each document, and the file's end: int64 [documents + 1]."""
+        """Returns the byte offset of each document in file `index`, then the file's end: int64 [documents + 1]."""
         size, begin = self.sizes[index], 0
         starts = array.array("q", [0])
         while begin < size:
@@ -308,15 +310,15 @@ class TextDocuments(IndexedFiles):
 
 
 def refuse_unless_text(head: bytes, path: str, *, is_utf8: bool = True) -> None:
-    """Refuses a file that isn't text.
+    """Checks that a file is text.
 
     Args:
-      head: its first `file_formats.HEAD_BYTES`.
-      path: the file.
-      is_utf8: also refuse UTF-16 and NUL bytes.
+      head: the file's first `file_formats.HEAD_BYTES` bytes.
+      path: path of the file, for messages.
+      is_utf8: True also refuses UTF-16 and NUL bytes.
 
     Raises:
-      UserError: its first bytes show another format.
+      UserError: the first bytes show that the file isn't text.
     """
     kind = file_formats.TFRECORD if record_files.begins_with_record(head) else file_formats.identify(head)
     if kind is not None:

@@ -1,15 +1,15 @@
 """Token stores: tokenised documents in Arrow files, which `--mode=tokenise` writes and inputs read by byte ranges.
 
 A store is a folder of parts and a file `corpus.json`. A part is an Arrow IPC file with the columns `tokens` (lists of uint16
-or uint32) and `bytes` (int32, the size of the text in bytes). For conversations and pairs, a third column `counted` (lists of
-booleans) marks the tokens that count in the loss. `corpus.json` holds the numbers of documents and tokens of each record
-batch, and the byte offsets of its columns in the file.
+or uint32) and `bytes` (int32, the size of the text in bytes). For conversations and preference pairs, a third column `counted`
+(lists of booleans) marks the tokens that count in the loss. `corpus.json` has, for each record batch, the numbers of documents
+and tokens, and the byte offsets of the columns in the part's file.
 
 An Arrow file stores the tokens of a record batch contiguously, so any part of a document is a byte range, also in object
 stores. Any Arrow library can read the files.
 
-Documents are numbered as in the original source, so every shuffle gives the same order. A document without text is empty. A
-bad record that was left out is empty too, and its `bytes` are -1 minus its size.
+Documents are numbered as in the original source, so every shuffle gives the same order. A document without text has no tokens.
+A bad record that was left out has no tokens either, and its `bytes` is -1 minus its size.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from spmd_trainer.storage.local_copies import cached_index
 
 DESCRIPTION_FILE = "corpus.json"
 FORMAT = 2
-# Documents whose lengths are read at a time in order; nearer ones are read together.
+# Read in order: number of documents whose lengths are read at a time. Read by number: lengths this near are read together.
 _BLOCK, _NEAR = 1024, 256
 # Ranges that are this near each other are read in one request of an object store; see `_together`.
 _NEAR_BYTES = 2**16
 _REQUESTS = 32
-# Parts of remote stores whose lengths are held.
+# Number of parts of a remote store whose document lengths are kept in memory.
 _HELD = 64
 
 
 class Batch(NamedTuple):
-    """A record batch of a part.
+    """Description of one record batch in a part of a token store. The byte offsets count from the beginning of the part's file.
 
     Attributes:
       documents: number of documents.
       tokens: number of tokens of all documents.
-      offsets_at: byte offset in the file of the documents' ends: little-endian int32 [documents + 1], the first one 0.
-      tokens_at: byte offset in the file of the tokens.
-      sizes_at: byte offset in the file of the sizes of the texts: little-endian int32 [documents].
-      counted_at: byte offset in the file of the bits that mark tokens that count, the lowest bit of a byte first; None: all
-        count.
+      offsets_at: byte offset of the entry 0 and the documents' ends, in tokens: little-endian int32 [documents + 1].
+      tokens_at: byte offset of the tokens.
+      sizes_at: byte offset of the texts' sizes in bytes: little-endian int32 [documents].
+      counted_at: byte offset of the bits that mark tokens that count in the loss, the lowest bit of a byte first; None: all
+        tokens count.
     """
 
     documents: int
@@ -66,13 +66,13 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """Content of `corpus.json`.
+    """Content of a token store's `corpus.json`.
 
     Attributes:
       tokenizer: fingerprint of the tokenizer.
       dtype: dtype of the tokens, 'uint16' or 'uint32'.
-      chunks: documents per chunk of the original source.
-      parts: {name of the file: its batches}, in order.
+      chunks: number of documents in each chunk of the original source.
+      parts: {file name of the part: its record batches}, in order.
       statistics: counts of documents, tokens, bytes and skipped records; documents by length; the largest token.
       processor: fingerprint of the processor; None for text.
     """
@@ -92,10 +92,10 @@ class Description:
 
     @classmethod
     def read(cls, folder: str) -> Description:
-        """Reads the file of a folder.
+        """Reads the `corpus.json` in a folder.
 
         Raises:
-          UserError: it is missing, has another format, or is damaged; names the file and the entries that are wrong.
+          UserError: the file is missing, has another format, or is damaged; the message names the file and the wrong entries.
         """
         path = os.path.join(folder, DESCRIPTION_FILE)
         try:
@@ -153,14 +153,14 @@ class TokenStore(FileSource):
     shards: ShardIndex
 
     def __init__(self, folder: str, *, names_left_out: bool = False):
-        """Reads `corpus.json` of a local, gs:// or s3:// folder.
+        """Reads the `corpus.json` of a store.
 
         Args:
-          folder: the folder.
+          folder: local, gs:// or s3:// folder of the store.
           names_left_out: True gives a `LeftOut` for a record that was left out; False gives an empty document.
 
         Raises:
-          UserError: the folder is not a store, or a file is missing or has other documents than `corpus.json` says.
+          UserError: the folder is not a token store, or a file is missing or has other documents than `corpus.json` says.
         """
         self.description = Description.read(folder)
         self._folder, self._names_left_out = folder, names_left_out
@@ -172,7 +172,7 @@ class TokenStore(FileSource):
             (part, batch) for part, batches in enumerate(self.description.parts.values()) for batch in batches
         ]
         self._numbers = ShardIndex([batch.documents for _, batch in self._batches])
-        # The lengths of remote parts, the versions of these parts, and where the lengths of each batch begin.
+        # The document lengths of remote parts, the versions of these parts, and where the lengths of each record batch begin.
         self._ends: LRUCache[np.ndarray] = LRUCache(_HELD)
         self._versions: dict[int, str] = {}
         self._ends_at = [
@@ -202,10 +202,10 @@ class TokenStore(FileSource):
         return int(self.description.statistics["largest"])
 
     def check_made_by(self, tokenizer: Mapping[str, Any], processor: Processor | None) -> None:
-        """Compares the fingerprint of the input's tokenizer, and its processor, with those of the store.
+        """Checks that the store was made with an input's processor and the tokenizer that has the fingerprint `tokenizer`.
 
         Raises:
-          UserError: they differ; lists the differences.
+          UserError: the store was made with another tokenizer or processor; the message lists the differences.
         """
         made, now = self.description.processor or {}, {} if processor is None else processor.fingerprint()
         for what, before, after in (("tokenizer", self.description.tokenizer, tokenizer), ("processor", made, now)):
@@ -235,7 +235,7 @@ class TokenStore(FileSource):
                     yield self._record(number, one, StoredTokens(self, number, start, stop - start, size), size)
 
     def _record(self, number: int, inside: int, content: StoredTokens, size: int | None = None) -> Record:
-        """Returns document `inside` of batch `number`. `size`: its entry in the column `bytes`."""
+        """Returns document `inside` of record batch `number`. `size`: the document's entry in the column `bytes`, if known."""
         where = f"{self.paths[self._batches[number][0]]} document {self._numbers.span(number)[0] + inside}"
         if self._names_left_out and not len(content):
             size = int(self._sizes(number, inside, 1)[0]) if size is None else size
@@ -249,7 +249,7 @@ class TokenStore(FileSource):
         return np.frombuffer(self._files.read(part, at, at + 4 * count), "<i4")
 
     def _spans(self, number: int, inside: np.ndarray) -> tuple[list[int], list[int]]:
-        """Returns the first token of some documents of a batch, and the token after the last of each, as numbers in the batch."""
+        """Returns where the tokens of documents `inside` of record batch `number` start and end, counted within the batch."""
         order = np.sort(inside)
         starts: dict[int, int] = {}
         ends: dict[int, int] = {}
@@ -267,7 +267,7 @@ class TokenStore(FileSource):
         return [starts[one] for one in inside.tolist()], [ends[one] for one in inside.tolist()]
 
     def _read_ends(self, number: int, start: int, stop: int) -> np.ndarray:
-        """Returns entries `start` to `stop` of a batch's offsets: entry 0 is 0, and entry n + 1 is the end of document n."""
+        """Returns token offsets `start` to `stop` of a record batch. Offset 0 is 0; offset n + 1 is the end of document n."""
         part, batch = self._batches[number]
         if not is_remote(self.paths[part]):
             content = self._files.read(part, batch.offsets_at + 4 * start, batch.offsets_at + 4 * stop)
@@ -276,9 +276,9 @@ class TokenStore(FileSource):
         return self._ends.get(part, self._all_ends)[begin + start : begin + stop]
 
     def _all_ends(self, part: int) -> np.ndarray:
-        """Returns the offsets of the documents in all batches of a remote part, one batch after another, int32.
+        """Returns the token offsets of the documents in a remote part, one record batch after another, int32.
 
-        Reads all of them at once and keeps them in the local cache, because a shuffle would send a request for each offset.
+        Reads all offsets at once and keeps them in the local cache, because a shuffle would send a request for each offset.
         """
         batches = [batch for of, batch in self._batches if of == part]
 
@@ -294,7 +294,7 @@ class TokenStore(FileSource):
             return cached_index(path, "token-ends", read, version=self._versions[part])
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
-        """Returns tokens `start` to `stop` of batch `number` for each (number, start, stop)."""
+        """Returns the tokens `start` to `stop` of record batch `number`, for each (number, start, stop) in `ranges`."""
         width, dtype = self.dtype.itemsize, self.dtype.newbyteorder("<")
         spans = []
         for number, start, stop in ranges:
@@ -316,7 +316,7 @@ class TokenStore(FileSource):
         return found
 
     def _contents(self, spans: Sequence[tuple[int, int, int]]) -> list[memoryview]:
-        """Returns the bytes of each (part, start, stop)."""
+        """Returns the bytes `start` to `stop` of part `part`, for each (part, start, stop) in `spans`."""
         requests = _together(spans, _NEAR_BYTES if is_remote(self._folder) else 0)
 
         def read(places: list[int]) -> tuple[int, bytes]:
@@ -339,7 +339,7 @@ class TokenStore(FileSource):
 def _together(spans: Sequence[tuple[int, int, int]], near: int) -> list[list[int]]:
     """Groups byte ranges (file, start, stop) into requests. Returns the indices in `spans` of each request's ranges.
 
-    Ranges share a request if the gap between them is at most `near` bytes, and at most a quarter of the bytes wanted.
+    Ranges share a request if the gap between them is at most `near` bytes, and at most a quarter of the bytes that are wanted.
     """
     found: list[list[int]] = []
     file, end, wanted = -1, 0, 0

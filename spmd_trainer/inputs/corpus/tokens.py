@@ -37,11 +37,11 @@ class StoredTokens:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CountedTokens:
-    """Tokens of a document in memory, of which some count in the loss.
+    """A document's tokens in memory, with a mask of the tokens that count in the loss.
 
     Attributes:
       tokens: unsigned integers [n].
-      counted: True for tokens that count in the loss, bool [n].
+      counted: bool [n], True for tokens that count in the loss.
     """
 
     tokens: np.ndarray
@@ -51,12 +51,12 @@ class CountedTokens:
         return len(self.tokens)
 
 
-# A document's tokens, unsigned [n], all of which count; or some; or where they are stored.
+# A document's tokens: an unsigned array [n] if all count in the loss; or an array with a mask; or a reference to a token store.
 Tokens: TypeAlias = np.ndarray | CountedTokens | StoredTokens
 
 
 def is_text(tokens: Tokens) -> bool:
-    """True if all tokens of a document count in the loss, because it is a text."""
+    """Returns True if a document is plain text, so that all its tokens count in the loss."""
     if isinstance(tokens, StoredTokens):
         return tokens.store.description.processor is None
     return isinstance(tokens, np.ndarray)
@@ -66,11 +66,11 @@ def fetch(ranges: Sequence[tuple[Tokens, int, int]], *, counted: bool = False) -
     """Returns the tokens `start` to `stop` of each document.
 
     Args:
-      ranges: (document, start, stop) of each.
+      ranges: (tokens of the document, start, stop) for each document.
       counted: True returns which of these tokens count in the loss, bool [n], instead of the tokens.
 
     Raises:
-      UserError: a file of a store can't be read or has changed; names it.
+      UserError: a file of a token store can't be read or has changed; the message names the file.
     """
     found: dict[int, np.ndarray] = {}
     stored: dict[TokenStore, list[tuple[int, tuple[int, int, int]]]] = collections.defaultdict(list)

@@ -23,18 +23,18 @@ from spmd_trainer.inputs.corpus.mixture import STOP, TOKENS, ChangingShare, Open
 from spmd_trainer.inputs.corpus.row_plan import PAD, PAIR, SPLIT, Frame, FramedDocument, PairTable, RowPlan, RowTable
 from spmd_trainer.sharding.messages import count_text
 
-# Bytes of text that all sources together keep in memory, each an equal part: to shuffle documents ('auto'), and to encode
-# them ahead.
+# Bytes of text that all sources together keep in memory, each an equal share: for shuffling documents (with 'auto'), and for
+# tokenising documents ahead.
 _AUTO_WINDOW_BYTES, _BYTES_AHEAD = order.AUTO_WINDOW_BYTES, 2**25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowSettings:
-    """How windows are made: settings of `corpus_input.CorpusInput` and its mixture, and those of `encoding.Encoder`.
+    """Settings for making windows: those of `corpus_input.CorpusInput`, of its mixture and of `encoding.Encoder`.
 
     Attributes (besides those):
       batch_rows: rows of a global batch.
-      segment_lens: {rows: most tokens of a segment after them}.
+      segment_lens: {number of rows in all previous windows: maximum number of tokens per segment from there on}.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -58,10 +58,10 @@ class Share(NamedTuple):
 
     Attributes:
       first: number of the process's first row in each global batch.
-      rows: number of its rows in each global batch.
+      rows: number of the process's rows in each global batch.
       batch_size: rows of a global batch.
-      filled: rows of the current global batch that precede the window, less `skipped`.
-      skipped: rows of the window that are left out, because they were given before a restart.
+      filled: number of rows of the current global batch that precede the window, minus `skipped`.
+      skipped: number of rows of the window that are left out, because they were given before a restart.
     """
 
     first: int
@@ -100,22 +100,22 @@ class Window(NamedTuple):
         return len(self.places)
 
 
-# The next window, or where the input ends, after any bad records behind the last document.
+# Future of the next window; or of the position where the input ends, after any bad records that follow the last document.
 Ahead: TypeAlias = "concurrent.futures.Future[Window | Cursor]"
 
 
 class Cancelled(Exception):
-    """The window being made is no longer needed."""
+    """Raised while a window is made that is no longer needed."""
 
 
 class _PendingDocument(NamedTuple):
-    """A document of the current window.
+    """A document of the window that is being made.
 
     Attributes:
-      framed: its tokens, and the tokens around them.
-      size: number of its labels.
-      place: number of its source, and its place in the source, see `order.Taken`.
-      before: positions of the sources before it was read.
+      framed: the document's tokens, and the tokens put around them.
+      size: number of labels.
+      place: number of the document's source, and the two numbers of its `order.Taken.place` in this source.
+      before: positions of all sources before the document was read.
     """
 
     framed: FramedDocument
@@ -142,8 +142,8 @@ class WindowMaker:
         by_tokens = settings.weigh_by == TOKENS
         self._weighed = (lambda cursor: cursor.tokens) if by_tokens else (lambda cursor: cursor.documents)
         self._shares = [one.share for one in sources]
-        # Rows after which the weights of each step hold; and all rows at which something changes: a window ends there, or with
-        # the document that crosses them.
+        # The numbers of rows after which the weights of each step apply; and those at which weights or segment lengths change:
+        # a window ends at such a row, or with the document that crosses it.
         self._weights_from = [step * settings.batch_rows for step in steps_of(self._shares[0])]
         self._changes = {*self._weights_from, *settings.segment_lens}
         self._schedule = self._schedule_by(begin.begins)
@@ -194,7 +194,7 @@ class WindowMaker:
         settings = self._settings
         plan, end = self._split(pending, ended) if settings.packing == SPLIT else self._pack(pending)
         in_order = np.arange(plan.num_rows)
-        if settings.shuffle and settings.packing != PAIR:  # pairs are as their documents were shuffled
+        if settings.shuffle and settings.packing != PAIR:  # pairs keep the order of the shuffled documents
             in_order = order.permutation(plan.num_rows, settings.seed, self._begin.window)(in_order)
         own = share.of(plan.num_rows)
         table: RowTable | PairTable
@@ -206,7 +206,7 @@ class WindowMaker:
             table = row_plan.make_rows(plan, in_order[own], [one.framed for one in pending], settings.seq_len)
         places = np.full(plan.num_rows, -1)
         places[own] = np.arange(len(own))
-        # Both sequences of a pair have one label fewer than tokens, and `size` takes off one. The plan counts pairs.
+        # Each of a pair's two sequences has one label fewer than tokens, and `size` subtracts only 1. The plan counts pairs.
         num_tokens = sum(one.size - 1 for one in pending) if settings.packing == PAIR else plan.num_tokens
         window = Window(self._begin, end, table, places, num_tokens)
         if end.begins != self._begin.begins:
@@ -215,12 +215,12 @@ class WindowMaker:
         return window
 
     def _schedule_by(self, begins: Sequence[int]) -> Schedule:
-        """Returns the schedule with the shares that hold now. `begins`: see `ChangingShare.so_far`."""
+        """Returns the schedule with the shares that are in effect now. `begins`: see `ChangingShare.so_far`."""
         shares = [share.so_far(begins) if isinstance(share, ChangingShare) else share for share in self._shares]
         return Schedule(shares, [self._weighed(one) for one in self._cursors])
 
     def _next_documents(self) -> tuple[list[_PendingDocument], bool]:
-        """Returns the documents of the next window, and True if they are the last."""
+        """Returns the documents of the next window, and True if they are the last documents of the input."""
         rows = [self._settings.window_rows, *(row - self._begin.rows for row in self._changes)]
         wanted = min(count for count in rows if count > 0) * self._settings.seq_len
         pending, self._carried = self._carried, []
@@ -240,7 +240,7 @@ class WindowMaker:
         return pending, False
 
     def _size(self, one: _PendingDocument) -> int:
-        """Returns the number of positions in rows that a document fills."""
+        """Returns the number of row positions that a document takes up."""
         seq_len, packing = self._settings.seq_len, self._settings.packing
         if packing == PAIR:
             return seq_len
@@ -278,7 +278,7 @@ class WindowMaker:
         """Returns the position where the next window begins."""
         window, rows, begins = self._begin.window + 1, self._begin.rows + plan.num_rows, self._begin.begins
         come = sum(begin <= rows for begin in self._weights_from)
-        if come > 1 + len(begins):  # the weights of steps that have come hold from here on
+        if come > 1 + len(begins):  # the weights of the steps reached so far apply from here on
             due = self._schedule.total
             begins += (max(begins, default=0) if due is None else due,) * (come - 1 - len(begins))
         return Cursor(window, offset, sources, rows, begins)
@@ -313,9 +313,9 @@ def make_ahead(maker: WindowMaker, share: Share, name: str, reading: threading.L
 
     Args:
       maker: makes the window.
-      share: this process's rows of it.
+      share: this process's rows of the window.
       name: the input's name.
-      reading: a lock, held while the window is made: makers of one input share their sources.
+      reading: lock that is held while the window is made, because the makers of one input share its sources.
     """
     found: Ahead = concurrent.futures.Future()
     # Not an executor's: Python waits for those at its end, and this one may be waiting for a disk.

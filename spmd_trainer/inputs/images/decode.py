@@ -19,25 +19,25 @@ from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow, plain
 
 CROP, STRETCH, EXACT = "crop", "stretch", "exact"
 RESIZES = (CROP, STRETCH, EXACT)
-# Draws of a random part before the centre is taken, as in torchvision.
+# Number of random crops drawn before the central crop is taken, as in torchvision.
 _TRIES = 10
 
-# Top, left, height and width of a part of an image.
+# Top, left, height and width of a crop of an image, in pixels.
 Box = tuple[int, int, int, int]
 Augment = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
 class DecodingError(UserError):
-    """Decoding failed although the image may be good: `augment` failed, or a process ended."""
+    """Raised if decoding failed although the image may be good: `augment` failed, or a worker process ended."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomResizedCrop:
-    """Scales a random part of an image, as Inception and torchvision's class of this name do.
+    """Takes a random crop of an image and scales it, as Inception and torchvision's class of this name do.
 
     Attributes:
-      scale: bounds of the part's area, as fractions of the image's area.
-      ratio: bounds of the part's width / height; its logarithm is drawn uniformly.
+      scale: lower and upper bound of the crop's area, as fractions of the image's area.
+      ratio: lower and upper bound of the crop's width / height, whose logarithm is drawn uniformly.
     """
 
     scale: tuple[float, float] = (0.08, 1.0)
@@ -52,7 +52,7 @@ class RandomResizedCrop:
                 raise UserError(f"RandomResizedCrop({field}={value!r}); give (low, high) with 0 < low <= high{end}")
 
     def box(self, rows: int, columns: int, bits: np.random.BitGenerator) -> Box:
-        """Draws the part to scale, of an image of `rows` x `columns` pixels."""
+        """Draws a random crop of an image of `rows` x `columns` pixels. Returns the crop's top, left, height and width."""
         low, high = map(math.log, self.ratio)
         for _ in range(_TRIES):
             area = rows * columns * (self.scale[0] + uniform(bits) * (self.scale[1] - self.scale[0]))
@@ -75,8 +75,8 @@ class Decoder:
       resize: 'crop': scale the largest central part with the shape's aspect ratio. 'stretch': scale the whole image. 'exact':
         refuse images of another shape. `RandomResizedCrop`: scale a random part.
       flip: probability of a horizontal flip.
-      augment: a function (image uint8 `shape`, generator) -> image uint8 `shape`, called last.
-      seed: seeds, together with an image's index, all random choices for the image.
+      augment: a function (image uint8 `shape`, numpy Generator) -> image uint8 `shape`, called last.
+      seed: seed of all random choices for an image, together with the image's index.
     """
 
     shape: tuple[int, int, int]
@@ -93,9 +93,9 @@ class Decoder:
           index: index of the image in the order of images; it seeds the random choices.
 
         Raises:
-          DecodingError: `augment` raised an error, or its result isn't an image of the shape.
-          UserError: the content isn't an image, is damaged, or has another shape; the message is a clause, 'is not a whole
-            image: ...'.
+          DecodingError: `augment` raised an error, or its result isn't an image uint8 `shape`.
+          UserError: the content isn't an image, is damaged, or has another shape. The message is a clause without a subject,
+            e.g. 'is not a whole image: ...'.
         """
         tf = import_tensorflow()
         height, width, channels = self.shape
@@ -116,7 +116,7 @@ class Decoder:
         return image if self.augment is None else self._augmented(self.augment, image, np.random.Generator(bits))
 
     def _box(self, rows: int, columns: int, bits: np.random.BitGenerator) -> Box:
-        """Returns the part to scale, of an image of `rows` x `columns` pixels."""
+        """Returns the crop to scale (top, left, height, width), for an image of `rows` x `columns` pixels."""
         if isinstance(self.resize, RandomResizedCrop):
             return self.resize.box(rows, columns, bits)
         if self.resize == STRETCH:
@@ -142,13 +142,13 @@ class Decoder:
 
 
 def uniform(bits: np.random.BitGenerator) -> float:
-    """Draws from [0, 1). numpy never changes the raw bits of a BitGenerator, unlike the streams of a Generator."""
+    """Draws a float from [0, 1), the same with any numpy version: the raw bits of a BitGenerator never change."""
     return float(int(bits.random_raw()) >> 11) / 2**53
 
 
 @functools.lru_cache(maxsize=16)
 def _scaling(height: int, width: int) -> Any:
-    """Compiles the scaling of a part of an image into one TensorFlow graph, which is faster than eager calls."""
+    """Returns a compiled TensorFlow function (image, box) -> the crop of the image, scaled to `height` x `width`."""
     tf = import_tensorflow()
 
     def scale(image: Any, box: Any) -> Any:

@@ -1,7 +1,7 @@
 """Decodes images in worker processes, because an `augment` in Python would hold the trainer's interpreter lock (GIL).
 
-Threads of the trainer read the files and send their content. Grain's own worker processes aren't used: they open every source
-again, start again at each `reset`, and keep running if the trainer is killed.
+Threads of the trainer read the files and send their content to the workers. Grain's own worker processes aren't used: they open
+every source again, start again at each `reset`, and keep running if the trainer is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INDEX_BYTES = 8
 
 
 class DecodeWorkers:
-    """Worker processes that decode images. Each starts with its first image; if it dies, it starts again with the next one."""
+    """Worker processes that decode images. A process is started by its first image, and again by its next image if it dies."""
 
     def __init__(self, count: int, decoder: Decoder):
         """Prepares `count` processes. Raises UserError if `augment` can't be sent to them."""
@@ -41,22 +41,22 @@ class DecodeWorkers:
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         for worker in workers:
             self._idle.put(worker)
-        # Index of the image at which a process died, and how.
+        # Index of the image at which a process died, and a text that says how it died.
         self._death: tuple[int, str] | None = None
         weakref.finalize(self, _stop, workers)
 
     def revive(self) -> None:
-        """Lets images be decoded again after the death of a process."""
+        """Allows images to be decoded again after a process has died."""
         self._death = None
 
     def decode(self, content: bytes, index: int) -> np.ndarray:
         """Decodes an image as `Decoder.decode` does, with the same errors. Thread-safe.
 
-        Also raises DecodingError if the process ends, and then for all later images until `revive` is called.
+        Also raises DecodingError if the process dies, and then for all images with a higher index, until `revive` is called.
         """
         worker = self._idle.get()
         try:
-            # Threads have later images ahead, which may be as deadly.
+            # Other threads already wait with later images, which may kill a process too.
             if self._death is not None and index > self._death[0]:
                 raise DecodingError(f"was not decoded, because at an earlier image {self._death[1]}")
             answer = worker.ask(index.to_bytes(_INDEX_BYTES, "little") + content)
@@ -79,7 +79,7 @@ def _stop(workers: Sequence[WorkerProcess]) -> None:
 
 
 def main(pipe: Connection) -> None:
-    """Answers the trainer's requests until it closes the pipe or ends."""
+    """Runs the worker process: decodes the images that the trainer sends, until the trainer closes the pipe or ends."""
     tf = import_tensorflow()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)

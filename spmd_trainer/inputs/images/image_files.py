@@ -1,7 +1,7 @@
 """Sources of images in files.
 
-`ParquetImages` reads a column of bytes, or of structs with the entry 'bytes' as in the library `datasets`. `TarImages`
-reads tar shards of webdataset's layout by number; an index of the members is built once.
+`ParquetImages` reads a column of bytes, or of structs with the field 'bytes', as Hugging Face `datasets` writes them.
+`TarImages` reads samples of tar shards in webdataset's layout by number. An index of each shard is built once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from spmd_trainer.storage import json_values
 from spmd_trainer.storage.local_copies import cached_index
 
 _COLUMN, _BYTES = "image", "bytes"
-# Row groups kept in memory: a batch may span two.
+# Number of row groups kept in memory: a batch may span two.
 _HELD = 2
 
 
 class ParquetImages(ParquetFiles, ImageSource):
-    """Rows of Parquet files. A chunk is a row group; it is read as a whole, so rows are shuffled within row groups."""
+    """Source of images in Parquet files. A chunk is a row group, read as a whole. Shuffling mixes rows only within a chunk."""
 
     def __init__(self, paths: FilesOrPaths, column: str | None = None, label: str | None = None):
         """Reads the files' footers. `column` and `label` are as in `Images`. Raises the errors of `ParquetFiles`."""
@@ -73,7 +73,7 @@ class ParquetImages(ParquetFiles, ImageSource):
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:
-    """Returns the value of a column in a row; 'a.b' is entry b of the struct a."""
+    """Returns the value of a column in a row; 'a.b' is field b of the struct column a."""
     if column in row:
         return row[column]
     value: Any = row
@@ -84,12 +84,12 @@ def _value(row: Mapping[str, Any], column: str) -> Any:
 
 _EXTENSIONS = ("jpg", "jpeg", "png")
 _JSON = "json"
-# Size of a missing member.
+# Stands for the size of a member that a sample lacks.
 _MISSING = -1
 
 
 class _Member(NamedTuple):
-    """First byte and size of a member's content."""
+    """Byte offset and size of a tar member's content."""
 
     begin: int
     size: int
@@ -99,7 +99,7 @@ _NONE = _Member(0, _MISSING)
 
 
 class TarImages(ImageSource):
-    """Samples of uncompressed tar files. A chunk is a file."""
+    """Source of images in the samples of uncompressed tar files. A chunk is a file."""
 
     kind = "tar"
     random_access = True
@@ -108,7 +108,7 @@ class TarImages(ImageSource):
         """Indexes the samples of all files; the cache folder keeps the index. `column` and `label` are as in `Images`.
 
         Raises:
-          UserError: a file (named) can't be read, is compressed or damaged, or has a sample with several images.
+          UserError: a file can't be read, is compressed or damaged, or has a sample with several images; the message names it.
         """
         super().__init__(paths)
         self._images = _EXTENSIONS if column is None else tuple(part.strip() for part in column.split(","))
@@ -117,7 +117,7 @@ class TarImages(ImageSource):
         if self._key and self._label != _JSON:
             self._label, self._key = label or "", ""
         settings = zlib.crc32(repr((self._images, self._label)).encode())
-        # For each sample: begin and size of its image, and of its label.
+        # For each sample: byte offset and size of its image, then of its label.
         self._members = [
             cached_index(path, f"tar-{settings:08x}", lambda index=index: self._find(index))  # type: ignore[misc]
             for index, path in enumerate(self.paths)
@@ -135,7 +135,7 @@ class TarImages(ImageSource):
                 f"{self.paths[file]}, sample {name!r}",
                 f"has no member {wanted}{did_you_mean(self._images[0], members)}",
             )
-        # The header precedes the content.
+        # Reads the member's tar header too, which precedes the content.
         block = self._files.read(file, begin - tarfile.BLOCKSIZE, begin + size)
         try:
             header = tarfile.TarInfo.frombuf(block[: tarfile.BLOCKSIZE], tarfile.ENCODING, "surrogateescape")
@@ -152,7 +152,7 @@ class TarImages(ImageSource):
         return label if isinstance(label, BadRecord) else Image(block[tarfile.BLOCKSIZE :], label, where)
 
     def _label_of(self, content: bytes, where: str) -> Any:
-        """Reads the label from its member's content, or makes a BadRecord."""
+        """Returns the label in the content of a label member, or a BadRecord if it can't be read."""
         try:
             if self._label != _JSON:
                 return content.decode().strip()
@@ -167,7 +167,7 @@ class TarImages(ImageSource):
         return value
 
     def _find(self, index: int) -> np.ndarray:
-        """Returns the first byte and the size of each sample's image, then those of its label, int64 [samples, 4]."""
+        """Returns the byte offset and size of each sample's image, then those of its label: int64 [samples, 4]."""
         path = self.paths[index]
         self.refuse_changed(index)
         logging.info("finding the samples of %s", path)

@@ -1,10 +1,10 @@
 """Input over images in Parquet files and tar shards, decoded ahead by threads or processes. Needs the extra `grain`.
 
 Batch n is a function of n and the settings, as in every `IndexedInput`. The number of images in each chunk (a row group of a
-Parquet file, or a tar shard) is known from the start. The input therefore computes which image is at an index of the order
-without reading files, also for a mixture of shuffled sources. Random changes of an image depend only on the seed and the image's
-index in the order. A saved position is one integer, valid for any number of processes and any batch size. Each process reads and
-decodes only the images of its own rows.
+Parquet file, or a tar shard) is known from the start. The input can therefore compute which image is at an index of the order
+without reading files, even for a mixture of shuffled sources. Random augmentations of an image depend only on the seed and the
+image's index in the order. A saved position is one integer, valid for any number of processes and any batch size. Each process
+reads and decodes only the images of its own rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from spmd_trainer.inputs.images.images import Image, ImageRecord, Images, ImageS
 
 _KINDS = ("parquet", "tar")
 RAISE, SKIP = "raise", "skip"
-# Batches that Grain decodes ahead, and the least number of images.
+# Number of batches that Grain decodes ahead, and minimum number of images.
 _BATCHES_AHEAD, _LEAST_AHEAD = 2, 64
 _MAX_LABEL = 2**31 - 1
 
@@ -44,11 +44,11 @@ _Row = tuple[np.ndarray, int] | BadRecord | UserError
 
 
 def open_images(images: Documents) -> ImageSource:
-    """Opens images.
+    """Opens the files of `Images`.
 
     Raises:
-      UserError: they are not `Images`; there are no files, their kinds differ or are unknown, or one (named) can't be
-        read; or they hold no image.
+      UserError: `images` is not an `Images` or has a wrong setting; there are no files, their kinds differ or are unknown, or
+        a file can't be read; or the files hold no image.
     """
     if not isinstance(images, Images):
         raise UserError(f"source is {type(images).__name__}(...); give Images('train/*.tar', label='cls')")
@@ -94,20 +94,20 @@ class ImageInput(examples.ExamplesInput):
     `eval_sample_weights` float32 [B].
 
     Attributes:
-      source: `Images`, or a `Mixture` of them; its weights are shares of images.
+      source: `Images`, or a `Mixture` of them whose weights are shares of the number of images.
       shape: height, width and channels of an image: 1 channel is grey, 3 are RGB.
       resize: 'crop': scale the largest central part with the shape's aspect ratio. 'stretch': scale the whole image. 'exact':
         an image of another shape is bad. `RandomResizedCrop(scale, ratio)`, for training: scale a random part.
       flip: for training: probability of a horizontal flip.
       augment: for training: a function (image uint8 [height, width, channels], numpy Generator) -> image of the same shape and
-        dtype, called last. Its draws from the generator depend only on the seed and the image's index in the order. Restoring a
-        position compares only the function's name.
-      classes: names of the classes: a label is the index of its name. None: labels are integers, as numbers or as
-        text.
-      bad_records: 'raise': an image that can't be decoded or lacks a label raises an error with its file and member.
-        'skip': its row is black with label 0 and weight 0, is counted in `skipped` and logged; other rows keep their
-        places.
-      threads: Grain's threads that read and decode; 0 decodes in the thread that makes the batch.
+        dtype, called last. What it draws from the generator depends only on the seed and the image's index in the order. When a
+        saved position is restored, only the function's name is checked.
+      classes: names of the classes; a label becomes the index of its name in this list. None: labels are integers, as numbers
+        or as text.
+      bad_records: 'raise': an image that can't be decoded or lacks a label raises an error that names its file and its row or
+        member. 'skip': such an image is counted in `skipped` and logged, and its row of the batch is black with label 0 and
+        weight 0; other rows stay the same.
+      threads: number of Grain's threads that read and decode; 0: the thread that makes the batch decodes.
       workers: number of processes that decode and augment; the threads then only read files. The batches are the same.
     """
 
@@ -133,7 +133,7 @@ class ImageInput(examples.ExamplesInput):
 
     @functools.cached_property
     def sources(self) -> list[mixture.OpenSource]:
-        """The opened sources. Raises UserError if one (named) can't be opened."""
+        """The opened sources. Raises UserError if a source can't be opened; the message names it."""
         with self.naming():
             found = mixture.open_mixture(
                 self._mixture, is_training=self.is_training, shuffle=self._shuffles, open_one=open_images
@@ -176,7 +176,7 @@ class ImageInput(examples.ExamplesInput):
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Number of bad images in the batches so far, by source."""
+        """Number of bad images in the batches so far, by source name."""
         return dict(self._skipped)
 
     def batch_at(self, position: int) -> NestedMap:
@@ -206,10 +206,7 @@ class ImageInput(examples.ExamplesInput):
         return functools.lru_cache(maxsize=16)(self.examples_at)
 
     def _row(self, number: int, index: int) -> _Row:
-        """Reads image `number`, and decodes it as the image at `index` of the order.
-
-        A number after the last image gives the last image.
-        """
+        """Reads image `number`, or the last image if there are fewer, and decodes it as the image at `index` of the order."""
         source, image = self.order.source_of(min(number, self.num_examples - 1))
         try:
             found: ImageRecord = _images_of(self.sources[source]).image(image)

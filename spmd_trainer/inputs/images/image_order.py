@@ -1,6 +1,6 @@
 """The order of a mixture's images as a function of the index.
 
-Chunk sizes are known at the start, so the image at any index is computed without reading, for any number of processes.
+Chunk sizes are known from the start, so the image at any index is computed without reading files.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from spmd_trainer.inputs.shards import ShardIndex
 
 
 class SourceOrder:
-    """Order of one source's images: epochs, each shuffled or not, see `documents.Documents.shuffle`."""
+    """Order of one source's images: epochs, each of them shuffled or in order, see `Documents.shuffle`."""
 
     def __init__(self, sizes: np.ndarray, shuffle: str | int | None, seed: int):
         """Sets the order.
 
         Args:
-          sizes: images of each chunk, int64 [chunks].
+          sizes: number of images in each chunk, int64 [chunks].
           shuffle: 'global': a random order of all images. An integer: shuffled chunks, with shuffled windows of this many
             images in each. 'auto': the same with windows of `order.AUTO_WINDOW` images. None: in order.
           seed: 0 or more.
@@ -37,7 +37,7 @@ class SourceOrder:
         self._chunks = functools.lru_cache(maxsize=2)(self._chunks_of_epoch)
 
     def images(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the image numbers at int64 [n] indices of the order, int64 [n]."""
+        """Returns the numbers, int64 [n], of the images at `indices` of the order, int64 [n]."""
         epochs, within = np.divmod(indices, self.size)
         if self._shuffle is None:
             return within
@@ -66,7 +66,7 @@ class SourceOrder:
         return found
 
     def _chunks_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns an epoch's order of chunks, and the first index of each in the epoch."""
+        """Returns an epoch's non-empty chunks in order, and for each chunk the index in the epoch of its first image."""
         chunks = order.permutation(len(self._sizes), self._seed, epoch)(np.arange(len(self._sizes)))
         chunks = chunks[self._sizes[chunks] > 0]
         sizes = self._sizes[chunks]
@@ -74,10 +74,10 @@ class SourceOrder:
 
 
 class ImageOrder:
-    """Order of the images of all sources, numbered across the sources.
+    """Order of the images of all sources. Images are numbered across all sources.
 
     The next image always comes from the source furthest behind its share, as in `mixture.Schedule`: source j gives its image k
-    when k / share[j] is the smallest. Bisection therefore finds the number of images that each source has given at any index.
+    when k / share[j] is the smallest. Bisection can therefore find the number of images that each source gives before an index.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class ImageOrder:
 
         Args:
           sources: the sources.
-          sizes: images of each chunk, for each source.
-          seeds: one per source.
+          sizes: for each source, the number of images in each chunk.
+          seeds: one seed per source.
           stopping_strategy: see `Mixture`.
         """
         self._shares = [constant_share(one) for one in sources]
@@ -104,7 +104,7 @@ class ImageOrder:
         self.num_examples = None if self.endless else self._length(stopping_strategy)
 
     def examples(self, first: int, count: int) -> np.ndarray:
-        """Returns the images at indices [first, first + count), int64 [count]; `num_images` after a finite order's end."""
+        """Returns the image numbers at indices [first, first + count), int64 [count]; `num_images` after the order's end."""
         sources, places = self._places(first, count)
         found = np.full(count, self.num_images, np.int64)
         for source in np.unique(sources[sources >= 0]).tolist():
@@ -113,11 +113,11 @@ class ImageOrder:
         return found
 
     def source_of(self, image: int) -> tuple[int, int]:
-        """Returns the source of an image, and the image's number in it."""
+        """Returns the source of an image, and the image's number in this source."""
         return self._shards.locate(image)
 
     def _places(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns each index's source (-1 after the end) and index in the source's order, both int64 [count]."""
+        """Returns, for each index from `first` on, its source (-1 after the end) and its index in that source's order."""
         taken = self._taken_before(first)
         schedule = Schedule(self._shares, taken)
         sources, places = np.full(count, -1, np.int64), np.zeros(count, np.int64)
@@ -134,7 +134,7 @@ class ImageOrder:
         return sources, places
 
     def _taken_before(self, index: int) -> list[int]:
-        """Returns the number of images that each source has given at an index, or slightly before it."""
+        """Returns the number of images that each source gives before `index`, or before a slightly smaller index."""
         low, high = 0.0, 1.0
         while sum(self._taken_at(high)) <= index and (self.endless or high < self._last):
             low, high = high, high * 2
@@ -158,7 +158,7 @@ class ImageOrder:
     def _length(self, stopping_strategy: str) -> int:
         if stopping_strategy != STOP:
             return sum(limit for limit in self._limits if limit is not None)
-        # The mixture ends at the first turn of an exhausted source.
+        # The mixture ends when it is the turn of an exhausted source for the first time.
         ends = [
             (limit / share, j) for j, (limit, share) in enumerate(zip(self._limits, self._shares, strict=True)) if limit
         ]
@@ -168,7 +168,7 @@ class ImageOrder:
 
 
 def constant_share(one: OpenSource) -> float:
-    """Returns the share of a source. Raises UserError if it changes."""
+    """Returns the share of a source. Raises UserError if the share changes during training."""
     if isinstance(one.share, ChangingShare):
         raise UserError(f"source {one.name!r} of the mixture has a weight that changes, which only CorpusInput follows")
     return one.share

@@ -1,4 +1,4 @@
-"""Images of an input: how the user describes them (`Images`), their records, and the base of their sources."""
+"""Images of an input: how the user describes them (`Images`), their records, and the base class of their sources."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Images(Documents):
 
     Attributes:
       files, epochs: as in `Documents`.
-      column: Parquet: the column of the images' bytes, or of structs with the entry 'bytes'. Tar: the member's
-        extension, or several separated by commas, one of which each sample has. None: 'image', and 'jpg,jpeg,png'.
-      label: Parquet: the column of the labels. Tar: the extension of the member that holds it as text; 'json.a' is key
-        a of the object in the member 'json'. None: no labels.
+      column: Parquet: name of the column with the images' bytes, or with structs that have the field 'bytes'; None: 'image'.
+        Tar: extension of the image member, or several, separated by commas, one per sample; None: 'jpg,jpeg,png'.
+      label: Parquet: name of the column with the labels. Tar: extension of the member that holds the label as text; 'json.a'
+        is key a of the object in the member 'json'. None: no labels.
       kind: 'parquet' or 'tar'; None detects it from the files' names and first bytes.
-      shuffle: as in `Documents`. Tar shards are read by number, so they are shuffled globally. Parquet files are read
-        by row group: row groups are shuffled, and windows of rows in each; 'auto' takes windows of 10,000.
+      shuffle: as in `Documents`. Tar shards can be shuffled globally, as images are read by number. Parquet files are read by
+        row group: row groups are shuffled, and windows of rows in each; 'auto' uses windows of 10,000 rows.
     """
 
     column: Any = None
@@ -38,9 +38,9 @@ class Image:
     """One image.
 
     Attributes:
-      content: bytes of its file.
+      content: bytes of the image file.
       label: text from a tar member, any value from JSON or Parquet; None without labels.
-      where: file and member or row, for messages: 'a.tar, member 7.jpg', 'a.parquet row group 2, row 17'.
+      where: location for messages: 'a.tar, member 7.jpg', 'a.parquet row group 2, row 17'.
     """
 
     content: bytes
@@ -52,10 +52,10 @@ ImageRecord = Image | BadRecord
 
 
 class ImageSource(FileSource):
-    """Images in files, numbered across all chunks. Several threads may read at a time.
+    """Base class of image sources. Images are numbered across all chunks. Several threads may read at a time.
 
     Attributes:
-      label: column or extension of the labels, see `Images`; None without labels.
+      label: column or extension of the labels, see `Images`; None: the images have no labels.
     """
 
     label: str | None
@@ -66,7 +66,7 @@ class ImageSource(FileSource):
         """Reads an image by its number across all chunks.
 
         Raises:
-          UserError: the file (named) can't be read, or has changed since it was opened.
+          UserError: the image's file can't be read, or has changed since it was opened; the message names the file.
         """
 
     def read_chunk(self, chunk: int, start: int) -> Iterator[Record]:

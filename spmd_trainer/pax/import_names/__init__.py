@@ -5,7 +5,7 @@
 
 `spmd_trainer/__init__.py` adds this folder to the package's search path, so its modules are imported as `spmd_trainer.NAME`.
 They can't be imported as `spmd_trainer.pax.import_names.NAME`: Python would then load each module twice, with two copies of its
-classes. The trainer does not import them. Pax's modules that have no code here are entries of `pax/import_table.py`.
+classes. The trainer itself imports none of them. Pax modules without a file here are entries of `pax/import_table.py`.
 docs/coming_from_pax.md lists every name of Pax and its counterpart here.
 """
 

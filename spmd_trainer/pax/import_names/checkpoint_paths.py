@@ -1,6 +1,6 @@
-"""Pax's `checkpoint_paths`: finds steps in a checkpoint directory of Pax (`checkpoint_00000020`) or of this trainer (`20`).
+"""Pax's `checkpoint_paths`: finds the steps in a checkpoint directory of Pax (`checkpoint_00000020`) or of this trainer (`20`).
 
-Also Pax's `checkpoint_types`: the formats in which Pax writes checkpoints. This trainer writes one format, Orbax'.
+Also Pax's `checkpoint_types`: the formats in which Pax writes checkpoints. This trainer writes one format, that of Orbax.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def retrieve_checkpoint_type(maybe_use_persistence_checkpointing: bool, task: An
 def checkpoint_name(
     step: int, checkpoint_type: CheckpointType = CheckpointType.UNSPECIFIED, use_digit_step_subdirectory: bool = False
 ) -> str:
-    """Returns the name of a step's directory as Pax writes it, e.g. 'checkpoint_00000020'; '20' for digits only."""
+    """Returns Pax's name for a step's directory, e.g. 'checkpoint_00000020', or '20' with `use_digit_step_subdirectory`."""
     if use_digit_step_subdirectory:
         return str(step)
     return f"{CHECKPOINT_PREFIX}{step}" if checkpoint_type == CheckpointType.FLAX else f"{CHECKPOINT_PREFIX}{step:08d}"
@@ -75,17 +75,17 @@ def make_checkpoint_step_dir(
     checkpoint_type: CheckpointType = CheckpointType.UNSPECIFIED,
     use_digit_step_subdirectory: bool = False,
 ) -> epath.Path:
-    """Returns the directory of a step as Pax names it; see `checkpoint_name`."""
+    """Returns the path of a step's directory, with the name that Pax gives it; see `checkpoint_name`."""
     return epath.Path(checkpoint_dir) / checkpoint_name(step, checkpoint_type, use_digit_step_subdirectory)
 
 
 def is_checkpoint_asset(x: epath.PathLike) -> bool:
-    """Returns True if a path has the name of a step's directory, Pax's or this trainer's."""
+    """Returns True if a path is named like the directory of a step, by Pax or by this trainer."""
     return bool(CHECKPOINT_PATTERN_RE.match(epath.Path(x).name))
 
 
 def is_tmp_checkpoint_asset(x: epath.PathLike) -> bool:
-    """Returns True if a path has the name of a step that was not written completely."""
+    """Returns True if a path is named like the directory of a step that was not written completely."""
     name = epath.Path(x).name
     return bool(TMP_CHECKPOINT_PATTERN_RE.match(name)) or ".orbax-checkpoint-tmp" in name
 
@@ -105,7 +105,7 @@ def get_step_from_checkpoint_asset(checkpoint_dir: epath.PathLike) -> int:
 
 
 def latest_checkpoint_if_exists(checkpoint_dir: epath.PathLike) -> epath.Path | None:
-    """Returns the directory of the newest step, or None. Reads names only, so the step may be damaged."""
+    """Returns the directory of the newest step; None if there is none. Reads only names, so the step may be damaged."""
     directory = epath.Path(checkpoint_dir)
     if not directory.exists():
         return None
@@ -126,7 +126,7 @@ def latest_checkpoint(checkpoint_dir: epath.PathLike) -> epath.Path:
 
 
 def retrieve_latest_checkpoint_step_if_exists(checkpoint_dir: epath.PathLike) -> int | None:
-    """Returns the number of the newest step, or None; see `latest_checkpoint_if_exists`."""
+    """Returns the number of the newest step; None if there is no step. See `latest_checkpoint_if_exists`."""
     found = latest_checkpoint_if_exists(checkpoint_dir)
     return None if found is None else get_step_from_checkpoint_asset(found)
 

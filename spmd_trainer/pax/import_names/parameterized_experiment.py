@@ -13,10 +13,10 @@ from spmd_trainer.errors import UserError
 
 
 class ParameterizedExperiment(base_experiment.BaseExperiment):
-    """An experiment made of configs.
+    """An experiment made of configs instead of methods.
 
     experiment = ParameterizedExperiment(task=task_p, train_datasets=[train_p], eval_datasets=[eval_p])
-    st.train(experiment, "runs/mine")
+    spmd_trainer.train(experiment, "runs/mine")
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class ParameterizedExperiment(base_experiment.BaseExperiment):
         """Stores the configs, and checks that the `is_training` of each input fits its use.
 
         Args:
-          task: the task.
-          train_datasets: the training inputs, with `is_training=True`.
-          eval_datasets: the evaluation inputs.
-          decode_datasets: the inputs to decode.
-          input_specs_provider: provider of shapes and dtypes of a batch; None: the training input's.
+          task: config of the task.
+          train_datasets: configs of the training inputs, with `is_training=True`.
+          eval_datasets: configs of the evaluation inputs.
+          decode_datasets: configs of the inputs to decode.
+          input_specs_provider: config of a provider of a batch's shapes and dtypes; None: use those of the training input.
           training_dataset: Pax's older name; added to `train_datasets`.
           decoder_datasets: Pax's older name; added to `decode_datasets`.
 
@@ -58,23 +58,23 @@ class ParameterizedExperiment(base_experiment.BaseExperiment):
         return self._task
 
     def datasets(self) -> list[InputConfig]:
-        """Returns the training and the evaluation inputs."""
+        """Returns the configs of the training and the evaluation inputs."""
         return self.train_datasets() + self.eval_datasets()
 
     def train_datasets(self) -> list[InputConfig]:
-        """Returns the training inputs."""
+        """Returns the configs of the training inputs."""
         return self._train_datasets
 
     def eval_datasets(self) -> list[InputConfig]:
-        """Returns the evaluation inputs."""
+        """Returns the configs of the evaluation inputs."""
         return self._eval_datasets
 
     def decode_datasets(self) -> list[InputConfig]:
-        """Returns the inputs to decode."""
+        """Returns the configs of the inputs to decode."""
         return self._decode_datasets
 
     def get_input_specs_provider_params(self) -> pax_fiddle.Config[base_input.BaseInputSpecsProvider]:
-        """Returns the given config, or one that takes the specs from the training input."""
+        """Returns the given `input_specs_provider`; without one, a config that takes the specs from the training input."""
         return self._input_specs_provider or super().get_input_specs_provider_params()
 
 

@@ -1,7 +1,7 @@
-"""Pax's `partitioning`: partitioners, and the partitioned steps as plain functions, for people who write their own training loop.
+"""Pax's `partitioning`: partitioners, and partitioned train, eval and decode steps as plain functions for custom loops.
 
-`partition_spmd_model` returns the state and the train and eval steps, `get_partitioned_spmd_model_decode_fn` the decode step.
-Names and signatures are Pax's, except `Partitioner`.
+`partition_spmd_model` returns the state, the train step and the eval step; `get_partitioned_spmd_model_decode_fn` returns the
+decode step. Names and signatures are Pax's, except those of `Partitioner`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __getattr__ = getter(__name__, ABSENT)
 
 # The results of a step: weighted_loss (None in decode), mean_metrics, per_example_out, summary_tensors.
 Outputs: TypeAlias = tuple[jax.Array | None, WeightedScalars, NestedJTensor, dict[str, Any]]
-# The new state, and the same results.
+# The new state, then the results as in `Outputs`.
 TrainOutputs: TypeAlias = tuple[TrainState, jax.Array | None, WeightedScalars, NestedJTensor, dict[str, Any]]
 # (state, prng_key, inputs) -> (state, weighted_loss, mean_metrics, per_example_out, summary_tensors)
 TrainFn: TypeAlias = Callable[[TrainState, jax.Array, Any], TrainOutputs]
@@ -52,7 +52,7 @@ InferenceFn: TypeAlias = Callable[[NestedJTensor, jax.Array, jax.typing.ArrayLik
 def partition_spmd_model(
     task_p: pax_fiddle.Config[SingleTask] | SingleTask, init_key: jax.Array, inputs_shape: NestedShapeDtypeStruct
 ) -> tuple[TrainState, TrainState, NestedPartitionSpec, TrainFn, InferenceFn, int]:
-    """Returns the state and the steps for a custom training loop, on the mesh that the task's model declares.
+    """Returns the initial state, train step and eval step for a custom training loop, on the mesh that the model declares.
 
         state, state_specs, input_specs, train_step, eval_step, num_params = partition_spmd_model(task_p, key, shapes)
         for batch in batches:  # numpy arrays with this process's rows, or global arrays split as in input_specs
@@ -60,21 +60,21 @@ def partition_spmd_model(
 
     Args:
       task_p: config of a SingleTask, or a built one.
-      init_key: key of the initial variables.
+      init_key: PRNG key for the initial variables.
       inputs_shape: ShapeDtypeStructs of the global batch.
 
     Returns:
       partitioned_train_state: the initial TrainState, padded and sharded.
-      train_state_partition_specs: its PartitionSpecs, same structure.
+      train_state_partition_specs: the PartitionSpecs of that state, in a tree with the same structure.
       inputs_partition_spec: PartitionSpecs of the inputs.
       train_step: (state, prng_key, inputs) -> (state, weighted_loss, mean_metrics, per_example_out, summary_tensors).
         `state` is donated. weighted_loss is the mean loss, a float32 scalar; mean_metrics is {name: (mean, weight)};
-        summary_tensors also holds the model's clu metrics, to merge over batches.
-      eval_step: (mdl_vars, prng_key, step, inputs) -> the same without the state.
+        summary_tensors also holds the model's clu metrics, which can be merged over batches.
+      eval_step: (mdl_vars, prng_key, step, inputs) -> the results of `train_step` without the state.
       total_num_params: number of elements of the trainable variables, without padding.
 
     Raises:
-      ValueError: the mesh, the mappings, the variables and the devices don't fit each other.
+      ValueError: the mesh, the split mappings, the variables and the devices don't fit each other.
     """
     partitioner = PjitPartitioner()
     partitioner.setup(build_task(task_p), inputs_shape)
@@ -105,9 +105,9 @@ def get_partitioned_spmd_model_decode_fn(
 
     Args:
       jax_task: the built task.
-      init_key: not used, because nothing is initialised; kept so that callers written for Pax need no change.
-      partitioned_train_state: the state on the mesh.
-      train_state_partition_specs: its PartitionSpecs.
+      init_key: not used, because nothing is initialized; kept so that callers written for Pax need no change.
+      partitioned_train_state: the state returned by `partition_spmd_model`.
+      train_state_partition_specs: the PartitionSpecs of that state.
       inputs_shape: ShapeDtypeStructs of the global batch, with every input that the model's `__call__` reads.
 
     Returns:
@@ -115,7 +115,7 @@ def get_partitioned_spmd_model_decode_fn(
       inputs_partition_spec: PartitionSpecs of the inputs.
 
     Raises:
-      ValueError: the state's layout is not the one that the task's model declares. The message names the first variable.
+      ValueError: the state's layout is not the one that the model declares. The message names the first variable that differs.
     """
     del init_key
     partitioner = PjitPartitioner()

@@ -55,29 +55,29 @@ def get_eval_hparams_for_seqio(
     reset_for_eval: bool = True,
     pass_entire_feature_lengths: bool = False,
 ) -> list[pax_fiddle.Config[SeqIOInput]]:
-    """Returns one input config per task of a mixture, for evaluation or decode.
+    """Returns one input config per task of a mixture, for evaluation or decoding.
 
     Args:
       task_or_mixture_name: a task, a mixture, or the name of one.
       batch_size: rows per process.
       feature_lengths: {'inputs': tokens, 'targets': tokens}.
       seed: seed of the tasks' preprocessing.
-      metric_type: SCORE for `datasets()`; PREDICT for `decode_datasets()`, whose rows hold the inputs alone.
-      split_name: the split, or a function from a task's name to one.
-      feature_converter: converter or config of one; None: `LanguageModelFeatures` without packing.
+      metric_type: SCORE for an experiment's `datasets()`; PREDICT for its `decode_datasets()`, whose rows hold only inputs.
+      split_name: the split, or a function from a task's name to its split.
+      feature_converter: a feature converter or its config; None for `LanguageModelFeatures` without packing.
       num_infeed_hosts: number of processes; 0: set by the trainer.
       use_cached, shuffle, eval_loop_num_batches, repeat, reset_for_eval: see `SeqIOInput`.
-      require_metric_fns: leave out tasks that declare no metrics of this type.
-      eval_metrics_retain_task_features: with SCORE, use all of `feature_lengths`.
+      require_metric_fns: leave out tasks that declare no metrics of `metric_type`.
+      eval_metrics_retain_task_features: with SCORE, use the lengths of all features, not only of 'inputs' and 'targets'.
       check_split_exists: leave out tasks without this split.
-      pass_entire_feature_lengths: also pass the lengths of other features.
+      pass_entire_feature_lengths: also use the lengths of features other than 'inputs' and 'targets'.
     """
     seqio = import_seqio("get_eval_hparams_for_seqio")
     whole = task_or_mixture_name
     whole = seqio.get_mixture_or_task(whole) if isinstance(whole, str) else whole
     lengths = {name: feature_lengths[name] for name in ("inputs", "targets")}
     if metric_type is MetricType.PREDICT:
-        lengths["targets"] = 1  # only the end of the row
+        lengths["targets"] = 1  # only the token that ends the row
     elif eval_metrics_retain_task_features:
         lengths = dict(feature_lengths)
     if pass_entire_feature_lengths:

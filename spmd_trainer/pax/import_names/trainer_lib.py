@@ -70,10 +70,10 @@ __getattr__ = getter(__name__, ABSENT)
 
 @struct.dataclass
 class BaseStepFnStaticArgs:
-    """Static arguments of Pax's step functions. The step functions here accept one and do not need it.
+    """Static arguments of Pax's step functions. This module's step functions accept such an object, and ignore it.
 
     Attributes:
-      unpadded_global_batch_size: rows of the global batch without padding.
+      unpadded_global_batch_size: number of rows of the global batch, without padding.
     """
 
     unpadded_global_batch_size: int | None
@@ -89,17 +89,17 @@ def initialize_model_state(
     checkpoint_type: CheckpointType = CheckpointType.UNSPECIFIED,
     var_weight_hparams: NestedWeightHParams | None = None,
 ) -> tuple[TrainState, None]:
-    """Returns the state before the first step, on the default device and without padding.
+    """Returns the state before the first training step, on the default device and without padding.
 
     Args:
       jax_task: the built task.
-      prng_key: key of the initial values.
-      inputs_shape_dtype: a batch, or ShapeDtypeStructs of one.
+      prng_key: PRNG key for the initial values.
+      inputs_shape_dtype: a batch, or the ShapeDtypeStructs of a batch.
       discard_opt_states: True to leave the optimizer states out.
       do_init_checkpoint_rules: False accepts a task with `init_from_checkpoint_rules`, without applying them.
       is_eval: not used; `task.train.always_use_train_for_model_init` decides.
       checkpoint_type: not used, because no checkpoint is read.
-      var_weight_hparams: not used, because the model declares them.
+      var_weight_hparams: not used, because the model declares the WeightHParams of its variables.
 
     Returns:
       The state, and None where Pax returns the origin of each variable.
@@ -137,7 +137,7 @@ def replicate_model_state(model_states: TrainState) -> TrainState:
 def initialize_replicate_model_state(
     jax_task: SingleTask, prng_key: jax.Array, inputs_shape_dtype: PyTree, discard_opt_states: bool = False
 ) -> TrainState:
-    """Returns `replicate_model_state` of `initialize_model_state`; the arguments are those of the latter."""
+    """Returns the initial state, replicated for `jax.pmap`. The arguments are those of `initialize_model_state`."""
     return replicate_model_state(initialize_model_state(jax_task, prng_key, inputs_shape_dtype, discard_opt_states)[0])
 
 
@@ -154,14 +154,14 @@ def train_step_single_learner(
     apply_fn: Any = None,
     expose_updated_nontrainables_to_learner: bool = True,
 ) -> tuple[TrainState, StepFnOutput]:
-    """Takes one training step. Returns the state after n + 1 steps, and the step's outputs.
+    """Runs one training step. Returns the state after n + 1 steps, and the step's outputs.
 
     Under `jax.pmap` with the axis name 'batch', gradients and metrics are reduced over the devices.
 
     Args:
       jax_task: the built task.
       states: the state after n steps.
-      prng_key: the run's key; the step number is folded in. Under pmap, a key for each device.
+      prng_key: the run's PRNG key; the step number is folded in. Under pmap, each device has its own key.
       inputs: the batch; under pmap, this device's rows.
       fprop_dtype: not used: the model's `fprop_dtype` decides.
       var_weight_hparams: WeightHParams of the variables; None: obtained from the model by tracing it.
@@ -192,7 +192,7 @@ def eval_step_single_learner(
     var_weight_hparams: NestedWeightHParams | None = None,
     static_args: BaseStepFnStaticArgs | None = None,
 ) -> tuple[None, StepFnOutput]:
-    """Evaluates one batch. Arguments as in `train_step_single_learner`; returns None and the outputs."""
+    """Evaluates one batch. Returns None for the state, and the outputs. Arguments as in `train_step_single_learner`."""
     del fprop_dtype, static_args
     layout = _layout(jax_task, inputs, var_weight_hparams)
     return step_fns.eval_step(layout, states, prng_key, inputs, _under_pmap(_pmap_evaluate, layout))
@@ -207,7 +207,7 @@ def decode_step(
     fprop_dtype: Any = jnp.float32,
     prng_key_fold_with_global_step: bool = True,
 ) -> tuple[None, StepFnOutput]:
-    """Decodes one batch with `model.decode`. The step is folded into the key. Arguments as in `train_step_single_learner`."""
+    """Decodes a batch with `model.decode`; folds the step number into the key. Arguments as in `train_step_single_learner`."""
     del fprop_dtype
     if not prng_key_fold_with_global_step:
         raise UserError("decode_step always folds the step into the key; give another key for other random numbers")
@@ -231,7 +231,7 @@ def _pmap_gradients(
     """Runs the forward and backward pass on one device's rows, and reduces the results over all devices."""
     output, written, grads = step_fns.gradients(layout, mdl_vars, prng_key, inputs)
     weight = jnp.asarray(output.weighted_scalars[str(layout.task.learner.loss_name)][1], jnp.float32)
-    # The loss is a mean over this device's rows: its part of the mean over all rows.
+    # The loss is a mean over this device's rows; `share` is their part of the weight of all rows.
     share = minibatches.weighted_mean(weight, jax.lax.psum(weight, PMAP_PARALLEL_AXIS_NAME))
     grads = jax.tree.map(lambda g: (g * share).astype(g.dtype), grads)
     written = jax.tree.map(

@@ -1,1 +1,1 @@
-"""Modules under the paths from which Pax's experiment files import them."""
+"""Modules under the import paths that Pax's experiment files use."""

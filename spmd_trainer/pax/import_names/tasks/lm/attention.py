@@ -3,10 +3,9 @@
     class Mine(model_params.TransformerLmSpmdAdafactor, MyDataset):
         USE_FUSED_ATTENTION = True
 
-For any other model, call `use_fused_attention_in(model_p)` on its config. Attention layers
-become the fused classes below, and `TransformerLm` passes them segment ids instead of a mask. Variables stay the same. If
-praxis still passes a mask (encoders, cross-attention, prefix LMs, masks in the batch), praxis' own attention is used. Decode
-steps always use praxis' own.
+For other models, call `use_fused_attention_in(model_p)` on the model's config. Attention layers then become the fused classes
+of this module, and `TransformerLm` passes them segment ids instead of a mask. Variables stay the same. If a layer gets a mask
+nevertheless (encoders, cross-attention, prefix LMs, masks in the batch), it uses praxis' own attention. Decode steps always do.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ LanguageModelType = transformer_models.LanguageModelType
 
 
 class FusedDotProductAttention(layers.DotProductAttention):
-    """`DotProductAttention` with a fused kernel. It does not materialise logits and probabilities, and returns None for them.
+    """praxis' `DotProductAttention`, computed by a fused kernel. It returns None in place of attention probabilities.
 
-    Variables are the same, and results are equal up to rounding: logits stay in float32, while praxis rounds them. Settings
-    that no kernel supports raise errors. praxis' summaries of the logits are missing. Dropout of probabilities and rows of up
-    to 512 tokens use the kernel 'reference', which does materialise them.
+    Variables are the same, and results are equal up to rounding: logits stay in float32, while praxis rounds them. Logits and
+    probabilities are not stored, except by the kernel 'reference', which is used for dropout of probabilities and for sequences
+    of up to 512 tokens. Settings that no kernel supports raise errors. praxis' summaries of the logits are missing.
 
     Attributes:
-      kernel: name of the kernel to use, one of `spmd_trainer.kernels.kernels.NAMES`, or 'xla' for 'reference'. None for the
-        first that can be used on the device.
+      kernel: name of the kernel to use, one of `spmd_trainer.kernels.kernels.NAMES`; 'xla' is another name of 'reference'.
+        None for the first kernel that can be used on the device.
       causal: True if a token attends to no later token. Set by `SegmentedTransformerLm`; only used with segment ids.
     """
 
@@ -50,7 +49,7 @@ class FusedDotProductAttention(layers.DotProductAttention):
         """Builds the layer.
 
         Raises:
-          UserError: a setting has no kernel that supports it, or `kernel` is not the name of a kernel.
+          UserError: no kernel supports one of the layer's settings, or `kernel` is not the name of a kernel.
         """
         if self.kernel not in (None, "xla"):
             kernels.kernel(self.kernel)
@@ -84,9 +83,9 @@ class FusedDotProductAttention(layers.DotProductAttention):
 
         Args:
           query, key, value: [batch, time, heads, width].
-          atten_mask: int32 segment ids [batch, time]: a token attends to the tokens of its segment. Or praxis' mask [1 or
+          atten_mask: int32 segment ids [batch, time]: a token attends only to tokens of its own segment. Or praxis' mask [1 or
             batch, 1, 1 or time, source time] of 0 or a large negative number; praxis' own attention is then used.
-          relative_bias: always None, see `setup`.
+          relative_bias: always None, because `setup` refuses relative biases.
 
         Raises:
           UserError: `kernel` can't compute this attention.
@@ -110,7 +109,7 @@ class FusedDotProductAttention(layers.DotProductAttention):
             split=self._split(),
             # Variables are created without a mesh, on the host's devices.
             kernel=None if self.is_initializing() else kernel,
-            context_parallel="all_to_all",  # the only form that takes rows in order
+            context_parallel="all_to_all",  # the only form that takes tokens in order
             dropout=self._dropout(key.dtype),
             name=self._layer_path,
         )
@@ -140,7 +139,7 @@ class FusedDotProductAttention(layers.DotProductAttention):
 
     @nn.nowrap
     def _dropout(self, dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array] | None:
-        """Returns praxis' dropout of the probabilities, with praxis' random numbers; None if nothing is dropped."""
+        """Returns a function that drops attention probabilities with praxis' random numbers; None if there is no dropout."""
         if not self.atten_dropout_prob or (self.do_eval and not self.dropout_tpl.dropout_at_eval):
             return None
 
@@ -157,9 +156,9 @@ class FusedDotProductAttentionWithLPB(FusedDotProductAttention, attentions.DotPr
 
 
 class FusedLocalSelfAttention(FusedDotProductAttention, attentions.LocalSelfAttention):
-    """praxis' `LocalSelfAttention` with a fused kernel: a sliding window that ends at the query's own token.
+    """praxis' `LocalSelfAttention`, computed by a fused kernel: a token attends to a sliding window that ends with itself.
 
-    See `FusedDotProductAttention`. `block_size` and `simulated` have no effect with segment ids.
+    See `FusedDotProductAttention`. If the layer gets segment ids, `block_size` and `simulated` have no effect.
     """
 
     @nn.nowrap
@@ -185,7 +184,7 @@ class SegmentedTransformerLm(layers.TransformerLm):
 
     @nn.nowrap
     def create_child(self, name: str, params: Any) -> None:
-        """Creates a child layer as praxis does. In the child 'transformer', the attention layers apply the causal mask."""
+        """Creates a child layer as praxis does. In the child 'transformer', attention layers apply the causal mask themselves."""
         if name == "transformer":
             params = params.clone()
             for stack_p in selectors.select(params, layers.StackedTransformer):
@@ -210,7 +209,7 @@ class SegmentedTransformerLm(layers.TransformerLm):
         start_time_step: int = 0,
         **input_kwargs: Any,
     ) -> Any:
-        """Computes logits, and the loss if there are labels. Arguments and result are those of praxis."""
+        """Computes logits, and the loss if there are labels. Arguments and result are those of praxis' `TransformerLm`."""
         if segment_mask is not None:
             if self._is_causal:  # praxis' stack would add it
                 causal = attentions.causal_mask(jnp.zeros((1, inputs.shape[1], 1), segment_mask.dtype))
@@ -241,7 +240,7 @@ def use_fused_attention_in(model_p: Any, kernel: str | None = None) -> None:
     """Replaces attention layers in a config by fused ones, and `TransformerLm` by `SegmentedTransformerLm`, in place.
 
     Args:
-      model_p: config of a model, or of a part of one.
+      model_p: config of a model, or of a part of a model.
       kernel: see `FusedDotProductAttention`.
 
     Raises:

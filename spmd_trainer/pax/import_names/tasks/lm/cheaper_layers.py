@@ -2,13 +2,13 @@
 
     use_cheaper_layers(task_p.model)
 
-changes layer norms and the softmax that shares its weights with the token embedding. The experiments of
-`model_params` use it. LoRA adapters of the softmax have other shapes than with praxis' own layer, because here only
-the logits, not the embedding lookup, are a matrix product with its weights.
+replaces layer norms and the softmax that shares its weights with the token embedding. The experiments of `model_params` call
+it. praxis also computes the embedding lookup as a matrix product with the softmax's weights, and this module doesn't, so LoRA
+adapters of the softmax have other shapes than with praxis' layer.
 
     use_fused_loss_in(task_p.model)
 
-computes the loss of softmaxes without materialising the logits, see `FusedFullSoftmax`. USE_FUSED_ATTENTION calls it too.
+makes softmaxes compute the loss without storing the logits; see `FusedFullSoftmax`. Experiments with USE_FUSED_ATTENTION call it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from spmd_trainer.sharding.specs import entry_axes
 
 
 class LayerNorm(layers.LayerNorm):
-    """praxis' `LayerNorm` (Ba et al. 2016, arXiv:1607.06450), subtracting the mean once.
+    """praxis' `LayerNorm` (Ba et al. 2016, arXiv:1607.06450), but subtracts the mean only once.
 
-    Fields and variables are the same, and results are equal up to rounding.
+    Fields and variables are those of praxis' layer, and results are equal up to rounding.
     """
 
     def __call__(self, inputs: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
-        """Normalises the last dimension. Returns [..., dim], in the wider of the dtypes of inputs and variables."""
+        """Normalizes the last dimension of `inputs`. Returns [..., dim], in the wider of the inputs' and variables' dtypes."""
         del paddings
         x = inputs.astype(jnp.float32) if self.reductions_in_fp32 else inputs
         centred = x - jnp.mean(x, axis=-1, keepdims=True)
@@ -50,21 +50,21 @@ class LayerNorm(layers.LayerNorm):
 
 
 def use_layer_norm(model_p: Any) -> None:
-    """Replaces praxis' `LayerNorm` in a config, but not its subclasses, by this module's. Changes the config in place."""
+    """Replaces praxis' `LayerNorm`, but not its subclasses, by this module's `LayerNorm` in a model's config, in place."""
     for norm_p in selectors.select(model_p, layers.LayerNorm, match_subclasses=False):
         fdl.update_callable(norm_p, LayerNorm)
 
 
 class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
-    """praxis' `SharedEmbeddingSoftmax` with a cheaper lookup. Fields and variables are the same.
+    """praxis' `SharedEmbeddingSoftmax` with a cheaper embedding lookup. Fields and variables are the same.
 
-    With lookup_style 'matmul', praxis multiplies the table with one-hot ids. This layer gathers the table's rows. The gradient
-    is still praxis' matrix product, because a scatter-add would round after each token in bfloat16, and its order is not fixed
-    on GPUs. If rows have more than 1,024 tokens, the product is summed over chunks of 1,024 tokens of each row.
+    With lookup_style 'matmul', praxis multiplies the embedding table by one-hot ids. This layer gathers rows of the table
+    instead. Its backward pass is praxis' matrix product, because a scatter-add in bfloat16 would round after each token, and on
+    GPUs it has no fixed order. For sequences of more than 1,024 tokens, the product is a sum over chunks of 1,024 tokens.
     """
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
-        """Returns the embeddings [..., input_dims] of integers `ids` [...]; zeros for ids that are not in the table."""
+        """Returns the embeddings [..., input_dims] of the token ids `ids` [...]; zeros for ids that are not in the table."""
         if self.lookup_style != "matmul" or fdl.get_callable(self.einsum_tpl) is not base_ops.EinsumOp:
             return super().emb_lookup(ids)
         table = jnp.transpose(self.logits_ffn.linear.theta.w)
@@ -79,12 +79,12 @@ class SharedEmbeddingSoftmax(layers.SharedEmbeddingSoftmax):
 
     @nn.nowrap
     def _row_axes(self) -> tuple[str, ...]:
-        """Returns the mesh axes that split the vocabulary of the weights [input_dims, num_classes]."""
+        """Returns the mesh axes over which the vocabulary dimension of the weights [input_dims, num_classes] is split."""
         splits = self.weight_split_dims_mapping.wt
         return entry_axes(splits[1]) if splits is not None and self.mesh_axis_names is not None else ()
 
 
-# Tokens of a row whose one-hot ids exist at the same time, in the gradient of a lookup.
+# Number of tokens per sequence whose one-hot ids exist at the same time, in the backward pass of a lookup.
 _LOOKUP_TOKENS = 1024
 
 
@@ -103,13 +103,13 @@ def _rows_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) 
     if length <= _LOOKUP_TOKENS:
         return None, _one_hot_product(ids, table, gradient).astype(table.dtype)
     if missing := -length % _LOOKUP_TOKENS:
-        ids = jnp.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, missing)], constant_values=-1)  # zeros as one-hot ids
+        ids = jnp.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, missing)], constant_values=-1)  # -1 as one-hot is zeros
         gradient = jnp.pad(gradient, [(0, 0)] * (gradient.ndim - 2) + [(0, missing), (0, 0)])
 
     def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return total + _one_hot_product(part[0], table, part[1]), None
 
-    # Parts of the rows, one after another: one-hot ids of all tokens are as large as the logits.
+    # The sequences' chunks one after another: the one-hot ids of all tokens would be as large as the logits.
     parts = (
         jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, _LOOKUP_TOKENS), -2, 0),
         jnp.moveaxis(gradient.reshape(*ids.shape[:-1], -1, _LOOKUP_TOKENS, gradient.shape[-1]), -3, 0),
@@ -128,12 +128,12 @@ _rows_of.defvjp(_rows_forward, _rows_backward)
 
 
 class FusedFullSoftmax(layers.FullSoftmax):
-    """praxis' `FullSoftmax` whose loss is computed in blocks of tokens, see `kernels.cross_entropy`.
+    """praxis' `FullSoftmax`, but computes the loss in blocks of tokens; see `kernels.cross_entropy`.
 
     Fields and variables are the same, and results are equal up to rounding: logits stay in float32, while praxis rounds them to
-    the dtype of the inputs. A program that uses the outputs 'logits' or 'log_probs' computes them in addition. praxis' own code
-    computes the loss for inputs that aren't [batch, time, input_dims], for class probabilities, for bi-tempered losses, and for
-    a projection that isn't praxis' plain one.
+    the dtype of the inputs. A program that uses the outputs 'logits' or 'log_probs' computes them in addition. In four cases the
+    loss is computed by praxis' own code: inputs that aren't [batch, time, input_dims], class probabilities as labels,
+    bi-tempered losses, and a projection that isn't praxis' plain `FeedForward`.
     """
 
     def __call__(
@@ -144,7 +144,7 @@ class FusedFullSoftmax(layers.FullSoftmax):
         class_probabilities: jax.Array | None = None,
         input_ids: jax.Array | None = None,
     ) -> base_layer.NestedMap:
-        """Computes the loss. Arguments and result are those of praxis."""
+        """Computes the loss. Arguments and result are those of praxis' `FullSoftmax`."""
         output = super().__call__(inputs, class_weights, class_ids, class_probabilities, input_ids)
         if output.logits is not None and self._in_blocks(inputs, class_probabilities):
             logits = self.get_logits(inputs).astype(jnp.float32)
@@ -175,9 +175,9 @@ class FusedFullSoftmax(layers.FullSoftmax):
         class_ids: jax.Array | None = None,
         class_probabilities: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
-        """Returns the cross entropy and the most likely label of each token, and log-sum-exps of the logits.
+        """Returns each token's cross entropy and most likely label, and two copies of the log-sum-exps [..., 1] of the logits.
 
-        The log-sum-exps [..., 1] take the place of the logits that praxis expects for its z-loss, which needs no more.
+        The copies stand in for the logits and log-probabilities that praxis expects. Its z-loss needs only log-sum-exps.
         """
         if class_ids is None or not self._in_blocks(inputs, class_probabilities):
             return super()._compute_xent(inputs, class_ids, class_probabilities)
@@ -219,9 +219,9 @@ _FUSED = {
 
 
 def use_fused_loss_in(model_p: Any) -> None:
-    """Replaces praxis' `FullSoftmax` and `SharedEmbeddingSoftmax`, but not their subclasses, by classes with a fused loss.
+    """Replaces `FullSoftmax` and `SharedEmbeddingSoftmax` in a config, in place, by the classes with a fused loss.
 
-    Changes the config in place. `model_p`: config of a model, or of a part of one.
+    Other subclasses of `FullSoftmax` stay as they are. `model_p`: config of a model, or of a part of a model.
     """
     for softmax_p in selectors.select(model_p, layers.FullSoftmax, check_nonempty=False):
         if (cls := fdl.get_callable(softmax_p)) in _FUSED:
@@ -229,9 +229,9 @@ def use_fused_loss_in(model_p: Any) -> None:
 
 
 def use_cheaper_layers(model_p: Any) -> None:
-    """Replaces praxis' `LayerNorm` and `SharedEmbeddingSoftmax`, but not their subclasses, by those of this module.
+    """Replaces praxis' `LayerNorm` and `SharedEmbeddingSoftmax` in a config, in place, by this module's classes.
 
-    Changes the config in place. `model_p`: config of a model, or of a part of one.
+    Subclasses of the two stay as they are. `model_p`: config of a model, or of a part of a model.
     """
     use_layer_norm(model_p)
     for softmax_p in selectors.select(

@@ -1,6 +1,6 @@
 """A language model that reports LAMBADA's or BoolQ's accuracy, for Pax's GPU experiments.
 
-They import it as `praxis.contrib.gpu.scripts_gpu.models`, which praxis 1.4.0 was published without; see `pax/published.py`.
+Those experiments import it as `praxis.contrib.gpu.scripts_gpu.models`, which praxis 1.4.0 doesn't have; see `pax/published.py`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class CustomMetricsLM(models.LanguageModel):
     """praxis' `LanguageModel` with one more metric.
 
     Attributes:
-      eval_task: 'lambada' adds `acc_strict`, the share of rows with all weighted tokens predicted. 'boolq' adds `boolq_acc`,
-        the share of rows where the right answer has the higher logit. None adds no metric.
-      boolq_yn_tokens: the ids of 'yes' and 'no'.
-      report_strict_acc: older spelling of eval_task='lambada'.
+      eval_task: 'lambada' adds `acc_strict`, the fraction of rows whose tokens with weight are all predicted. 'boolq' adds
+        `boolq_acc`, the fraction of rows whose right answer has a higher logit than the wrong one. None adds no metric.
+      boolq_yn_tokens: the token ids of 'yes' and 'no'.
+      report_strict_acc: True is an older spelling of eval_task='lambada'.
     """
 
     eval_task: str | None = None
     boolq_yn_tokens: Any = None
 
     def compute_loss(self, predictions: NestedMap, input_batch: NestedMap) -> tuple[Any, Any]:
-        """Returns praxis' metrics and per-example outputs, with the task's metric added."""
+        """Returns praxis' metrics, with the metric of `eval_task` added, and praxis' per-example outputs."""
         if self.eval_task not in (None, "lambada", "boolq"):
             raise UserError(f"task.model.eval_task is {self.eval_task!r}; it is 'lambada', 'boolq' or None")
         is_strict = self.report_strict_acc or self.eval_task == "lambada"

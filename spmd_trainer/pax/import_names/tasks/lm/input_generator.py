@@ -1,7 +1,7 @@
 """Inputs under the names that Pax's language-model experiment files use: `SyntheticLmData` and `TFRecordBertInput`.
 
-Pax's `TextInput` is missing, because its tokenizers are TensorFlow ops of lingvo; its first use raises an error that names the
-replacement.
+Pax's `TextInput` is missing, because its tokenizers are lingvo's TensorFlow ops. It can be imported, but using it raises an
+error that names the replacement.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __getattr__ = getter(__name__, ABSENT)
 
 
 class SyntheticLmData:
-    """A constant language-model batch in which every token is 1.
+    """A language-model input that always returns the same batch, in which every token is 1.
 
-    Replaces a lingvo input generator inside praxis' `LingvoInputAdaptor`. The adaptor imports TensorFlow and adds
+    Takes the place of a lingvo input generator in praxis' `LingvoInputAdaptor`. The adaptor imports TensorFlow and adds
     `eval_sample_weights`; lingvo's TensorFlow ops are not needed. Example:
 
         input_p = input_generator.SyntheticLmData.HParams()
@@ -49,7 +49,7 @@ class SyntheticLmData:
 
     @classmethod
     def input_specs(cls, p: Any) -> NestedMap:
-        """Returns the shapes and dtypes of the adaptor's batches with settings `p`, without TensorFlow."""
+        """Returns the shapes and dtypes of the batches that the adaptor makes with settings `p`. Needs no TensorFlow."""
         _check(p)
         return batches.lm_input_specs(p.batch_size, p.seq_len)
 
@@ -63,7 +63,7 @@ class SyntheticLmData:
         self.params = params
 
     def GetPreprocessedInputBatch(self) -> NestedMap:
-        """Returns int32 `ids`, `labels`, `segment_ids`, `segment_pos`, float32 `paddings`, `weights`, [batch_size, seq_len]."""
+        """Returns [batch_size, seq_len] arrays: int32 ids, labels, segment_ids, segment_pos; float32 paddings, weights."""
         shape = (self.params.batch_size, self.params.seq_len)
         ones = np.ones(shape, np.int32)
         return NestedMap(

@@ -50,10 +50,10 @@ __all__ = [
 
 
 class ClassificationModelAdam(base_experiment.BaseExperiment):
-    """Embedding, multilayer perceptron and softmax, with Adam.
+    """An embedding, a multilayer perceptron and a softmax, trained with Adam.
 
     praxis' `ClassificationMLPModel` reports its accuracy as `total_loss`. The accuracy has no gradient, so only weight decay
-    changes the weights, but a step costs the same as real training.
+    changes the weights, but a step costs as much as in real training.
 
     Attributes:
       NUM_LAYER: number of layers of the perceptron.
@@ -65,7 +65,7 @@ class ClassificationModelAdam(base_experiment.BaseExperiment):
         `.summary_interval_steps` and `.num_train_steps`.
       MLP_WEIGHT_SHARDING: split mapping of the perceptron's weights [input, output].
       SOFTMAX_WEIGHT_SHARDING: split mapping of the softmax's weights [input, classes].
-      MESH_SHAPE: sizes of replica, data and mdl; None runs data-parallel.
+      MESH_SHAPE: sizes of the mesh axes replica, data and mdl; None for data-parallel training.
       TRAINING_OPTIMIZED_SHARDING: no effect, because the model is not a Transformer.
     """
 
@@ -111,10 +111,10 @@ class ClassificationModelAdam(base_experiment.BaseExperiment):
 
 
 class _TransformerBert(TransformerExperiment):
-    """Base of the two BERT experiments.
+    """Base class of the two BERT experiments.
 
     Attributes:
-      CHECKPOINT_POLICY: what repeated layers save for the backward pass.
+      CHECKPOINT_POLICY: what repeated layers save for the backward pass; the rest is recomputed.
       CHECKPOINT_EVERY_N_STEPS: `task.train.save_interval_steps`.
       ENABLE_BFLOAT16: compute in bfloat16; variables are float32.
     """
@@ -146,10 +146,10 @@ class _TransformerBert(TransformerExperiment):
 
 
 class TransformerBertPmapAdam(_TransformerBert):
-    """A masked language model trained data-parallel with Adam. The name is Pax's, from the time of `jax.pmap`.
+    """A masked language model trained data-parallel with Adam. Pax named the class when it used `jax.pmap`.
 
     Attributes:
-      FORCE_MASK_GENERATION: let the model mask tokens even if the batch has masks.
+      FORCE_MASK_GENERATION: let the model mask tokens even if the batch already has masked tokens.
     """
 
     NUM_LAYERS = 4
@@ -169,12 +169,12 @@ class TransformerBertPmapAdam(_TransformerBert):
 
 
 class TransformerBertSpmdAdafactor(_TransformerBert):
-    """A masked language model whose variables are split over a mesh ('replica', 'data', 'mdl'), with Adafactor.
+    """A masked language model trained with Adafactor, with variables split over the mesh axes replica, data and mdl.
 
     Attributes:
-      MASK_TOKEN_ID: the token that replaces masked tokens.
-      MESH_SHAPE: sizes of replica, data and mdl; set by subclasses.
-      TRAINING_OPTIMIZED_SHARDING: also split saved activations over mdl.
+      MASK_TOKEN_ID: id of the token that replaces masked tokens.
+      MESH_SHAPE: sizes of the mesh axes replica, data and mdl; set by subclasses.
+      TRAINING_OPTIMIZED_SHARDING: also split the activations that are saved for the backward pass over mdl.
       CHECKPOINT_SAVE_MAX_TO_KEEP: `task.train.save_max_to_keep`.
     """
 

@@ -1,4 +1,4 @@
-"""Base of the Transformer experiments of `model_params`: builds a stack of layers from class attributes."""
+"""Base class of the Transformer experiments in `model_params`: builds a stack of layers from class attributes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmd_trainer.tasks.lm import attention, cheaper_layers
 
 
 class TransformerExperiment(base_experiment.BaseExperiment):
-    """Base of Transformer experiments with the class attributes that all of them have. Subclasses set the values.
+    """Base class of Transformer experiments. Declares the class attributes that they share; subclasses set the values.
 
     Attributes:
       NUM_LAYERS: number of Transformer layers.
@@ -24,14 +24,14 @@ class TransformerExperiment(base_experiment.BaseExperiment):
       HIDDEN_DIMS: width of the feed-forward layers.
       DROPOUT_PROB: dropout probability of all dropouts in the layers.
       LEARNING_RATE, WEIGHT_DECAY: settings of the default optimizer.
-      DECAY_END: step from which the learning rate is a tenth of the highest.
-      ATTEN_LOGIT_CAP: limits attention logits to plus or minus this value by a tanh; 0 does not limit them.
-      USE_FUSED_ATTENTION: compute attention and the loss by the kernels of `spmd_trainer.kernels`, see `attention` and
-        `cheaper_layers.FusedFullSoftmax`.
-      ATTENTION_KERNEL: name of the attention kernel with USE_FUSED_ATTENTION; None for the first that the device supports.
+      DECAY_END: training step from which on the learning rate is a tenth of its maximum.
+      ATTEN_LOGIT_CAP: a tanh limits attention logits to plus or minus this value; 0 for no limit.
+      USE_FUSED_ATTENTION: compute attention and the loss with the kernels of `spmd_trainer.kernels`; see the module
+        `attention` and `cheaper_layers.FusedFullSoftmax`.
+      ATTENTION_KERNEL: name of the kernel for USE_FUSED_ATTENTION; None for the first one that the device supports.
       ACTIVATION_CLS: activation of the feed-forward layers.
       USE_GATED_ACTIVATION: multiply the activation by a second projection.
-      USE_REPEATED_LAYER: run one layer's program NUM_LAYERS times over stacked weights; compiles much faster.
+      USE_REPEATED_LAYER: run one layer's program NUM_LAYERS times over stacked weights, which compiles much faster.
     """
 
     NUM_LAYERS: Any
@@ -51,7 +51,7 @@ class TransformerExperiment(base_experiment.BaseExperiment):
     USE_REPEATED_LAYER: Any
 
     def _task(self, name: str, model_p: Any, stack_p: Any) -> Config[tasks_lib.SingleTask]:
-        """Returns the config of a task with this model and stack, a softmax initialised for its width, and cheaper layers."""
+        """Puts the stack of layers and the attributes' values into a model's config. Returns the config of a task with it."""
         lm_p = model_p.lm_tpl
         lm_p.model_dims = self.MODEL_DIMS
         lm_p.vocab_size = self.VOCAB_SIZE
@@ -64,11 +64,11 @@ class TransformerExperiment(base_experiment.BaseExperiment):
         return Config(tasks_lib.SingleTask, name=name, model=model_p)
 
     def _stack(self, num_layers: int, **repeated_fields: Any) -> Any:
-        """Returns the config of a stack of layers: a repeated layer if USE_REPEATED_LAYER is set.
+        """Returns the config of a stack of Transformer layers; with USE_REPEATED_LAYER, of one layer that is repeated.
 
         Args:
           num_layers: number of layers.
-          **repeated_fields: fields of the `StackedTransformerRepeated`; ignored without USE_REPEATED_LAYER.
+          **repeated_fields: fields of `StackedTransformerRepeated`; ignored without USE_REPEATED_LAYER.
         """
         stack_p = Config(
             layers.StackedTransformer,
@@ -90,17 +90,17 @@ class TransformerExperiment(base_experiment.BaseExperiment):
         return stack_p
 
     def _customize_stack(self, stack_p: Any) -> None:
-        """Applies a subclass' own attributes. Called before the feed-forward layer's settings are copied to experts."""
+        """Applies a subclass' own attributes. Called before the feed-forward settings are copied to mixture-of-experts layers."""
 
     def _num_heads(self) -> int:
         return self.NUM_HEADS
 
 
 def heads_of(cls: Any) -> int:
-    """Returns the number of heads given by an experiment's MODEL_DIMS, DIMS_PER_HEAD and NUM_HEADS.
+    """Returns the number of attention heads that an experiment's MODEL_DIMS, DIMS_PER_HEAD and NUM_HEADS give.
 
     Raises:
-      UserError: the three attributes contradict each other, or neither of the last two is set.
+      UserError: the three attributes contradict each other, or neither DIMS_PER_HEAD nor NUM_HEADS is set.
     """
     dims, per_head, heads = cls.MODEL_DIMS, cls.DIMS_PER_HEAD, cls.NUM_HEADS
     if per_head is None and heads is None:

@@ -23,12 +23,12 @@ from spmd_trainer.tasks.lm.transformer_experiment import TransformerExperiment, 
 class TransformerLmPmapAdam(TransformerExperiment):
     """A Transformer language model trained data-parallel with Adam.
 
-    The name is Pax's, from the time of `jax.pmap`. Here it runs like any other experiment, on a mesh with one axis over all
+    Pax named the class when it used `jax.pmap`. Here the experiment runs like any other, on a mesh with one axis over all
     devices and with every variable replicated.
 
     Attributes:
-      INPUT_DROPOUT_PROB: dropout of the embeddings.
-      REL_POS_EMB_DIM: width of Transformer-XL's relative positions in the attention; None for plain attention.
+      INPUT_DROPOUT_PROB: dropout probability of the embeddings.
+      REL_POS_EMB_DIM: width of the relative position embeddings of Transformer-XL attention; None for plain attention.
       PACKED_INPUT: a row may hold several sequences, separated by `segment_ids`.
       USE_BIAS: give the attention's projections biases.
     """
@@ -73,30 +73,30 @@ class TransformerLmPmapAdam(TransformerExperiment):
 
 
 class TransformerLmSpmdAdafactor(TransformerExperiment):
-    """A Transformer language model whose variables are split over a mesh ('replica', 'data', 'mdl'), with Adafactor.
+    """A Transformer language model trained with Adafactor, with variables split over the mesh axes replica, data and mdl.
 
     Attributes:
-      DIMS_PER_HEAD: width of a head. If NUM_HEADS is None, it is MODEL_DIMS / DIMS_PER_HEAD.
+      DIMS_PER_HEAD: width of an attention head. If NUM_HEADS is None, there are MODEL_DIMS / DIMS_PER_HEAD heads.
       FPROP_DTYPE: dtype of the computation; variables are float32.
       PACKED_INPUT: a row may hold several sequences, separated by `segment_ids`.
       SEPARATE_EMBEDDING: use a separate embedding table instead of the softmax's weights.
       TRAINABLE_POSITION_EMB: use learned position embeddings instead of sinusoids.
       TRAINABLE_PE_MAX_SEQ_LEN: number of learned positions.
-      RELATIVE_BIAS: add learned biases by distance to attention logits.
-      USE_ROTARY_POSITION_EMB: use rotary position embeddings. Excludes RELATIVE_BIAS.
+      RELATIVE_BIAS: add learned biases, which depend on the distance of two tokens, to attention logits.
+      USE_ROTARY_POSITION_EMB: use rotary position embeddings. Can't be combined with RELATIVE_BIAS.
       NORM_POLICY: position of the layer norms: 'pre', 'post', 'primer_hybrid' or 'post_skip'.
       ENABLE_DCONV: use a depthwise convolution after the projections to queries, keys and values.
       COMBINE_QKV: use one variable for the projections to queries, keys and values.
       USE_FP8: use praxis' fp8 einsums. Must be False, because they do not run on current flax.
       CLIP_GRADIENT_NORM_TO_VALUE: global gradient norm above which gradients are scaled down.
-      SOFTMAX_CAP_LOGITS: limits logits to plus or minus this value by a tanh; 0 does not limit them.
+      SOFTMAX_CAP_LOGITS: a tanh limits the softmax's logits to plus or minus this value; 0 for no limit.
       CHECKPOINT_POLICY: what repeated layers save for the backward pass; the rest is recomputed.
       CHECKPOINT_EVERY_N_STEPS, CHECKPOINT_MAX_TO_KEEP, SUMMARY_INTERVAL_STEPS, EVAL_INTERVAL_STEPS,
       PROFILER_NUM_STEPS, PROFILER_MIN_DURATION_SEC, PROFILER_CAPTURE_STEP: `task.train.save_interval_steps`,
         `.save_max_to_keep`, `.summary_interval_steps`, `.eval_interval_steps` and `.profiler_*`.
-      ICI_MESH_SHAPE: sizes of replica, data and mdl within a slice; set by subclasses. None runs data-parallel.
+      ICI_MESH_SHAPE: sizes of replica, data and mdl within a slice; set by subclasses. None for data-parallel training.
       DCN_MESH_SHAPE: sizes of replica, data and mdl across slices.
-      TRAINING_OPTIMIZED_SHARDING: also split saved activations over mdl.
+      TRAINING_OPTIMIZED_SHARDING: also split the activations that are saved for the backward pass over mdl.
       MODEL_CLASS: class of the model.
     """
 
@@ -227,22 +227,22 @@ class TransformerLmSpmdAdafactor(TransformerExperiment):
 
 
 class TransformerLmSpmdPipelineAdafactor(TransformerLmSpmdAdafactor):
-    """`TransformerLmSpmdAdafactor` in pipeline stages, on a mesh ('stage', 'replica', 'data', 'mdl').
+    """`TransformerLmSpmdAdafactor` in pipeline stages, on a mesh with the axes stage, replica, data and mdl.
 
-    Embedding and softmax are outside the pipeline and also data-parallel over 'stage'. praxis' pipelines cannot decode: decode
-    with the unpipelined class of the same model.
+    The embedding and the softmax are outside the pipeline: for them, 'stage' is one more data-parallel axis. praxis' pipelines
+    can't decode; to decode, use a class with the same model and no pipeline.
 
     Attributes:
-      NUM_STAGES: number of stages; equals the mesh's size along 'stage', over all slices.
-      CIRCULAR_REPEAT: number of times a microbatch passes through the stages. NUM_STAGES * CIRCULAR_REPEAT must divide
-        NUM_LAYERS.
-      NUM_MICROBATCHES, MICROBATCH_SIZE: how to split a batch; set one of the two.
+      NUM_STAGES: number of pipeline stages; must equal the mesh's size along 'stage', counted over all slices.
+      CIRCULAR_REPEAT: number of times that each microbatch passes through all stages. NUM_STAGES * CIRCULAR_REPEAT must
+        divide NUM_LAYERS.
+      NUM_MICROBATCHES, MICROBATCH_SIZE: number or size of the microbatches that a batch is split into; set one of the two.
       PIPELINE_BROADCAST_INPUTS: pass inputs that all stages use (masks, positions) from stage to stage with their
         microbatch, instead of replicating them.
-      EMB_W_DATA_DIMS: axes in addition to mdl over which the embedding is split. The embedding is outside the pipeline, so
-        it may be split over axes that would cost the layers a gather per microbatch.
+      EMB_W_DATA_DIMS: mesh axes, in addition to mdl, over which the embedding is split. The embedding is outside the
+        pipeline, so these may be axes that would cost layers in the pipeline a gather per microbatch.
       STREAM_IO: split the pipeline's input and output over the stages and stream them; for slow links between stages.
-      ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of stage, replica, data and mdl.
+      ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of the mesh axes stage, replica, data and mdl, within and across slices.
     """
 
     NUM_STAGES: Any = None

@@ -1,4 +1,4 @@
-"""Pax's `tasks.vision.input_generator`: inputs over ImageNet's TFRecords, for praxis' `LingvoInputAdaptor`. Needs TensorFlow."""
+"""Pax's `tasks.vision.input_generator`: inputs over ImageNet's TFRecords for praxis' `LingvoInputAdaptor`. Needs TensorFlow."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ IMAGENET_DATA_DIR = "/PATH/TO/IMAGENET_DATA/"
 
 
 class BaseImageNetInput:
-    """Base of ImageNet inputs for praxis' `LingvoInputAdaptor`.
+    """Base class of ImageNet inputs for praxis' `LingvoInputAdaptor`.
 
     A batch has `image` [batch, height, width, 3], `label_probs` [batch, classes] and `weight` [batch], all float32.
     Training is endless: each epoch gives every image once, shuffled, with new random crops. Evaluation gives every image
     once, in order, then ends; the rows that fill up the last batch have weight 0. The adaptor saves no position, so a
-    resumed run begins the data anew.
+    resumed run starts from the beginning of the data.
     """
 
     @classmethod
@@ -50,7 +50,7 @@ class BaseImageNetInput:
 
     @classmethod
     def input_specs(cls, p: Any) -> NestedMap:
-        """Returns the shapes and dtypes of the adaptor's batches with settings `p`. Reads no file."""
+        """Returns the shapes and dtypes of the batches that the adaptor makes with settings `p`. Reads no file."""
         rows = jax.ShapeDtypeStruct((p.batch_size,), np.float32)
         return NestedMap(
             image=jax.ShapeDtypeStruct((p.batch_size, *p.data_shape), np.float32),
@@ -60,10 +60,10 @@ class BaseImageNetInput:
         )
 
     def __init__(self, params: Any):
-        """Finds the records. `params`: the result of `Params()`, filled in.
+        """Opens the record files. `params`: the result of `Params()`, filled in.
 
         Raises:
-          UserError: there are no files, or one can't be read.
+          UserError: there are no files, or one of them can't be read.
         """
         self.params = params
         infeed = cluster.GetInfeedContext()
@@ -82,7 +82,7 @@ class BaseImageNetInput:
         )
 
     def GetPreprocessedInputBatch(self) -> NestedMap:
-        """Returns the next batch as tensors; the adaptor calls it inside a tf.function."""
+        """Returns the next batch as tensors. The adaptor calls this method inside a tf.function."""
         tf = import_tensorflow()
         specs = self._images.input_specs()
         names = ("image", "label_probs", "weight")
@@ -99,7 +99,7 @@ class BaseImageNetInput:
             raise tf.errors.OutOfRangeError(None, None, "every image was read") from error
 
     def _preprocess(self, image: bytes, seed: tuple[int, int]) -> Any:
-        """Returns one image as a tensor of `data_shape`; a subclass may override it."""
+        """Decodes one JPEG image into a tensor of shape `data_shape`. Subclasses may override this method."""
         return resnet_preprocessing.preprocess_image(
             image, self._is_training(), image_size=self.params.data_shape[0], seed=seed
         )
@@ -119,7 +119,7 @@ class ImageNetTrain(BaseImageNetInput):
 
     @classmethod
     def Params(cls) -> Any:
-        """Returns the settings to fill in."""
+        """Returns the settings to fill in; see `BaseImageNetInput.Params`."""
         return _of_split(super().Params(), "train", TRAIN_EXAMPLES)
 
     def _is_training(self) -> bool:
@@ -131,7 +131,7 @@ class ImageNetValidation(BaseImageNetInput):
 
     @classmethod
     def Params(cls) -> Any:
-        """Returns the settings to fill in."""
+        """Returns the settings to fill in; see `BaseImageNetInput.Params`."""
         return _of_split(super().Params(), "validation", EVAL_EXAMPLES)
 
     def _is_training(self) -> bool:
@@ -142,11 +142,11 @@ class ImageNetRecords(examples.ExamplesInput):
     """Input over TFRecords with 'image/encoded' and 'image/class/label'; see `ExamplesInput` for the order of examples.
 
     Attributes:
-      files: paths, folders and glob patterns.
+      files: paths, folders and glob patterns of the TFRecord files.
       num_classes: number of classes.
-      data_shape: height, width and channels.
-      label_id_offset: added to each label.
-      preprocess: a function (JPEG bytes, seed) -> tensor of `data_shape`.
+      data_shape: height, width and channels of an image.
+      label_id_offset: number that is added to each label.
+      preprocess: a function (JPEG bytes, seed) -> tensor of shape `data_shape`.
     """
 
     files: Any = None
@@ -175,7 +175,7 @@ class ImageNetRecords(examples.ExamplesInput):
         )
 
     def batch_at(self, position: int) -> NestedMap:
-        """Returns the batch at a position. An image's random crop depends on the seed and on its index in the example order."""
+        """Returns batch number `position`. An image's random crop depends on the seed and on its index in the example order."""
         examples_at = self.examples_at(position)
         numbers = np.minimum(examples_at, self.num_examples - 1)
         parser = ExampleParser(

@@ -10,7 +10,7 @@ from typing import Any
 from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow
 
 IMAGE_SIZE = 224
-# The part of a side that the center crop keeps.
+# The fraction of the shorter side that the center crop keeps.
 CROP_FRACTION = 0.875
 
 
@@ -39,7 +39,7 @@ def preprocess_image(
 def preprocess_for_train(
     image_bytes: Any, use_bfloat16: bool, image_size: int = IMAGE_SIZE, seed: tuple[int, int] | None = None
 ) -> Any:
-    """Returns a random crop, mirrored at random; see `preprocess_image`."""
+    """Returns a random crop of a JPEG image, mirrored at random. Arguments and result are as in `preprocess_image`."""
     tf = import_tensorflow()
     seeds = tf.random.uniform([2], maxval=1 << 30, dtype=tf.int32) if seed is None else tf.constant(seed, tf.int32)
     crop = distorted_bounding_box_crop(
@@ -50,7 +50,7 @@ def preprocess_for_train(
         max_attempts=10,
         seed=seeds,
     )
-    # No crop of these proportions was found in `max_attempts` attempts.
+    # True if no crop of these proportions was found in `max_attempts` attempts.
     is_whole = tf.reduce_all(tf.shape(crop) == tf.image.extract_jpeg_shape(image_bytes))
     image = tf.cond(is_whole, lambda: _center_crop(tf, image_bytes, image_size), lambda: _resized(tf, crop, image_size))
     image = tf.image.stateless_random_flip_left_right(image, seeds + 1)
@@ -58,7 +58,7 @@ def preprocess_for_train(
 
 
 def preprocess_for_eval(image_bytes: Any, use_bfloat16: bool, image_size: int = IMAGE_SIZE) -> Any:
-    """Returns the center crop; see `preprocess_image`."""
+    """Returns the center crop of a JPEG image. Arguments and result are as in `preprocess_image`."""
     tf = import_tensorflow()
     return _finished(tf, _center_crop(tf, image_bytes, image_size), use_bfloat16, image_size)
 
@@ -72,14 +72,14 @@ def distorted_bounding_box_crop(
     max_attempts: int = 100,
     seed: Any = None,
 ) -> Any:
-    """Returns a random crop of a JPEG image; the whole image if none is found. See tf.image.sample_distorted_bounding_box.
+    """Returns a random crop of a JPEG image; the whole image if no crop is found. See tf.image.sample_distorted_bounding_box.
 
     Args:
       image_bytes: the file's bytes.
-      bbox: float [1, boxes, 4]: boxes of which a part must be kept, as ymin, xmin, ymax, xmax from 0 to 1.
-      min_object_covered: least fraction of a box that the crop must keep.
+      bbox: float [1, boxes, 4]: boxes as ymin, xmin, ymax, xmax from 0 to 1. The crop must contain a part of a box.
+      min_object_covered: minimum fraction of a box that the crop must contain.
       aspect_ratio_range: range of the crop's width / height.
-      area_range: range of the crop's fraction of the image's area.
+      area_range: range of the crop's area, as a fraction of the image's area.
       max_attempts: number of attempts to find a crop.
       seed: int32 [2]; None: draw a new seed at each call.
     """
