@@ -115,10 +115,12 @@ class EveryRung(memory_ladder.MemoryLadder):
         self.errors: list[float] = []
 
     def _first_that_fits(self, tries: Sequence[memory_ladder.Try]) -> Iterator[memory_ladder.Try]:
-        waiting = list(tries)
-        while waiting:
-            yield waiting[0]
-            waiting = self._corrected(waiting[1:])
+        errors = dict[int, int]()
+        for tried in tries:
+            yield memory_ladder.corrected(tried, errors)
+            num_bytes = self.steps[-1].outcome.bytes
+            if num_bytes and tried.predicted:
+                errors[tried.predicted] = num_bytes - tried.predicted
 
     def _compile(self, rung: str, candidate: Candidate, predicted: int | None = None) -> Outcome:
         outcome = super()._compile(rung, candidate, predicted)

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 from absl import logging
@@ -184,21 +184,26 @@ class MemoryLadder:
     # --- rungs -------------------------------------------------------------------------------------------------------
 
     def _remat(self, at: Outcome) -> Iterator[Try]:
-        """Yields the rematerialisation policies that save fewer activations, those with the fewest FLOPs first."""
+        """Yields the rematerialisation policies that save fewer activations, those with the fewest FLOPs first.
+
+        Of policies with the same program, e.g. because the model lacks the values that they save, yields one.
+        """
         if all("save_nothing" in p for p in plan_candidates.policy_fields(self._job.config.experiment).values()):
             return  # nothing to change, or nothing left to save
-        kept, devices, found = self._trace(at.candidate)[1], self._job.partitioner.mesh.size, []
+        kept, devices = self._trace(at.candidate)[1], self._job.partitioner.mesh.size
+        found: dict[str, tuple[float, Try]] = {}
         with Phase("tracing rematerialisation policies", announce_after=2.0):
             for policy in AutodiffCheckpointType:
                 change = functools.partial(dataclasses.replace, remat=policy.value)
                 try:
-                    work = self._trace(change(at.candidate))[1]
+                    text, work = self._trace(change(at.candidate))
                 except ERRORS as error:
                     logging.info("%s: %s", policy.value, first_line(error))
                     continue
                 if (saved := int((kept.saved_bytes - work.saved_bytes) / devices)) > 0:
-                    found.append((work.step.flops, Try(f"remat {policy.value}", change, at.bytes_without(saved))))
-        yield from self._first_that_fits([tried for _, tried in sorted(found, key=lambda one: one[0])])
+                    tried = Try(f"remat {policy.value}", change, at.bytes_without(saved))
+                    found.setdefault(text, (work.step.flops, tried))
+        yield from self._first_that_fits([tried for _, tried in sorted(found.values(), key=lambda one: one[0])])
 
     def _moments(self, at: Outcome) -> Iterator[Try]:
         """Yields the optimizer state in fewer bits: bfloat16 if it is predicted to fit, and 8 bits if bfloat16 doesn't fit."""
@@ -296,27 +301,25 @@ class MemoryLadder:
     def _first_that_fits(self, tries: Sequence[Try]) -> Iterator[Try]:
         """Yields the first change that is predicted to fit; if it doesn't, the next, and at last the one with the fewest bytes.
 
-        If a program needs more bytes than predicted, the difference is added to the remaining predictions, because the changes
-        of a rung have similar errors: e.g. all policies compute a layer's activations again. Without predictions, yields all.
+        Each compiled program corrects the predictions nearest to its own; see `corrected`. Without predictions, yields all.
         """
         if any(tried.predicted is None for tried in tries):
             yield from tries
             return
-        waiting = list(tries)
+        waiting, errors = list(tries), dict[int, int]()
         while waiting:
-            smallest = min(waiting, key=lambda tried: tried.predicted or 0)
-            chosen = next((tried for tried in waiting if (tried.predicted or 0) <= self._search.memory), smallest)
-            yield chosen
-            if chosen is smallest:
+            now = [corrected(tried, errors).predicted or 0 for tried in waiting]
+            smallest = now.index(min(now))
+            chosen = next((n for n, num_bytes in enumerate(now) if num_bytes <= self._search.memory), smallest)
+            yield dataclasses.replace(waiting[chosen], predicted=now[chosen])
+            if chosen == smallest:
                 return
-            rest = waiting[waiting.index(chosen) + 1 :]
-            waiting = self._corrected(rest) if self.steps[-1].outcome.bytes else [smallest]
-
-    def _corrected(self, tries: Sequence[Try]) -> list[Try]:
-        """Adds to the predictions the bytes by which the last compiled program has exceeded its own prediction."""
-        last = self.steps[-1]
-        more = last.outcome.bytes - last.predicted if last.outcome.bytes and last.predicted else 0
-        return [dataclasses.replace(tried, predicted=tried.predicted and tried.predicted + more) for tried in tries]
+            own = waiting[chosen].predicted
+            if own is not None and (num_bytes := self.steps[-1].outcome.bytes):
+                errors[own] = num_bytes - own
+                waiting = waiting[chosen + 1 :]
+            else:
+                waiting = [waiting[smallest]]
 
     def _compile(self, rung: str, candidate: Candidate, predicted: int | None = None) -> Outcome:
         """Compiles a candidate and adds it to `steps`. If it can't be compiled, its outcome has the reason."""
@@ -369,6 +372,22 @@ class MemoryLadder:
         names = [n for n, chip in BY_TOPOLOGY.items() if plan.usable_memory(chip.kind, chip.memory_bytes) >= min(whole)]
         have = f"which {', '.join(names)} have" if names else "which no chip has: use more chips"
         return f"The smallest program needs {bytes_text(min(whole))} per chip, {have}"
+
+
+def corrected(tried: Try, errors: Mapping[int, int]) -> Try:
+    """Returns a change with its prediction corrected by the error of the compiled program whose prediction was nearest.
+
+    Programs that save nearly as many bytes have similar errors: e.g. they compute the same activations of a layer again.
+
+    Args:
+      tried: the change.
+      errors: {predicted bytes of a compiled program: its compiled bytes - these}.
+    """
+    predicted = tried.predicted
+    if predicted is None or not errors:
+        return tried
+    nearest = min(errors, key=lambda known: abs(known - predicted))
+    return dataclasses.replace(tried, predicted=predicted + errors[nearest])
 
 
 def _line(step: Step) -> str:
