@@ -22,11 +22,11 @@ __all__ = [
     "require_one_of",
 ]
 
-# Raised where a field is set, given to the config's constructor, and read.
+# fiddle's errors where an unknown field is set, given to the config's constructor, or read.
 _SET = re.compile(r"No parameter named '(\w+)' exists for (.+?); valid parameter names: ([\w, ]+)")
 _GIVEN = re.compile(r"Cannot bind arguments to (.+?): got an unexpected keyword argument '(\w+)'")
 _READ = re.compile(r"No parameter '(\w+)' has been set on <")
-# How fiddle writes a class and a function.
+# How fiddle's messages write a class or a function.
 _CALLABLE = re.compile(r"<(?:class '([^']+)'|function (\S+) at 0x\w+)>")
 
 
@@ -48,7 +48,7 @@ class UserError(ValueError):
             self.exit_status = exit_status
 
 
-# No space, no quota, a limit of file sizes, a disk that turned read-only: the person at the machine can mend it, no line of code.
+# No space, an exceeded quota, a file-size limit, a disk that became read-only: the user can fix it, but not in the code.
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
@@ -64,7 +64,7 @@ class MissingCompilerError(UserError):
 def first_paragraph(error: BaseException) -> str:
     """Returns an error's message without the configuration that fiddle appends.
 
-    If the error is about a field that a config doesn't have, the message names the nearest fields.
+    If the error is about a field that a config doesn't have, the returned message suggests fields with similar names.
     """
     text = str(error).split("Fiddle context:")[0].strip()
     if (unknown := _unknown_field(error, text)) is None:
@@ -104,7 +104,7 @@ def _name(described: str) -> str:
 
 
 def _imported(name: str) -> Callable[..., Any] | None:
-    """Returns the class with a full name such as 'praxis.layers.linears.Linear', if its module is imported."""
+    """Returns the class or function with a full name such as 'praxis.layers.linears.Linear'; None if it is not imported."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:end]))

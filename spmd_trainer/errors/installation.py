@@ -52,7 +52,7 @@ def library_versions() -> dict[str, str]:
 
 
 def pip_install() -> str:
-    """Returns the beginning of the shell command that installs packages into the running environment; their names follow."""
+    """Returns the shell command that installs packages into the running Python environment, without the packages' names."""
     python = shlex.quote(sys.executable)
     # Environments made by uv have no pip.
     return f"{python} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {python}"
@@ -67,7 +67,7 @@ def imported(module: str, message: str) -> Any:
 
 
 def install_extra(extra: str) -> str:
-    """Returns the shell command that installs an extra of the trainer into the running environment."""
+    """Returns the shell command that installs an extra (optional dependencies) of the trainer into the running environment."""
     checkout = pathlib.Path(__file__).parents[2]
     if (checkout / "pyproject.toml").exists():
         return f"uv sync --extra {extra}"

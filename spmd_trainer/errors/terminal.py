@@ -17,15 +17,15 @@ from spmd_trainer.errors import UserError, disk_is_full
 # What acts on a terminal or reorders its text: C0 and C1 controls (ESC is one), marks of writing direction, separators of lines
 # and paragraphs, and halves of surrogate pairs, which stand for bytes of a file's name that are not UTF-8.
 _ACTS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]")
-# Lines and columns of a message.
+# Control characters that messages use for their lines and columns.
 _MEANT = "\n\t"
 
 
 def visible(text: str, *, keep: str = _MEANT) -> str:
-    r"""Returns a text with every character that would act on a terminal escaped, e.g. ESC as `\x1b`.
+    r"""Returns a text in which every character that would control a terminal is escaped, e.g. ESC as `\x1b`.
 
     Args:
-      keep: the characters to leave as they are; '' for text that must stay in one row.
+      keep: the characters to leave as they are; '' for text that must stay on one line.
     """
     return _ACTS.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
@@ -55,13 +55,13 @@ def write(text: str, stream: TextIO | None = None, *, styled: bool = False) -> N
 
 
 def write_last(text: str) -> None:
-    """Writes 'spmd-trainer: TEXT' to stderr, for a process that ends. Ignores a full disk, so that the process ends in order."""
+    """Writes 'spmd-trainer: TEXT' to stderr, for a process that is about to exit. Ignores errors, such as a full disk."""
     with contextlib.suppress(OSError, UserError):
         write(f"spmd-trainer: {text}\n", sys.stderr)
 
 
 def flush() -> None:
-    """Flushes stdout and stderr. Discards output that can't be written because the terminal is gone, or the disk full."""
+    """Flushes stdout and stderr. Discards output that can't be written because the terminal is gone or the disk is full."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -70,7 +70,7 @@ def flush() -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Redirects a stream and its buffered text to the null device. Otherwise a failing flush would make Python exit with 120."""
+    """Redirects a stream and its buffered text to the null device. Otherwise a failed flush makes Python exit with 120."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -18,7 +18,7 @@ _SHIPPED = _TRAINER / "experiments"
 _LIBRARIES = tuple(
     pathlib.Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib", "scripts")
 )
-# In what JAX adds to an error's text.
+# A word in the note that JAX adds to errors.
 _JAX_NOTICE = "JAX_TRACEBACK_FILTERING"
 # Users' top-level packages, which may be installed among the libraries.
 _claimed: set[str] = set()
@@ -37,7 +37,7 @@ def is_users(filename: str) -> bool:
     """Returns True if a source file is the user's, i.e. neither a library's nor the trainer's.
 
     Args:
-      filename: the name in a traceback or log record; also the generated name of a notebook's cell.
+      filename: the name in a traceback or log record; may be the generated name of a notebook cell.
     """
     if filename.startswith("<"):
         # `<ipython-input-3-...>` is a cell; `<frozen importlib>`, `<string>` and `<fiddle_...>` are generated.
@@ -57,7 +57,7 @@ def is_library(filename: str) -> bool:
 
 
 def frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Returns the user's frames in an error's traceback, innermost last. If it has none: those of its nearest cause with some."""
+    """Returns the user's frames in an error's traceback, innermost last; if none, those of the nearest cause that has some."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -71,7 +71,7 @@ def frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def keep_own(error: BaseException) -> None:
-    """Removes all frames but the user's from the tracebacks of an error and its causes. Drops causes without such frames.
+    """Removes all frames but the user's from the tracebacks of an error and its causes. Drops causes without user frames.
 
     Also removes JAX's note about hidden frames, which Python would print after the message.
     """
@@ -97,7 +97,7 @@ def lines(error: BaseException) -> list[str]:
 
 
 def library_line(error: BaseException) -> str | None:
-    """Returns the line that raised an error, e.g. 'praxis/layers/linears.py:76: CODE'; None if the line is not a library's."""
+    """Returns the library line that raised an error, e.g. 'praxis/layers/linears.py:76: CODE'; None if no library raised it."""
     innermost = traceback.extract_tb(error.__traceback__)[-1:]
     if not innermost or not is_library(innermost[0].filename):
         return None
@@ -107,7 +107,7 @@ def library_line(error: BaseException) -> str | None:
 
 
 def hidden_package(error: ImportError) -> str | None:
-    """Returns the file in the working directory that shadows an installed package and made an import fail; None without one."""
+    """Returns the file in the working directory that shadows an installed package, so that an import failed; None if none."""
     top = (error.name or "").partition(".")[0]
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None)
@@ -117,7 +117,7 @@ def hidden_package(error: ImportError) -> str | None:
 
 
 def where(error: BaseException, fallback: type | None = None) -> str:
-    """Returns ' (FILE:LINE)' of the user's innermost line in an error's traceback, to append to a message.
+    """Returns ' (FILE:LINE)' for the innermost line of the user's code in an error's traceback, to append to a message.
 
     Args:
       fallback: the class to name if no frame is the user's, e.g. the experiment.
@@ -134,7 +134,7 @@ def where(error: BaseException, fallback: type | None = None) -> str:
 
 
 def where_defined(cls: type) -> str:
-    """Returns ' (FILE:LINE)' of a class statement, to append to a message; '' if the class has no source file."""
+    """Returns ' (FILE:LINE)' of a class's definition, to append to a message; '' if the class has no source file."""
     try:
         file, (_, line) = inspect.getsourcefile(cls), inspect.getsourcelines(cls)
     except (TypeError, OSError):

@@ -1,12 +1,12 @@
-"""Communication between the processes of a job over JAX's coordination service: joining, exchange of values, loss of a process.
+"""Communication between a job's processes over JAX's coordination service: connects them, exchanges values, notices crashes.
 
-    multihost.joined()                          (number of processes, id of this one)
-    multihost.agree('the seed', seed)           the value if all processes have the same, or an error that names them
-    multihost.broadcast(value)                  process 0's value
-    multihost.gather('the parts', mine)         the values of all processes
-    multihost.barrier('the file is written')
-    multihost.join.meet(...)                    before any device is touched; the command line calls it
-    multihost.loss.Peers(...)                   which processes are lost, and why
+    multihost.joined()                          returns (number of processes, id of this process)
+    multihost.agree('the seed', seed)           returns the value, or raises an error if processes have different values
+    multihost.broadcast(value)                  returns process 0's value
+    multihost.gather('the parts', mine)         returns the values of all processes
+    multihost.barrier('the file is written')    waits for all processes
+    multihost.join.meet(...)                    connects the processes, before any device is used; the command line calls it
+    multihost.loss.Peers(...)                   notices that a process died, failed or stopped, and ends the others
 
 A Python program that has called `jax.distributed.initialize` itself can use all but the last two.
 """

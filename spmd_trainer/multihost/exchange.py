@@ -1,8 +1,8 @@
 """Exchanges values between the processes of a job: broadcast, gather, agreement and barrier.
 
-Values travel through the key-value store of JAX's coordination service, not through the devices. This needs no compiled program,
-works before a device is initialised, cannot be mixed up with the collectives of a training step, and has a deadline. With one
-process, calls return at once. Process 0 collects the values and answers all, so a call costs every other process one message.
+Values travel through the key-value store of JAX's coordination service, not through the devices. This needs no compiled
+program, works before a device is initialised, cannot be mixed up with the collectives of a training step, and has a timeout.
+With one process, calls return at once. Process 0 collects the values and answers all; the others send one message per call.
 
 All processes of the job must make the same calls. Calls of one name must come in the same order on every process; calls of
 different names may come from different threads.
@@ -29,14 +29,14 @@ _Value = TypeVar("_Value")
 TIMEOUT_SECONDS = 1800.0
 _PREFIX = "spmd_trainer/multihost"
 _LONGEST_SHOWN = 200
-# How soon a cancelled wait ends, and how long any wait takes at least: what has been set long ago must be seen.
+# A cancelled wait ends within this time. Every wait takes at least this long, so that it sees a value that is already set.
 _POLL_SECONDS = 0.5
-# How much longer than process 0 the others wait: it says who has not come.
+# How much longer the other processes wait than process 0, whose answer says which processes are missing.
 _ANSWER_SECONDS = 10.0
 
 _lock = threading.Lock()
 _calls: collections.Counter[str] = collections.Counter()
-# What the main thread waits for the other processes at.
+# Name of the call in which the main thread waits for the other processes.
 _waits_at: str | None = None
 
 
@@ -49,20 +49,20 @@ class Cancelled(Exception):
 
 
 def broadcast(value: _Value, *, name: str = "broadcast", timeout: float = TIMEOUT_SECONDS) -> _Value:
-    """Returns process 0's value on every process, once all of them have called; arguments and errors as of `gather`."""
+    """Returns process 0's value on every process, once all processes have called this. Arguments and errors: see `gather`."""
     return gather(name, value if service.joined()[1] == 0 else None, timeout=timeout)[0]  # type: ignore[return-value]
 
 
 def gather(
     name: str, value: _Value, *, timeout: float = TIMEOUT_SECONDS, cancelled: threading.Event | None = None
 ) -> list[_Value]:
-    """Returns the values of all processes, in the order of their numbers.
+    """Returns the values of all processes, in the order of the process ids.
 
     Args:
-      name: name of the value, in messages; must be the same on all processes.
+      name: name of the value, for messages; must be the same on all processes.
       value: this process's value, which must be JSON-serialisable.
       timeout: seconds to wait for the other processes.
-      cancelled: once set, ends the wait.
+      cancelled: an event; setting it in another thread ends the wait.
 
     Raises:
       DisagreementError: a process did not make this call in time.
@@ -81,10 +81,10 @@ def gather(
 
 
 def agree(name: str, value: _Value, *, timeout: float = TIMEOUT_SECONDS) -> _Value:
-    """Returns the value if every process has the same one; arguments and errors as of `gather`.
+    """Returns the value if every process has the same one. Arguments and errors: see `gather`.
 
     Raises:
-      DisagreementError: on every process, if two values differ, with the processes and their values.
+      DisagreementError: two values differ; raised on every process. The message lists the processes and their values.
     """
     values = gather(name, value, timeout=timeout)
     if any(other != values[0] for other in values):
@@ -93,7 +93,7 @@ def agree(name: str, value: _Value, *, timeout: float = TIMEOUT_SECONDS) -> _Val
 
 
 def barrier(name: str, timeout: float = TIMEOUT_SECONDS) -> None:
-    """Waits until every process has made this call; arguments and errors as of `gather`."""
+    """Waits until every process has made this call. Arguments and errors: see `gather`."""
     gather(name, None, timeout=timeout)
 
 
@@ -125,7 +125,7 @@ def _exchange(name: str, value: object, timeout: float, cancelled: threading.Eve
         missing = [process for process in range(count) if process not in values]
         answer = {"missing": missing} if missing else {"values": list(values.values())}
         client.key_value_set(f"{here}/answer", json.dumps(answer))
-        # All have read the answer of the call before, or they would not be here.
+        # All processes have read the previous call's answer; otherwise they would not have made this call.
         client.key_value_delete(before)
     if "values" in answer:
         return list(answer["values"])
@@ -148,12 +148,11 @@ def _wait_for(client: service.Client, key: str, ends: float, cancelled: threadin
 
 
 def _processes(numbers: Sequence[int]) -> str:
-    """Returns 'process 1' or 'processes 1, 2'."""
     return named_text(numbers, "process", "processes")
 
 
 def _by_value(values: Sequence[object]) -> str:
-    """Returns 'process 0 has 1; processes 1, 2 have 2', in the order of the lowest process that has a value."""
+    """Returns text such as 'process 0 has 1; processes 1, 2 have 2'. The values are in the order of the process ids."""
     processes: dict[str, list[int]] = {}
     for process, value in enumerate(values):
         processes.setdefault(json.dumps(value, sort_keys=True), []).append(process)
@@ -164,7 +163,7 @@ def _by_value(values: Sequence[object]) -> str:
 
 
 def _client() -> service.Client:
-    """Returns JAX's client. Raises UserError if the processes have not joined each other."""
+    """Returns JAX's client of the coordination service. Raises UserError if this process is not connected to it."""
     client = service.client()
     if client is None:
         raise UserError(
@@ -175,5 +174,5 @@ def _client() -> service.Client:
 
 
 def _count() -> int:
-    """Returns the number of processes. Initialises devices only if the processes have not joined each other."""
+    """Returns the number of processes. Initialises devices only if the process is not connected to the coordination service."""
     return service.joined()[0] if service.client() is not None else jax.process_count()

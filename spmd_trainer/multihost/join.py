@@ -1,4 +1,4 @@
-"""Joins the processes of a job before any device is initialised: either all join, or each reports why the job can't start.
+"""Connects the processes of a job before any device is initialised: all join the job, or each reports why it can't start.
 
 Process 0 starts JAX's coordination service. Each process announces itself there, and process 0 answers all of them with one
 verdict: go, refused (they don't form one job), or absent (a process is missing or failed). JAX gets the client only after a go.
@@ -34,11 +34,11 @@ from spmd_trainer.storage import json_values
 _PREFIX = "spmd_trainer/join"
 _HELLO, _TOLD, _VERDICT = (f"{_PREFIX}/{name}" for name in ("hello", "told", "verdict"))
 _GO, _REFUSED, _ABSENT = "go", "refused", "absent"
-_TOKEN = "SPMD_TRAINER_JOB_TOKEN"  # the name of a variable
-# How often a waiting process says that it is still there, and after how long a silent one is lost.
+_TOKEN = "SPMD_TRAINER_JOB_TOKEN"  # the name of an environment variable
+# How often a waiting process announces itself again, and after how long a silent process counts as lost.
 _BEAT_SECONDS = 2.0
 _SILENT_SECONDS = 10.0
-# How long process 0 stays to tell those that come late why the job can't start.
+# How long process 0 stays, to tell late processes why the job can't start.
 _LINGER_SECONDS = 10.0
 # How often a waiting process logs what it waits for.
 REPORT_SECONDS = 30.0
@@ -47,7 +47,7 @@ _LONGEST_TEXT = 2000
 
 
 class AbsentError(Exception):
-    """A process did not join in time, or was lost before all had joined. Starting the job again may help."""
+    """A process did not join the job in time, or died before all processes had joined. Starting the job again may help."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Member:
     """The announcement of a process that joins a job.
 
     Attributes:
-      index: its process id.
-      count: number of processes in the job, as this process was told.
+      index: process id.
+      count: number of processes in the job, according to the settings of this process.
       version: version of the trainer.
       name: host and pid, for messages.
-      nonce: random text that tells two processes with the same id apart.
-      failed: why this process will not join, on one line; '' if it will.
-      beat: number of times that the process has announced itself before.
+      nonce: random text that tells two processes with the same process id apart.
+      failed: why this process will not join the job, on one line; '' if it will.
+      beat: number of earlier announcements of this process.
     """
 
     index: int
@@ -77,7 +77,7 @@ class Member:
 
     @classmethod
     def parse(cls, key: str, text: str) -> Member | None:
-        """Returns the member that the text at a key describes; None if the text is not a valid announcement."""
+        """Returns the member that `text`, the value of `key` in the key-value store, announces; None if the text is invalid."""
         said = opened(key, text)
         if said is None:
             return None
@@ -106,7 +106,7 @@ def one_line(text: object) -> str:
 
 
 def meet(address: str, own: Member, *, bind_address: str | None = None, seconds: float) -> dict[int, str]:
-    """Waits until all processes of the job have joined, and makes JAX use the coordination service that they joined at.
+    """Waits until all processes have joined the job, and makes JAX use the coordination service that connects them.
 
     Args:
       address: 'host:port' of the coordinator, process 0.
@@ -119,7 +119,7 @@ def meet(address: str, own: Member, *, bind_address: str | None = None, seconds:
 
     Raises:
       UserError: the processes don't form one job, or something else uses the port.
-      AbsentError: a process did not come in time, or was lost.
+      AbsentError: a process did not join in time, or stopped answering.
     """
     judge: threading.Thread | None = None
     refusal: UserError | None = None
@@ -163,14 +163,14 @@ def say_failed(address: str, own: Member, bind_address: str | None = None) -> No
 
 
 def _judge(client: service.Client, address: str, own: Member, seconds: float, elsewhere: threading.Event) -> None:
-    """Waits on process 0 for all processes, and publishes the verdict.
+    """Runs on process 0: waits for all processes, and publishes the verdict (go, refused or absent).
 
-    If the verdict is not go, stays until all processes have read it, for at most `_LINGER_SECONDS`.
+    If the verdict is not go, returns only when all processes have read the verdict, or after `_LINGER_SECONDS`.
     """
     members: dict[str, Member] = {}
     try:
         verdict, text = _decided(client, address, own, seconds, elsewhere, members)
-    except Exception as error:  # else all would wait
+    except Exception as error:  # otherwise all processes would wait for the verdict
         logging.exception("process 0 could not decide whether the job starts")
         verdict, text = _ABSENT, f"{own} failed before all had joined: {type(error).__name__}: {error}"
     if elsewhere.is_set():
@@ -194,7 +194,7 @@ def _decided(
     elsewhere: threading.Event,
     members: dict[str, Member],
 ) -> tuple[str, str]:
-    """Waits for all processes, and adds them to `members`. Returns the verdict and its text."""
+    """Waits for all processes, and adds them to `members`, {nonce: member}. Returns the verdict and its text."""
     began = last_report = time.monotonic()
     came: dict[str, float] = {}
     heard: dict[str, float] = {}
@@ -208,7 +208,7 @@ def _decided(
                 return _ABSENT, (
                     f"{members[nonce]} of {own.count} failed before it joined: {failed}. Correct it, then start the job again"
                 )
-            # One that was started again has the id of one that is gone: those count that have both beaten since the later came.
+            # A restarted process has the id of one that is gone: two conflict only if both were heard after the later one came.
             there = [
                 other
                 for name, other in members.items()
@@ -251,7 +251,7 @@ def _take(client: service.Client, members: dict[str, Member]) -> list[str]:
 
 
 def _problem(member: Member, own: Member, members: Iterable[Member]) -> str:
-    """Returns why a process can't be part of this job; '' if it can."""
+    """Returns text that says why a process can't be part of this job; '' if it can."""
     if member.version != own.version:
         return (
             f"{member} has version {member.version} of spmd-trainer, and {own} has {own.version}. Install the same version "
@@ -309,7 +309,7 @@ def _told(client: service.Client, address: str, own: Member, seconds: float) -> 
 
     Raises:
       UserError: process 0 says that the processes don't form one job.
-      ConnectionError: process 0 has a job without this process, perhaps a job that is about to end.
+      ConnectionError: process 0 runs a job without this process, perhaps an older job that is about to end.
       AbsentError: process 0 says that a process is missing, or process 0 itself is lost.
     """
     # Process 0 gives up after `seconds` too, and says which processes are missing.
@@ -339,13 +339,13 @@ def _told(client: service.Client, address: str, own: Member, seconds: float) -> 
 
 
 def sealed(key: str, text: str) -> str:
-    """Returns a text as it is written at a key: after its signature if the job has a token, else after '-'."""
+    """Returns a text with its signature, as it is stored at a key; without a job token, '-' stands for the signature."""
     token = os.environ.get(_TOKEN, "")
     return f"{_signature(token, key, text)} {text}" if token else f"- {text}"
 
 
 def opened(key: str, said: str) -> str | None:
-    """Returns the text that another process has passed to `sealed`; None if the signature in `said` is wrong."""
+    """Inverts `sealed`: returns the text in `said`, the value of a key; None if its signature is wrong."""
     signature, _, text = said.partition(" ")
     token = os.environ.get(_TOKEN, "")
     right = _signature(token, key, text) if token else "-"

@@ -3,7 +3,7 @@
 Every process sends heartbeats ("beats"): it increments a number in the key-value store of JAX's coordination service. Process 0
 watches the numbers of all processes; the others watch the number of process 0. A process that knows why the job must end writes
 the reason to the store as the job's *news*, which all processes read about every half second. A process whose collective fails
-sends a *call*, at which all beat at once, so that a process that is gone is found within seconds.
+sends a *call*, which all processes answer by a heartbeat at once, so that a process that is gone is found within seconds.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from spmd_trainer.multihost.join import one_line, opened, sealed
 STATUS_LOST_PROCESS = 3
 # Processes often fail together, with the same error: each gets this much time to print its own.
 _GRACE_SECONDS = 3.0
-# How long process 0 waits for the others to be gone, because the service ends with it; and how long a last call may take.
+# How long process 0 waits for the others to exit, because the service ends with process 0; also the timeout of last calls.
 _LAST_SECONDS = 5.0
-# After a call, a process that has not beaten for this long is lost.
+# After a call, a process that sends no heartbeat for this long counts as lost.
 _CALLED_SECONDS = 6.0
-# Beats within the time after which a silent process is lost.
+# Number of heartbeats within the time after which a silent process counts as lost.
 _BEATS = 4
 _TURN_SECONDS = 0.5
-# A process that has nothing else to do looks more often, so that all end soon.
+# A process that is about to exit reads the news more often, so that all processes end soon.
 _LAST_TURN_SECONDS = 0.1
 _REPORT_SECONDS = 30.0
 _PREFIX = "spmd_trainer/loss"
@@ -45,7 +45,7 @@ _DONE = "done"
 
 @dataclasses.dataclass(frozen=True)
 class _News:
-    """Why the job ends: what happened (`_FAILED` or `_LOST`), to which process, and the message about it."""
+    """Why the job ends: what happened (`kind`, `_FAILED` or `_LOST`), to which process, and a message about it (`what`)."""
 
     kind: str
     process: int
@@ -53,7 +53,7 @@ class _News:
 
     @classmethod
     def parse(cls, said: str | None) -> _News | None:
-        """Returns the news in a text from the store; None if there is no text, or its signature is wrong."""
+        """Returns the news in `said`, a text from the store; None if there is no text, or its signature is wrong."""
         text = None if said is None else opened(_NEWS, said)
         try:
             kind, process, what = (text or "").split(" ", 2)
@@ -68,7 +68,7 @@ class _News:
 
 @dataclasses.dataclass
 class _Other:
-    """The last heartbeat of another process, and when it was heard (`time.monotonic()`)."""
+    """The last heartbeat of another process, when it was heard (`time.monotonic()`), and whether a warning was logged since."""
 
     beat: str
     heard: float
@@ -76,7 +76,7 @@ class _Other:
 
 
 class Peers:
-    """Watches the other processes of the job from this one.
+    """Watches the job's other processes, and ends this process if one of them dies, fails or stops.
 
     Attributes:
       count: number of processes in the job.
@@ -95,7 +95,7 @@ class Peers:
           names: {process id: name} of all processes, for messages.
           index: id of this process.
           heartbeat_seconds: a process that is silent for this long counts as lost; after half of it, a warning names it.
-          last_beat: returns what a process did last, by its id, as a clause for a message; '' if unknown.
+          last_beat: process id -> what that process did last, as text for a message; '' if unknown.
         """
         client = service.client()
         if client is None:
@@ -106,38 +106,38 @@ class Peers:
         self._index = index
         self._limit = heartbeat_seconds
         self._last_beat = last_beat
-        # The end of other processes is no news any more; the threads end; there are news; all have finished.
+        # Events: ignore the end of other processes; the threads are to end; there is news; all processes have finished.
         self._leaving, self._stopped, self._has_news, self._all_done = (threading.Event() for _ in range(4))
         now = time.monotonic()
-        # Process 0 hears of all others; each of them hears of process 0.
+        # Process 0 watches all others; each of them watches process 0.
         watched = range(1, self.count) if index == 0 else (0,)
         self._others = {process: _Other("", now) for process in watched}
         self._number, self._beaten, self._looked = 0, 0.0, now
-        # The last call, and when it came; since when the service refuses.
+        # The last call, and when it came; since when the service refuses connections.
         self._call: str | None = None
         self._called: float | None = None
         self._refused: float | None = None
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Starts two threads: one sends heartbeats and may block while process 0 doesn't answer, one checks for silence."""
+        """Starts two threads: one sends heartbeats, and may block while process 0 is silent; one finds silent processes."""
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self._thread.start()
         threading.Thread(target=self._clock, name="peer-watch", daemon=True).start()
 
     def lost(self) -> tuple[int, ...]:
-        """Returns the ids of the watched processes that have been silent for longer than the limit."""
+        """Returns the ids of the watched processes that have been silent for longer than `heartbeat_seconds`."""
         now = time.monotonic()
         return tuple(process for process, other in list(self._others.items()) if now - other.heard > self._limit)
 
     def begin_to_leave(self) -> None:
-        """Makes this process ignore the loss of other processes from now on. It still sends heartbeats until it ends."""
+        """Makes this process ignore from now on that other processes end. It continues to send heartbeats until it exits."""
         self._leaving.set()
 
     def say_goodbye(self) -> None:
-        """Tells the others that this process has finished its work, and waits until all have.
+        """Tells the others that this process has finished its work, and waits until all processes have finished.
 
-        It waits because the devices of other processes may still need data from the devices of this process.
+        It waits because the devices of other processes may need data from this process's devices until then.
         """
         self.begin_to_leave()
         self._say_gone(_DONE)
@@ -155,7 +155,7 @@ class Peers:
         if self._index == 0:
             self._tried(lambda: self._client.key_value_set(_ALL_DONE, ""))
             time.sleep(2 * _LAST_TURN_SECONDS)
-        # A thread that is in a call of jaxlib when Python ends would abort the process.
+        # A thread that is inside a jaxlib call when Python ends would abort the process.
         self._stopped.set()
         self._thread.join(_LAST_SECONDS)
         service.let_go()
@@ -164,9 +164,9 @@ class Peers:
         """Tells the others that this process exits before its work is finished. Process 0 then waits until they have exited.
 
         Args:
-          why: the reason.
+          why: the reason, as text.
           how: what happened to the process, e.g. 'was interrupted'.
-          seconds: how long process 0 waits for the others.
+          seconds: how long process 0 waits for the others to exit.
         """
         self.begin_to_leave()
         text = one_line(f"{self._names[self._index]} of {self.count} {how}: {why}")
@@ -175,13 +175,13 @@ class Peers:
         self._let_others_go(seconds)
 
     def wait_for_news(self) -> None:
-        """Waits for news of a lost process, and exits when it comes. Call it after a collective has failed.
+        """Waits, after a collective has failed, for news of a process that died or failed. If it comes, this process exits.
 
         Returns if no news comes: then this process itself has made the collective fail.
         """
         call = f"{self._index} {time.time()}"
         self._tried(lambda: self._client.key_value_set(_CALL, call, allow_overwrite=True))
-        # One that died in the moment of the call is known only by its silence.
+        # A process that died at the moment of the call is noticed only by its silence.
         if self._has_news.wait(max(self._limit, _CALLED_SECONDS) + 4 * _TURN_SECONDS):
             time.sleep(_GRACE_SECONDS + 2 * _LAST_SECONDS)
 
@@ -193,20 +193,20 @@ class Peers:
             except jax.errors.JaxRuntimeError as error:
                 if "refused" in str(error):  # the service is gone, and never comes back
                     self._refused = self._refused or time.monotonic()
-            except Exception:  # else nobody would beat any more
+            except Exception:  # otherwise this process would send no more heartbeats
                 if not has_failed:
                     logging.exception("the watch of the other processes failed; it goes on, and says no more of this")
                 has_failed = True
 
     def _turn(self) -> None:
-        """Sends a heartbeat if it is due or a call asks for it. Ends this process if there is news."""
+        """Sends a heartbeat if one is due or a call asks for one. Ends this process if there is news."""
         now = time.monotonic()
         if self._called is not None or self._leaving.is_set() or now - self._beaten >= self._limit / _BEATS:
             self._beat()
         said = dict(self._client.key_value_dir_get(_END))
         if said.get(_CALL) != self._call:
             self._call = said.get(_CALL)
-            self._beat()  # hears the beats from before the call; whoever is there beats again
+            self._beat()  # takes the heartbeats from before the call; processes that are alive send another one
             self._called = time.monotonic()
         if _ALL_DONE in said:
             self._all_done.set()
@@ -233,20 +233,20 @@ class Peers:
                 logging.warning("%s answers again", self._names[process])
 
     def _by_process(self, key: str) -> dict[int, str]:
-        """Returns what each process has written below a key."""
+        """Returns {process id: text that this process has written below `key` in the store}."""
         entries = ((name.rsplit("/", 1)[1], text) for name, text in self._client.key_value_dir_get(key))
         return {int(process): text for process, text in entries if process.isdecimal()}
 
     def _take_gone(self) -> None:
-        """Stops watching the processes that have said that they end.
+        """Stops watching the processes that have announced that they exit.
 
-        If one of them has not finished its work, ends this process and the others.
+        If one of these has not finished its work, ends this process and the others.
         """
         for process, said in self._by_process(_GONE).items():
             why = opened(f"{_GONE}/{process}", said)
             if why is None or self._others.pop(process, None) is None or why == _DONE or self._leaving.is_set():
                 continue
-            # Without news, it has given up this process, which was stopped.
+            # Without news, that process has exited because this process was suspended, and seemed lost.
             told = _News.parse(service.look(self._client, _NEWS))
             self._end(told or _News(_LOST, process, f"{self._names[process]} of {self.count} {one_line(why)}"))
 
@@ -260,7 +260,7 @@ class Peers:
             self._look(now)
 
     def _look(self, now: float) -> None:
-        """Ends the job if a process is lost."""
+        """Warns of silent processes, and ends the job if a process is lost."""
         if self._leaving.is_set():
             return
         called = self._called
@@ -286,7 +286,7 @@ class Peers:
         self._on_news(news)
 
     def _on_news(self, news: _News) -> None:
-        """Ends this process because another one is gone."""
+        """Ends this process because of the news that another process is gone."""
         with self._lock:
             if self._leaving.is_set():
                 return
@@ -323,12 +323,12 @@ class Peers:
         self._tried(lambda: self._client.key_value_set(key, text, allow_overwrite=True))
 
     def _tried(self, call: Callable[[], object]) -> None:
-        """Calls the service. Ignores its errors and waits for a few seconds only, because it may be stopped or gone."""
+        """Calls the service; ignores errors, and waits only a few seconds, because the service may be suspended or gone."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             service.briefly(call, _LAST_SECONDS)
 
     def _let_others_go(self, seconds: float) -> None:
-        """Makes process 0 wait until the others have exited, because the service ends with it."""
+        """Makes process 0 wait until the others have exited, because the service ends with process 0."""
         ends = time.monotonic() + seconds
         while self._index == 0 and self._others and time.monotonic() < ends:
             with contextlib.suppress(jax.errors.JaxRuntimeError):

@@ -1,12 +1,12 @@
-"""Access to JAX's coordination service. Only this module uses its private names, which `tests/test_private_names.py` checks.
+"""Access to JAX's coordination service. Only this module uses its private names (see `tests/test_private_names.py`).
 
-JAX has no public name for the service. `jax.distributed.initialize` is not used, because a process can neither survive its errors
-nor learn what they are: it connects with its id alone, waits for all others, and aborts with a C++ stack trace if two processes
-have the same id, an id is too high, or process 0 dies. The service itself can do better:
+JAX has no public names for the service. `jax.distributed.initialize` is not used, because a process can neither survive its
+errors nor learn what they are: it connects with the process id alone, waits for all others, and aborts with a C++ stack trace
+if two processes have the same id, an id is too high, or process 0 dies. The service itself can do better:
 
-- It is *recoverable*: the loss of one task is not an error for the others, and a task may connect again. So process 0 connects
-  once as every task when it starts the service. After that, a process that starts is connected at once, even if others are
-  missing, and can use the key-value store to find out whether it belongs to this job (`join`).
+- It is *recoverable*: a task that disappears is not an error for the others, and a task may connect again. So process 0, when
+  it starts the service, connects once as every task. After that, a process that starts is connected at once, even if others
+  are missing, and can use the key-value store to find out whether it belongs to this job (`join`).
 - A client aborts its process when its *error poll* fails, which it does as soon as process 0 is gone. A newer poll of the same
   task ends the older one quietly, so `connect` lets a second client poll once and drops it. Instead, `loss.Peers` ends the
   process, with a message.
@@ -29,7 +29,7 @@ from jax._src.lib import _jax
 
 from spmd_trainer.errors import UserError
 
-# How long a port may stay busy: the job that ran there before may still be ending.
+# How long a port may stay busy, because the previous job that used it may be about to end.
 BUSY_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 # JAX's own heartbeats never end a process: `loss.Peers` does, much sooner.
@@ -39,22 +39,22 @@ _CONNECT_SECONDS = 5
 # How long process 0 may take to connect as all tasks.
 _ALL_SECONDS = 60
 _PROBE_SECONDS = 2.0
-# Time in which the service takes a poll that was sent before an answered request.
+# How long the service may take to accept an error poll, after it has answered a request that was sent later than the poll.
 _POLL_SECONDS = 0.02
 _ANY_ADDRESS = ("0.0.0.0", "::")  # compared with, not listened on
 
 
 class Client(Protocol):
-    """A connection to the service, as jaxlib has it. A failed call raises `jax.errors.JaxRuntimeError`."""
+    """jaxlib's connection to the coordination service. A failed call raises `jax.errors.JaxRuntimeError`."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        """Sets a key; without `allow_overwrite` a second value is refused."""
+        """Sets the value of a key; without `allow_overwrite`, it is an error if the key has a value."""
 
     def key_value_try_get(self, key: str) -> str:
-        """Returns a value; `NOT_FOUND` if there is none."""
+        """Returns the value of a key; raises an error with the text 'NOT_FOUND' if the key has no value."""
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        """Waits for a value; `DEADLINE_EXCEEDED` if none comes."""
+        """Waits for the value of a key and returns it; raises an error with the text 'DEADLINE_EXCEEDED' after the timeout."""
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         """Returns the keys and values below a key."""
@@ -64,19 +64,19 @@ class Client(Protocol):
 
 
 def joined() -> tuple[int, int]:
-    """Returns (number of processes in the job, id of this process); (1, 0) before joining. Initialises no device."""
+    """Returns (number of processes in the job, id of this process); (1, 0) before processes connect. Initialises no device."""
     # `jax.process_count()` would initialise the devices.
     return (global_state.num_processes or 1, global_state.process_id or 0)
 
 
 def client() -> Client | None:
-    """Returns JAX's client of the job's coordination service; None before joining. Initialises no device."""
+    """Returns JAX's client of the job's coordination service; None before processes connect. Initialises no device."""
     found: Client | None = global_state.client
     return found
 
 
 def wait_for(client: Client, key: str, seconds: float) -> str | None:
-    """Returns a value once it is set, or None if it is not set within `seconds`."""
+    """Returns the value of a key once it is set, or None if it is not set within `seconds`."""
     try:
         return client.blocking_key_value_get(key, max(1, int(seconds * 1000)))
     except jax.errors.JaxRuntimeError as error:
@@ -86,7 +86,7 @@ def wait_for(client: Client, key: str, seconds: float) -> str | None:
 
 
 def look(client: Client, key: str) -> str | None:
-    """Returns a value, or None if it is not set."""
+    """Returns the value of a key, or None if it is not set."""
     try:
         return client.key_value_try_get(key)
     except jax.errors.JaxRuntimeError as error:
@@ -96,9 +96,9 @@ def look(client: Client, key: str) -> str | None:
 
 
 def briefly(call: Callable[[], object], seconds: float) -> bool:
-    """Calls a function in a thread. Returns False if it isn't done within `seconds`.
+    """Runs a call of the coordination service in a thread. Returns False if the call isn't done within `seconds`.
 
-    If the service is stopped, most calls would wait for ever.
+    Without this, most calls would never return if the process that runs the service is suspended.
 
     Raises:
       jax.errors.JaxRuntimeError: the call failed.
@@ -120,10 +120,10 @@ def briefly(call: Callable[[], object], seconds: float) -> bool:
 
 
 def serve(address: str, bind_address: str | None, count: int) -> Client:
-    """Starts the service on process 0, and connects to it as every task of the job.
+    """Starts the coordination service on process 0, and connects to it as every task of the job.
 
     Args:
-      address: 'host:port' by which the other processes reach it.
+      address: 'host:port' by which the other processes reach the service.
       bind_address: 'host:port' to listen on; None for `address`.
       count: number of processes.
 
@@ -131,7 +131,7 @@ def serve(address: str, bind_address: str | None, count: int) -> Client:
       A client for process 0.
 
     Raises:
-      UserError: it can't listen there.
+      UserError: the service can't listen on that address.
     """
     bound = bind_address or _default_bind_address(address)
     _check_is_free(bound, bind_address is not None)
@@ -143,7 +143,7 @@ def serve(address: str, bind_address: str | None, count: int) -> Client:
     jax.config.update("jax_logging_level", level)
     host, port = host_and_port(bound)
     near = f"{'localhost' if host in _ANY_ADDRESS else _bracketed(host)}:{port}"
-    # `connect` of each returns only once all are connected.
+    # `connect` of each client returns only once all clients are connected.
     clients = [_new_client(near, task, _ALL_SECONDS) for task in range(count)]
     threads = [threading.Thread(target=_connect_for_another, args=(each,)) for each in clients]
     for thread in threads:
@@ -154,20 +154,20 @@ def serve(address: str, bind_address: str | None, count: int) -> Client:
 
 
 def _connect_for_another(client: _jax.DistributedRuntimeClient) -> None:
-    """Connects as a task whose process has not started yet. If this fails, e.g. on a busy machine, the task connects itself."""
+    """Connects as a task whose process hasn't started yet. Ignores failures, e.g. on a busy machine: that process retries."""
     with contextlib.suppress(RuntimeError, jax.errors.JaxRuntimeError):
         client.connect()
 
 
 def connect(address: str, task: int) -> Client:
-    """Returns a client that is connected as a task, and does not abort this process when process 0 is gone.
+    """Returns a client that is connected as a task, and that does not abort this process when process 0 is gone.
 
     Args:
       address: 'host:port' of the service.
       task: id of the task. A task may have several clients.
 
     Raises:
-      ConnectionError: no coordination service answers there, or it has no such task.
+      ConnectionError: no coordination service answers at `address`, or it has no such task.
     """
     made = _new_client(address, task)
     newer = _new_client(address, task)
@@ -196,13 +196,13 @@ def _new_client(address: str, task: int, seconds: int = _CONNECT_SECONDS) -> _ja
 
 
 def given_devices() -> Sequence[int] | None:
-    """Returns the accelerators that JAX_LOCAL_DEVICE_IDS gives this process; None if it is not set."""
+    """Returns the ids of the accelerators in the environment variable JAX_LOCAL_DEVICE_IDS; None if it is not set."""
     given = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     return [int(number) for number in given.split(",")] if given else None
 
 
 def use_devices(local_ids: Sequence[int] | None) -> None:
-    """Makes only these accelerators of the host visible to this process; None for all."""
+    """Makes only the host's accelerators with these ids visible to this process; None for all accelerators."""
     if local_ids:
         for platform in ("cuda", "rocm"):
             jax.config.update(f"jax_{platform}_visible_devices", ",".join(map(str, local_ids)))
@@ -238,10 +238,10 @@ def detected_cluster(seconds: float) -> tuple[str | None, int | None, int | None
     """Returns the coordinator's address, the number of processes, this process's id and its accelerators, as JAX detects them.
 
     Args:
-      seconds: how long a detection that asks a server may take.
+      seconds: timeout for kinds of clusters whose detection asks a server.
 
     Raises:
-      RuntimeError, ValueError: JAX knows no such cluster.
+      RuntimeError, ValueError: JAX detects no cluster of a kind that it knows.
     """
     from jax._src.clusters import ClusterEnv
 
@@ -258,13 +258,13 @@ def detected_cluster(seconds: float) -> tuple[str | None, int | None, int | None
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Splits 'host:port'; an IPv6 address may stand in brackets."""
+    """Returns (host, port) for 'host:port'; an IPv6 address as host may be in brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def answers(address: str) -> str:
-    """Returns '' if something listens at an address, or else why not.
+    """Returns '' if something accepts connections at 'host:port', else the reason for the failure.
 
     JAX's client can't say this: it waits for a service, and retries at growing intervals.
     """
@@ -280,9 +280,9 @@ def _bracketed(host: str) -> str:
 
 
 def _default_bind_address(address: str) -> str:
-    """Returns the coordinator's address, or all addresses if this host calls itself by a name that only it can reach.
+    """Returns the coordinator's address, or all addresses ('[::]:port') if its host name is a loopback address on this host.
 
-    Debian's /etc/hosts gives a host's own name the address 127.0.1.1.
+    For example, Debian's /etc/hosts gives a host's own name the loopback address 127.0.1.1.
     """
     host, port = host_and_port(address)
     with contextlib.suppress(OSError, UnicodeError):
@@ -303,7 +303,7 @@ def _check_is_free(address: str, given: bool) -> None:
     jaxlib doesn't check this well: it ends the process if it can't listen, and may share a port with another job's service.
 
     Raises:
-      UserError: something else listens there, or the address is not one of this host's.
+      UserError: something else listens on the port, or the address is not one of this host's.
     """
     host, port = host_and_port(address)
     ends = time.monotonic() + BUSY_SECONDS

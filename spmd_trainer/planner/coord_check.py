@@ -40,24 +40,24 @@ from spmd_trainer.training.run_directory import report_directory
 from spmd_trainer.watch.pages import fact, shared
 
 FILE = "coord_check.html"
-# Slopes that count as flat. The standard parametrisation has 0.5 or more, and one that keeps its features -0.5. Between narrow
-# widths, products that begin as sums of random terms (logits, queries with keys) still shrink towards their limit.
+# Slopes that count as flat. The standard parametrisation has slopes of 0.5 or more; one in which wide models hardly change their
+# features has -0.5. Between narrow widths, products that begin as sums of random terms (logits, queries with keys) shrink too.
 FLAT = (-0.4, 0.25)
 _PRODUCTS = ("dot_general", "grouped_dot", "conv_general_dilated")
-# Initialisations that are averaged: of one, the changes are noisy.
+# Number of initialisations over which a change is averaged, because that of a single one is noisy.
 _STARTS = 5
-# Elements that are compared of each product.
+# Number of elements that are compared in the result of each product.
 _SAMPLE = 4096
 _SIZE = (640, 360)
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """The change of one product's result at several widths.
+    """How much training changes the result of one product (e.g. a matrix product), at several widths.
 
     Attributes:
-      name: path of the product's variable, or else its layer; numbered if several products have the same name.
-      changes: {multiple of the base widths: mean absolute change of the result from the first to the last state}.
+      name: path of the product's variable; for a product without a variable, its layer. Numbered if several have this name.
+      changes: {multiple of the base widths: mean absolute change of the result from the initial to the last train state}.
     """
 
     name: str
@@ -84,8 +84,8 @@ def check(job: Job) -> None:
     """Prints the curve of each product, and whether it is flat. Writes an HTML page if a job directory was given.
 
     Raises:
-      UserError: the job has several processes or no `task.mup`, the base widths are not integers, or the program has other
-        products at other widths.
+      UserError: the job has several processes or no `task.mup`, the base widths are not integers, or the model's products are
+        not the same at all widths.
       SystemExit: with status 1 if a curve is not flat.
     """
     if jax.process_count() > 1:
@@ -114,11 +114,11 @@ def check(job: Job) -> None:
 def curves(job: Job, multiples: Sequence[int], steps: int, *, without: bool = False) -> list[Curve]:
     """Trains at each multiple of the base widths. Returns a curve for each product, in the order of the program.
 
-    The learning rate is the learner's without its schedule, and the model computes in float32: a warm-up's small steps would be
-    lost in bfloat16. All steps train on the input's first batch.
+    Uses the learner's learning rate without its schedule, and computes the model in float32, because the small changes of a
+    warm-up would be lost in bfloat16. All steps train on the input's first batch.
 
     Args:
-      job: the job at any width.
+      job: the job, whose model may have any width.
       multiples: multiples of the base widths, ascending.
       steps: train steps at each width.
       without: True to train without muP.
@@ -167,7 +167,7 @@ def _times(name: str, value: Any, multiple: int) -> Any:
 
 
 def _changes(partitioner: Partitioner, batch: PyTree, steps: int, key: jax.Array) -> dict[str, float]:
-    """Trains from several initialisations. Returns {name of a product: mean absolute change of its result}."""
+    """Trains at one width from several initialisations. Returns {name of a product: mean absolute change of its result}."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), batch)
     probed = partitioner.partition(step_fns.eval_step, shapes, is_eval=True).trace(jax.eval_shape(lambda: key))
     frames: list[Frame] = []
@@ -201,14 +201,14 @@ def _changes(partitioner: Partitioner, batch: PyTree, steps: int, key: jax.Array
         path = (variable or "").removeprefix("mdl_vars/")
         name = path or layer
         counts[name] += 1
-        # What is folded into a matrix is the model's, and may be meant to shrink its product.
+        # A factor folded into a matrix belongs to the model, and may be meant to shrink the product.
         folded = scales[path].folded if path in scales and scales[path].kind == "hidden" else 1.0
         found[f"{name} ({counts[name]})" if counts[name] > 1 else name] = float(np.mean(change)) / folded
     return found
 
 
 def _sample(x: jax.Array, primitive: str) -> jax.Array | None:
-    """Returns random elements of a product's result, float32 [_SAMPLE]; None if `primitive` is not a product."""
+    """Returns 4,096 random elements of a product's result, float32; None if `primitive` is not a product."""
     if primitive not in _PRODUCTS:
         return None
     return jnp.ravel(x)[np.random.default_rng(0).integers(x.size, size=_SAMPLE)].astype(jnp.float32)
@@ -217,12 +217,12 @@ def _sample(x: jax.Array, primitive: str) -> jax.Array | None:
 def _by_product(
     frame: Frame, samples: Any, argument: Callable[[int], str | None]
 ) -> Iterator[tuple[str | None, str, np.ndarray]]:
-    """Yields (path of its variable or None, layer, sample) of each product in a program.
+    """Yields (path of the product's variable or None, layer, sample of its result) for each product in a program.
 
     Args:
       frame: the program, or the body of a loop in it.
-      samples: the output of `run_with_flags` for the frame.
-      argument: maps the position of a frame's argument to the path of its variable; None if it is not a variable.
+      samples: the samples that `run_with_flags` returned for the frame.
+      argument: maps the position of one of the frame's arguments to the path of its variable, or None if it is no variable.
     """
 
     def variable(number: int) -> str | None:
@@ -267,7 +267,7 @@ def coord_page(experiment: str, verdict: str, found: Sequence[Curve]) -> str:
 
 
 def _plot(found: Sequence[Curve]) -> str:
-    """Returns an SVG of the curves, both axes logarithmic; those that aren't flat are red."""
+    """Returns an SVG of the curves with two logarithmic axes. Curves that aren't flat are red."""
     width, height = _SIZE
     multiples = list(found[0].changes)
     sizes = [size for curve in found for size in curve.changes.values() if size > 0] or [1.0]

@@ -1,6 +1,6 @@
 """Collectives of a compiled program, read from its text: kind, executions per run, and bytes.
 
-A collective in a loop counts once per iteration. XLA writes the trip count into the program; `cost_analysis()` ignores it.
+A collective in a loop counts once per iteration. XLA writes trip counts into the program, which `cost_analysis()` ignores.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Collective:
 
     Attributes:
       kind: 'all-reduce', 'all-gather', ...
-      times: executions in one run of the program, including those in loops.
-      num_bytes: bytes per device of one execution: the size of the result, or for a reduce-scatter of the operand.
-      groups: int [groups, devices of a group], the positions of the devices that communicate. For a collective-permute, its
-        (source, target) pairs. Empty if the text names no groups, or groups of several sizes.
+      times: number of executions in one run of the program; in a loop, once per iteration.
+      num_bytes: bytes per device and execution: the size of the result; for a reduce-scatter, the size of the operand.
+      groups: positions of the devices that communicate with each other: int [groups, devices per group]. For a
+        collective-permute, its (source, target) pairs. Empty if the program names no groups, or groups of several sizes.
     """
 
     kind: str
@@ -85,7 +85,7 @@ def find_collectives(hlo: str) -> Iterator[Collective]:
 
 
 def _result(kind: str, shape: str, *, is_start: bool) -> str:
-    """Returns the shape of a collective's result. An asynchronous start usually has the shape (operands, results, ...)."""
+    """Returns the shape of a collective's result. An asynchronous start's own shape is usually (operands, results, ...)."""
     if not is_start or (kind == "all-reduce" and not shape.startswith("((")):
         return shape
     elements = hlo_text.tuple_elements(shape)
@@ -93,10 +93,7 @@ def _result(kind: str, shape: str, *, is_start: bool) -> str:
 
 
 def _groups(line: str) -> np.ndarray:
-    """Returns a collective's device groups, or a permutation's (source, target) pairs, int [groups, devices of a group].
-
-    The array is empty if the text has neither, or groups of several sizes.
-    """
+    """Returns `Collective.groups` of the collective in this line."""
     found = _GROUPS.search(line)
     if found and found[2]:
         shape = [int(n) for n in found[4].split(",")]
@@ -117,7 +114,7 @@ def _order(shape: Sequence[int], permutation: str | None) -> np.ndarray:
 
 
 def _mesh_groups(found: re.Match[str]) -> np.ndarray:
-    """Returns the device groups that XLA writes as a mesh and the axes within a group, int [groups, devices of a group]."""
+    """Returns the device groups that XLA wrote as a mesh and the axes within a group: int [groups, devices per group]."""
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(found[1])}
     order = np.arange(math.prod(sizes.values()))
     if found[2]:

@@ -1,4 +1,4 @@
-"""FLOPs of library kernels and Pallas kernels in a compiled program, from the shapes and settings in its text."""
+"""FLOPs of library kernels and Pallas kernels in a compiled program, from the shapes and settings in the program's text."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Attention:
     """Work of one execution of an attention kernel.
 
     Attributes:
-      flops: FLOPs of its matrix products.
+      flops: FLOPs of the kernel's matrix products.
       is_backward: True for a kernel of the backward pass.
-      width: width of a head, in elements.
-      vector_ops: element-wise operations on the logits; 0 for cuDNN's kernels, because their measured rates include them.
+      width: head dimension: the number of elements of a query or key in one attention head.
+      vector_ops: number of element-wise operations on the logits; 0 for cuDNN's kernels, whose measured rates include these.
     """
 
     flops: float
@@ -67,7 +67,7 @@ def attention(instruction: Instruction, shapes: Sequence[str]) -> Attention | No
 
     Args:
       instruction: the custom call.
-      shapes: the shapes of its operands in XLA's notation.
+      shapes: the shapes of the call's operands in XLA's notation.
     """
     name = target(instruction)
     if _ATTENTION.match(name):
@@ -76,7 +76,7 @@ def attention(instruction: Instruction, shapes: Sequence[str]) -> Attention | No
 
 
 def flops(instruction: Instruction, shapes: Sequence[str]) -> float:
-    """Returns the FLOPs of a custom call's matrix products (`shapes`: its operands in XLA's notation); 0 for unknown kernels."""
+    """Returns the FLOPs of a custom call's matrix products; 0 for unknown kernels. Arguments as for `attention`."""
     name = target(instruction)
     if found := attention(instruction, shapes):
         return found.flops
@@ -95,9 +95,10 @@ def flops(instruction: Instruction, shapes: Sequence[str]) -> float:
 
 
 def share_of_rows(instruction: Instruction, shapes: Sequence[str]) -> float:
-    """Returns the share of its matrices' rows that a kernel of `kernels.grouped_dot` reads and writes; 1 for other kernels.
+    """Returns the share of its matrices' rows that a kernel of `kernels.grouped_dot` reads and writes; 1.0 for other kernels.
 
-    Its matrices are the arrays with two dimensions. They have the rows in common, as one of their dimensions.
+    The matrices are the kernel's operands and results with two dimensions. The number of rows is the size that all of them have
+    in common. Arguments as for `attention`.
     """
     if not (rows := _rows_of_part(instruction)):
         return 1.0
@@ -107,17 +108,14 @@ def share_of_rows(instruction: Instruction, shapes: Sequence[str]) -> float:
 
 
 def _rows_of_part(instruction: Instruction) -> int:
-    """Returns the mean number of rows that a kernel of `kernels.grouped_dot` multiplies; 0 for other instructions."""
+    """Returns how many rows a kernel of `kernels.grouped_dot` multiplies on a device, on average; 0 for other instructions."""
     is_kernel = target(instruction).startswith(("tpu_custom_call", "mosaic_gpu"))
     found = re.search(rf"\b{ROWS_OF_PART}(\d+)", instruction.made_by) if is_kernel else None
     return int(found[1]) if found else 0
 
 
 def _grouped_flops(rows: int, shapes: Sequence[str]) -> float:
-    """Returns the FLOPs of a kernel of `kernels.grouped_dot` that multiplies `rows` rows. `shapes`: of its result and operands.
-
-    Its only array of floating-point numbers with three dimensions is the weights, [groups, inputs, outputs], or their gradient.
-    """
+    # The only floating-point array with three dimensions is the weights, [groups, inputs, outputs], or their gradient.
     return next((2.0 * rows * math.prod(array[1:]) for array in _float_arrays(shapes) if len(array) == 3), 0.0)
 
 
@@ -131,7 +129,7 @@ def _float_arrays(shapes: Sequence[str]) -> list[Sequence[int]]:
 
 
 def _convolution_flops(instruction: Instruction, shapes: Sequence[str]) -> float:
-    """Returns the FLOPs of a cuDNN convolution. The call of a gradient has the attributes of its forward convolution."""
+    """Returns the FLOPs of a cuDNN convolution. A call that computes a gradient has the forward convolution's attributes."""
     result = hlo_text.arrays(instruction.shape)[0]
     if "BackwardInput" in target(instruction):  # (gradient of the output, kernel) -> gradient of the image
         return convolution_flops(instruction, result, shapes[1], shapes[0])
@@ -141,7 +139,7 @@ def _convolution_flops(instruction: Instruction, shapes: Sequence[str]) -> float
 
 
 def _cudnn_attention(instruction: Instruction, shapes: Sequence[str], *, is_backward: bool) -> Attention | None:
-    """Returns the work of a cuDNN attention kernel; None if its settings lack the logits' shape [batch, heads, queries, keys]."""
+    """Returns the work of a cuDNN attention kernel; None if its text lacks the logits' shape [batch, heads, queries, keys]."""
     logits = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', instruction.rest)
     if not logits:
         return None
@@ -157,9 +155,9 @@ def seen_pairs(queries: int, keys: int, *, causal: bool, window: int | None = No
     """Returns the number of (query, key) pairs that attention computes.
 
     Args:
-      queries, keys: the number of queries and of keys. The first query is at the position of the first key.
-      causal: a query sees the keys up to its own position.
-      window: a query sees itself and the window - 1 keys before it; None or 0 for no window. Only with `causal`.
+      queries, keys: the number of queries and of keys. The first query and the first key have the same position.
+      causal: True if a query sees only the keys up to its own position.
+      window: with `causal`, a query sees the `window` keys that end at its own position; None or 0 for no window.
     """
     if not causal:
         return float(queries * keys)
@@ -172,10 +170,11 @@ def _causal_pairs(queries: int, keys: int) -> int:
     return growing * (growing + 1) // 2 + max(0, queries - keys) * keys
 
 
-# Settings of the blocks of a splash attention kernel by a part of its name; its matrix products per pair of blocks: the logits
-# and their product with the values, and in the backward pass, which computes the logits again, those for keys and values or for
-# queries; and its vector operations on each logit, counted in jax/experimental/pallas/ops/tpu/splash_attention: four for the
-# mask, three for the exponential and two for maximum and sum, or in the backward pass for the gradient and its conversions.
+# {part of a splash attention kernel's name: (setting with its query block size, setting with its key block size, its matrix
+# products per pair of blocks, its vector operations per logit)}. Matrix products: the logits, and their product with the values;
+# the backward pass computes the logits again, and the gradients of keys and values or of queries. Vector operations, counted in
+# jax/experimental/pallas/ops/tpu/splash_attention: four for the mask, three for the exponential, and two for maximum and sum, or
+# in the backward pass for the gradient and its conversions.
 _SPLASH = {
     "splash_mha_fwd": ("block_q", "block_kv", 2, 9),
     "splash_mqa_fwd": ("block_q", "block_kv", 2, 9),
@@ -189,11 +188,11 @@ _SPLASH_FUSED_PRODUCTS = 5
 
 
 def _splash_attention(instruction: Instruction) -> Attention | None:
-    """Returns the work of the pairs of blocks that a splash attention kernel computes; None for other Pallas kernels.
+    """Returns the work of a splash attention kernel on the block pairs that it computes; None for other Pallas kernels.
 
-    The kernel's first operand is a table [1, query blocks, key blocks] of the pairs. With a window, the last dimension holds only
-    the most key blocks that one query block needs. In the kernel for the gradients of keys and values, the dimension before the
-    last holds only the most query blocks that one key block needs. The tables are followed by queries, keys and values.
+    The kernel's first operand is a table [1, query blocks, key blocks] of these pairs. With a window, the table's last dimension
+    is the maximum number of key blocks that any query block needs. In the kernel for the gradients of keys and values, the
+    second-to-last dimension is the maximum number of query blocks that any key block needs. Queries, keys and values follow.
     """
     known = next((settings for name, settings in _SPLASH.items() if name in instruction.made_by), None)
     layouts = re.search(r"operand_layout_constraints=\{(.*?\})\}", instruction.rest)
@@ -239,8 +238,8 @@ def convolution_flops(convolution: Instruction, image_shape: str, kernel_shape: 
 
     Args:
       convolution: the instruction; its window and dimension labels are read from its text.
-      image_shape, kernel_shape, output_shape: shapes in XLA's notation. For a gradient, give those of its forward convolution,
-        which takes as many FLOPs.
+      image_shape, kernel_shape, output_shape: shapes in XLA's notation. For a gradient, give the shapes of the forward
+        convolution, which takes the same number of FLOPs.
     """
     found = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.rest)
     if not found:

@@ -1,11 +1,11 @@
 """Finds the arrays that are live at each instruction of a compiled program, from its text.
 
 XLA writes the instructions in execution order. In the schedule, the instructions of a loop's body or of a called computation
-follow the loop or call, each once.
+follow the loop or call instruction, and appear once.
 
-The result is an estimate, because the text does not contain the buffer assignment. It follows XLA's rules: loops and tuples
-work in place, a result reuses the buffer of an operand of the same shape that is not read afterwards, and donated arguments
-hold the outputs that they alias. Tile padding and gaps between buffers are not counted.
+The result is an estimate, because the text does not contain the buffer assignment. The estimate follows XLA's rules: loops and
+tuples work in place, a result reuses the buffer of an operand that has the same shape and is not read afterwards, and an output
+that aliases a donated argument uses the argument's buffer. Tile padding and gaps between buffers are not counted.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ _BEFORE, _AT_THE_END = -1, 2**62
 
 @dataclasses.dataclass(frozen=True)
 class LiveArray:
-    """One array of a program.
+    """One array of a compiled program.
 
     Attributes:
-      num_bytes: its bytes on one device.
-      array: type and shape in XLA's notation: 'bf16[32,1024,192]'.
-      made_by: name of the model's operation that makes it (XLA's `op_name`); '' if the compiler added it.
-      is_argument: True if it is an argument of the program.
+      num_bytes: bytes of the array on one device.
+      array: the array's type and shape in XLA's notation, e.g. 'bf16[32,1024,192]'.
+      made_by: name of the model's operation that makes the array (XLA's `op_name`); '' if the compiler added the array.
+      is_argument: True if the array is an argument of the program.
     """
 
     num_bytes: int
@@ -76,10 +76,10 @@ class LiveArray:
 
 @dataclasses.dataclass(frozen=True)
 class LiveRange:
-    """The part of the schedule in which an array is live.
+    """An array, and the range of positions in the schedule at which it is live.
 
     Attributes:
-      begin, end: first and last position in the schedule.
+      begin, end: first and last position at which the array is live.
       filled_by: name of the loop that fills the array, if each iteration writes one entry of the first dimension. Such arrays are
         residuals saved for the backward pass, or gradients of repeated layers. '' for other arrays.
     """
@@ -92,13 +92,13 @@ class LiveRange:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop of the schedule.
+    """A loop of a schedule.
 
     Attributes:
-      begin, end: first and last position of its body.
-      times: iterations.
-      made_by: name of the model's operation; '' if the compiler added the loop.
-      depth: number of loops around it.
+      begin, end: first and last position of the loop's body in the schedule.
+      times: number of iterations.
+      made_by: name of the model's operation that became this loop; '' if the compiler added the loop.
+      depth: number of loops around this loop.
     """
 
     begin: int
@@ -113,9 +113,9 @@ class Schedule:
     """A compiled program's instructions in execution order, and its live arrays.
 
     Attributes:
-      made_by: name of the model's operation at each position; '' for instructions that the compiler added.
-      ranges: the arrays, and where each is live.
-      loops: the loops, outer ones first.
+      made_by: for each position, the name of the model's operation; '' for instructions that the compiler added.
+      ranges: the program's arrays, and the positions at which each is live.
+      loops: the program's loops, outer loops first.
     """
 
     made_by: Sequence[str]
@@ -127,10 +127,10 @@ class Schedule:
         return live_bytes(self.ranges, len(self.made_by))
 
     def thinned(self, most: int) -> np.ndarray:
-        """Returns at most `most` positions for a chart, int[n].
+        """Returns at most `most` positions for a chart, as an integer array.
 
-        The schedule is cut into equal parts. Of each part, the first position with the most live bytes is returned, so the peak
-        is included.
+        The schedule is cut into parts of equal length. From each part, the position with the most live bytes is returned (the
+        first such position), so the peak of the whole schedule is included.
         """
         totals = self.totals()
         parts = np.array_split(np.arange(len(totals)), min(most, len(totals)))
@@ -138,7 +138,7 @@ class Schedule:
 
 
 def live_bytes(ranges: Sequence[LiveRange], length: int) -> np.ndarray:
-    """Returns the bytes of the arrays that are live at each of `length` positions, int64[length]."""
+    """Returns the total bytes of the live arrays at each of the schedule's `length` positions, int64[length]."""
     changes = np.zeros(length + 1, np.int64)
     if ranges:
         sizes = np.array([r.array.num_bytes for r in ranges], np.int64)
@@ -173,8 +173,8 @@ class _Buffer:
     """The buffer of one array.
 
     Attributes:
-      leaf: the array's shape with its layout.
-      born, last: positions of the instruction that makes the array and of its last reader.
+      leaf: the array's type, shape and layout in XLA's notation.
+      born, last: indices of the instruction that makes the array, and of the last instruction that reads it.
     """
 
     leaf: str
@@ -184,7 +184,7 @@ class _Buffer:
 
     @property
     def key(self) -> tuple[str, bool]:
-        """(shape, True if in main memory). Arrays with equal keys can use the same buffer."""
+        """(type and shape, True if the array is in main memory). Arrays with equal keys can use the same buffer."""
         return self.array.array, hlo_text.is_in_main_memory(self.leaf)
 
 
@@ -196,8 +196,6 @@ class _Value(NamedTuple):
 
 
 class _Schedules:
-    """Makes the schedules of a program's computations. Those of called computations are cached."""
-
     def __init__(self, bodies: Mapping[str, str]):
         self._bodies = bodies
         self._known: dict[str, Schedule] = {}
@@ -238,10 +236,7 @@ class _Schedules:
         return Schedule(made_by, ranges, loops + [loop for _, loop in own_loops])
 
     def _called(self, instruction: Instruction) -> Schedule | None:
-        """Returns the schedule of the computation that a loop, call or conditional runs; None for other instructions.
-
-        Of a conditional's branches, it returns the one with the highest peak of live bytes.
-        """
+        """Returns the schedule of what a loop or call runs, or of a conditional's branch with the highest peak; else None."""
         if instruction.opcode not in ("while", "call", "conditional"):
             return None
         called = [name for group in _CALLED.findall(instruction.rest) for name in re.findall(r"[\w.-]+", group)]
@@ -253,7 +248,7 @@ class _Schedules:
 
 
 def _buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_entry: bool) -> list[_Buffer]:
-    """Returns the buffers of one computation; a result that overwrites an operand shares its buffer."""
+    """Returns the buffers of one computation. A result that overwrites an operand uses the operand's buffer."""
     buffers: list[_Buffer] = []
     held: dict[str, _Value] = {}
     for place, instruction in enumerate(instructions):
@@ -280,7 +275,7 @@ def _buffers_of(instructions: Sequence[Instruction], aliased: set[int], *, is_en
 def _results(
     place: int, instruction: Instruction, operands: Sequence[_Value], buffers: list[_Buffer], *, is_entry: bool
 ) -> Iterator[int]:
-    """Yields the index of each result array's buffer, and adds the instruction's new buffers to `buffers`."""
+    """Yields the buffer index of each array in an instruction's result, and appends new buffers to `buffers`."""
     opcode = instruction.opcode
     flat = [number for operand in operands for number in operand.numbers]
     if opcode in _IN_PLACE and operands:
@@ -303,7 +298,7 @@ def _results(
                 yield operands[aliased[position]].numbers[0]
             elif opcode.endswith("-done") and same:  # the result of its start, not the start's operand
                 yield max(same, key=lambda number: buffers[number].born)
-            elif opcode.endswith("-start") and same and instruction.shape.startswith("("):  # it repeats its operand
+            elif opcode.endswith("-start") and same and instruction.shape.startswith("("):  # repeats an operand
                 flat.remove(same[0])
                 yield same[0]
             else:
@@ -317,7 +312,7 @@ def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bo
     counts = here and (is_entry or not is_argument)
     shape = leaf.partition("{")[0]
     array = LiveArray(hlo_text.array_bytes(shape) if counts else 0, shape, instruction.made_by, is_argument)
-    # The program holds its own arguments to its end.
+    # The program's arguments stay allocated until it ends.
     last = _AT_THE_END if is_argument and is_entry else place
     return _Buffer(leaf, array, _BEFORE if is_argument else place, last)
 
@@ -325,10 +320,7 @@ def _new_buffer(leaf: str, place: int, instruction: Instruction, *, is_entry: bo
 def _without_reused(
     instructions: Sequence[Instruction], held: dict[str, _Value], buffers: list[_Buffer]
 ) -> list[_Buffer]:
-    """Returns the buffers that remain when results reuse the buffers of operands.
-
-    A result reuses the buffer of an operand with the same type and shape that no later instruction reads.
-    """
+    """Returns the buffers that remain when results reuse buffers of operands of equal type and shape that nothing reads later."""
     lies_in = list(range(len(buffers)))
     for place, instruction in enumerate(instructions):
         if instruction.opcode in _NEEDS_OWN or (

@@ -1,7 +1,6 @@
 """Parses the text of a compiled program: its computations, their instructions, array sizes and trip counts of loops.
 
-The text is that of `jax.stages.Compiled.as_text()`. `executions` counts a loop's body once per iteration; `cost_analysis()`
-counts it once.
+The text is that of `jax.stages.Compiled.as_text()`. `executions` counts a loop's body once per iteration.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ class Instruction:
     """One instruction of a computation.
 
     Attributes:
-      name: its name, without '%'.
-      shape: its result in XLA's notation: an array such as 'f32[8,128]{1,0}', or a tuple in parentheses.
+      name: the instruction's name, without '%'.
+      shape: the result's shape in XLA's notation: an array such as 'f32[8,128]{1,0}', or a tuple in parentheses.
       opcode: e.g. 'fusion'.
       operands: names of the instructions that it reads.
       rest: the text after the opening parenthesis: operands, attributes and metadata.
-      is_root: True for the result of the computation.
+      is_root: True if the instruction's result is that of the computation.
     """
 
     name: str
@@ -65,8 +64,8 @@ class Execution:
 
     Attributes:
       name: the computation's name.
-      times: executions in one run of the program.
-      in_fusion: True if a fusion runs it, as one kernel.
+      times: number of times that the computation runs in one run of the program.
+      in_fusion: True if the computation is part of a fusion, which runs as one kernel.
     """
 
     name: str
@@ -98,10 +97,10 @@ def instructions(body: str) -> Iterator[Instruction]:
 
 
 def executions(bodies: Mapping[str, str], entry: str | None) -> Iterator[Execution]:
-    """Yields the entry computation and every computation that it runs.
+    """Yields the entry computation and every computation that it runs, directly or indirectly.
 
     A loop's body counts once per iteration. A conditional is assumed to run its last branch. A computation with several callers
-    is yielded once for each of them.
+    is yielded once for each caller. `bodies` and `entry`: the result of `computations`.
     """
     pending = [Execution(entry, 1, False)] if entry else []
     while pending:
@@ -118,7 +117,10 @@ def executions(bodies: Mapping[str, str], entry: str | None) -> Iterator[Executi
 
 
 def trip_count(line: str, bodies: Mapping[str, str]) -> int:
-    """Returns a loop's trip count from XLA's annotation, else from the constant in its condition, else 1. `line`: the loop."""
+    """Returns a loop's trip count from XLA's annotation, or from the constant in the loop's condition, or 1 if it has neither.
+
+    `line` is the line of the loop's instruction.
+    """
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     if noted:
         return int(noted[1])
@@ -133,7 +135,7 @@ def trip_count(line: str, bodies: Mapping[str, str]) -> int:
 
 
 def _step(body: str, index: int) -> int:
-    """Returns the constant that a loop's body adds to element `index` of its tuple; 1 if the body does something else."""
+    """Returns the constant that a loop's body adds to element `index` of the loop's tuple; 1 if the body does something else."""
     inside = {instruction.name: instruction for instruction in instructions(body)}
     root = next((i for i in inside.values() if i.is_root and index < len(i.operands)), None)
     added = inside.get(root.operands[index]) if root else None

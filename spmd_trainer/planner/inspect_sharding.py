@@ -17,7 +17,7 @@ from spmd_trainer.training.run_directory import report_directory, write_report
 
 
 def inspect_job(job: Job) -> None:
-    """Prints the sharding report and, if requested, the plan. If a directory was given, also writes both to files there."""
+    """Prints the sharding report and, if requested, the plan. Writes them to files if the job has a directory for reports."""
     try:
         kernels = report_parts.of_forward_pass(job)
     except Exception as error:  # an experiment's own code may raise anything
@@ -34,7 +34,7 @@ def inspect_job(job: Job) -> None:
 
 
 def write_plan(job: Job) -> None:
-    """Prints the plan, and writes it to `plan.json` and `plan.html` if a directory was given.
+    """Prints the plan, and writes it to `plan.json` and `plan.html` if the job has a directory for reports.
 
     Raises:
       UserError: the step doesn't fit the chips of the topology, or can't be compiled for them.

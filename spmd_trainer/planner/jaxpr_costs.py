@@ -15,15 +15,15 @@ from spmd_trainer.sharding.jaxprs import scan_sizes
 
 @dataclasses.dataclass(frozen=True)
 class DotCosts:
-    """Costs of a function's dots, and bytes of the values that its loops stack, summed over all devices.
+    """Costs of a function's matrix products (dots), and bytes of the values that its loops stack, summed over all devices.
 
     A loop's body counts once per iteration.
 
     Attributes:
-      flops: FLOPs of all dots.
+      flops: FLOPs of all dots outside of Pallas kernels.
       batched_flops: FLOPs of dots with batch dimensions, such as attention's logits.
       batched_bytes: bytes of the operands and results of dots with batch dimensions.
-      kernel_flops: FLOPs of the dots in Pallas kernels, which the other fields leave out. Masked blocks count too.
+      kernel_flops: FLOPs of the dots in Pallas kernels, including masked blocks. The other fields leave out these kernels.
       stacked_bytes: bytes of the values that loops stack, such as each layer's activations saved for the backward pass.
     """
 
@@ -63,12 +63,13 @@ def dot_costs(jaxpr: core.Jaxpr) -> DotCosts:
 def saved_bytes(jaxpr: core.Jaxpr, lanes: int = 1) -> float:
     """Returns the bytes of the values that loops stack and that are live at the same time, on all devices.
 
-    Loops that are not nested add up. Of the loops inside other loops, only the largest body counts, for a single iteration.
+    The bytes of loops that are not nested add up. The values of inner loops are only live during one iteration of the outer loop:
+    of all outer loops, only the body with the most bytes counts, for one iteration.
 
     Args:
       jaxpr: as for `dot_costs`.
-      lanes: a chip stores an array's last dimension as a multiple of this many elements (128 on TPUs, 1 on GPUs), unless it
-        is 1: then the compiler stores another dimension last.
+      lanes: a chip stores an array's last dimension as a multiple of this many elements (128 on TPUs, 1 on GPUs). A last
+        dimension of 1 takes no more than 1, because the compiler then stores another dimension last.
     """
     own, inside = 0.0, 0.0
     for equation in jaxpr.eqns:
@@ -95,7 +96,8 @@ def _of_dot(equation: core.JaxprEqn) -> DotCosts:
 def _of_grouped(equation: core.JaxprEqn) -> DotCosts:
     """Returns the costs of experts' products (`kernels.grouped_dot`): each (token, expert) pair is multiplied by one matrix.
 
-    The rows' shape does not tell the number of pairs, because a shard of the experts has room for the most pairs that it can get.
+    The number of pairs is not in the operand's shape, because the array of a shard of experts has room for the maximum number of
+    pairs that the shard can get.
     """
     rows, other = cast(Any, [variable.aval for variable in equation.invars[:2]])
     width = rows.shape[3]
@@ -126,12 +128,11 @@ def _bytes(arrays: list[Any], lanes: int = 1) -> float:
 
 
 def _times(equation: core.JaxprEqn) -> int:
-    """Returns how often an equation runs its inner functions: a scan's length, a shard_map's number of shards, else 1."""
     return int(equation.params["length"]) if equation.primitive.name == "scan" else _parts(equation)
 
 
 def _parts(equation: core.JaxprEqn) -> int:
-    """Returns the number of shards that a shard_map runs its function for; 1 for other equations."""
+    """Returns the number of shards for which a `shard_map` runs its function; 1 for other equations."""
     if equation.primitive.name != "shard_map":
         return 1
     # The compiler divides the work over the other axes: the function in it is for all their devices.

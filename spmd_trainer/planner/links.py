@@ -1,4 +1,4 @@
-"""The links between chips: how long a collective takes on them, by its bytes and the coordinates of its devices.
+"""The links between chips: how long a collective takes on the links, from its bytes and the coordinates of its devices.
 
 Times assume ring algorithms and count bandwidth alone. Latency is computed separately. Contention between collectives is ignored.
 
@@ -36,7 +36,7 @@ import numpy as np
 from spmd_trainer.kernels.chips import Chip, chip
 from spmd_trainer.planner.hlo_collectives import Collective
 
-# Larger NVLink domains connect several hosts.
+# NVLink domains with more GPUs than this connect several hosts.
 _GPUS_OF_HOST = 8
 
 
@@ -46,11 +46,11 @@ class MeasuredRates:
 
     Attributes:
       products: bfloat16 FLOP/s of large matrix products.
-      memory: share of the main memory's bandwidth that a copy reaches.
-      links: share of the bandwidth of ICI or NVLink that large collectives reach.
-      latency: seconds that a small collective takes; on TPUs, per hop.
+      memory: share of the main memory's peak bandwidth that a copy reaches.
+      links: share of the peak bandwidth of ICI or NVLink that large collectives reach.
+      latency: seconds that a small collective takes within an NVLink domain; on TPUs, seconds per hop.
       network_latency: seconds that a small collective takes between NVLink domains; 0 for TPUs.
-      attention: FLOP/s of the attention kernel's forward and backward pass; None if no source was found.
+      attention: FLOP/s of the attention kernel's forward and backward pass; None if no published measurement was found.
     """
 
     products: float
@@ -63,19 +63,19 @@ class MeasuredRates:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Rates of a chip besides its peak FLOP/s. Bandwidths are in bytes per second.
+    """Bandwidths and other rates of a chip; `chip` has the peak FLOP/s. Bandwidths are in bytes per second.
 
     Attributes:
-      kind: beginning of `jax.Device.device_kind`.
+      kind: beginning of the chip's `jax.Device.device_kind`.
       memory: bandwidth of the main memory; 0 in `MACHINES` for GPUs, because `chips.CHIPS` has it.
       link: bandwidth in one direction. TPU: of one ICI link. NVIDIA GPU: of all its NVLinks together.
       network: bandwidth in one direction, per chip, between TPU slices or NVLink domains.
-      inside: name of the links within a slice or an NVLink domain.
-      outside: name of the network.
-      wraps_at: TPU: smallest size of a torus dimension whose ends are linked; 0 for GPUs, which have no torus.
+      inside: name of the links within a slice or an NVLink domain, e.g. 'ICI'.
+      outside: name of the network between slices or NVLink domains, e.g. 'DCN'.
+      wraps_at: TPU: smallest size at which the ends of a torus dimension are linked; 0 for GPUs, which have no torus.
       cubes: TPU: True if torus dimensions only wrap around in slices made of whole cubes of `wraps_at` chips per dimension.
-      domain_devices: most GPUs in an NVLink domain, which is one host if there are at most 8; 0 for TPUs.
-      matrix_side: TPU: rows and columns of a matrix unit; 0 for GPUs.
+      domain_devices: maximum number of GPUs in an NVLink domain. If it is at most 8, a domain is one host. 0 for TPUs.
+      matrix_side: TPU: number of rows, and of columns, of a matrix unit; 0 for GPUs.
       vector_ops: float32 operations per second of the vector units; 0 in `MACHINES` for GPUs, because `machine` computes it from
         `chips.CHIPS`.
     """
@@ -162,9 +162,9 @@ def _nvlink_domains(hosts: np.ndarray, slices: np.ndarray, most: int) -> np.ndar
     A domain lies in one slice. A domain of at most 8 devices lies in one host.
 
     Args:
-      hosts: [devices], the index of each device's host.
-      slices: [devices], the index of each device's slice.
-      most: largest number of devices in a domain.
+      hosts: index of each device's host, int [devices].
+      slices: index of each device's slice, int [devices].
+      most: maximum number of devices in a domain.
     """
     places = np.empty_like(hosts)  # within the slice, host by host
     for number in np.unique(slices):
@@ -184,7 +184,7 @@ class LinkTime:
 
 
 class Links:
-    """The links between a mesh's devices. The groups of a collective must index the devices in row-major order."""
+    """The links between a mesh's devices. A collective's `groups` must index the mesh's devices in row-major order."""
 
     def __init__(self, devices: Sequence[jax.Device], found: Machine):
         self._machine = found
@@ -248,7 +248,10 @@ class Links:
         return LinkTime(passes * inside, passes * outside)
 
     def _rings(self, members: np.ndarray) -> list[tuple[int, float, int]]:
-        """Returns (devices, bytes per second, hops) of the ring in each torus dimension that a group within one slice spans."""
+        """Returns (number of devices, bytes per second, hops) for the ring in each torus dimension that a group spans.
+
+        The group must lie within one slice.
+        """
         places = self._coordinates[members]
         rings = []
         for dim, whole in enumerate(self._sizes):
@@ -271,9 +274,7 @@ class Links:
         return sum(bandwidths) if is_box else min(bandwidths)
 
     def _exchange(self, members: np.ndarray, size: float) -> float:
-        """Returns the seconds of an all-to-all of `size` bytes per device within one domain, limited by its slowest
-        dimension.
-        """
+        """Returns the seconds of an all-to-all of `size` bytes per device within a domain; on TPUs, the slowest ring decides."""
         if len(members) == 1:
             return 0.0
         if self._machine.domain_devices:

@@ -2,8 +2,8 @@
 
 Each rung of the ladder is a change that saves memory: rematerialisation, the optimizer state in fewer bits or in host memory,
 minibatches, gradients of minibatches added up in bfloat16, another mesh. Rungs are compiled one after another, each together
-with those before it, until a program fits. Rungs that save nothing, or that this program doesn't need, are undone. If no program
-fits, the ladder tries fewer rows (examples of the global batch), and names chips with enough memory.
+with those before it, until a program fits. Rungs that save nothing are undone, and in the end those without which the program
+fits too. If no program fits, the ladder tries fewer rows (examples of the global batch), and names chips with enough memory.
 
 Predicted bytes decide which policy, dtype or number of minibatches a rung takes, so most rungs cost one compilation. A policy
 changes the bytes of the activations that loops stack, a dtype changes the bytes of the state, and minibatches divide the bytes
@@ -26,7 +26,7 @@ from spmd_trainer.errors import UserError, first_line, terminal
 from spmd_trainer.kernels.chips import BY_TOPOLOGY
 from spmd_trainer.planner import plan, plan_candidates, plan_page, plan_prediction, plan_report
 from spmd_trainer.planner.plan_candidates import Candidate
-from spmd_trainer.planner.plan_report import Outcome
+from spmd_trainer.planner.plan_report import Outcome, Step
 from spmd_trainer.planner.plan_search import ERRORS, Search, of_program
 from spmd_trainer.sharding.messages import bytes_text, count_text
 from spmd_trainer.step import host_states, opt_state_dtypes
@@ -35,41 +35,26 @@ from spmd_trainer.training.job import Job
 from spmd_trainer.training.phases import Phase
 from spmd_trainer.training.run_config import ChipsConfig, PlanConfig
 
-# Fields that rungs change.
+# Config fields that rungs change.
 _OPT_STATE_DTYPE = "task.train.learner.opt_state_dtype"
 _OPT_STATE_MEMORY = "task.train.learner.opt_state_memory_kind"
 _ACCUMULATION = "task.train.gradient_accumulation_dtype"
 # Minibatches are doubled fewer times than this.
 _MOST_DOUBLINGS = 7
-# Most meshes that are compiled.
+# Maximum number of meshes that are compiled.
 _MOST_MESHES = 3
-# A rung that saves a smaller share of the bytes is taken back.
+# A rung that saves a smaller share of the bytes than this is undone.
 _LEAST_SAVING = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """A compiled program of the ladder.
-
-    Attributes:
-      rung: name of its change, e.g. 'remat save_nothing'; 'as it is' for the experiment's own program.
-      outcome: its candidate, with all changes so far, and the result of the compilation.
-      predicted: bytes per chip that were predicted before the compilation; None if there was no prediction.
-    """
-
-    rung: str
-    outcome: Outcome
-    predicted: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Try:
-    """A change that a rung may try next.
+    """A change that saves memory, and that the memory ladder may try next.
 
     Attributes:
-      rung: as in `Step`.
-      change: function that returns a given candidate with the change added.
-      predicted: as in `Step`.
+      rung: name of the change, e.g. 'remat save_nothing'.
+      change: function that takes a candidate and returns it with the change added.
+      predicted: predicted bytes per chip with the change; None if there is no prediction.
     """
 
     rung: str
@@ -78,10 +63,10 @@ class Try:
 
 
 def search(job: Job) -> None:
-    """Searches the ladder, prints it with the flags of the program that fits, and writes `plan_search.json` and `plan.html`.
+    """Searches for changes that make the job's train step fit, and prints them with the flags to use. Also writes reports.
 
     Raises:
-      UserError: nothing fits with the experiment's rows; the message has the ladder, and a program with fewer rows if one fits.
+      UserError: nothing fits with the experiment's number of rows. The message names fewer rows with which the step fits, if any.
     """
     found = Search(job, ())
     ladder = MemoryLadder(job, found, plan_report.Store(job, ("memory",)))
@@ -99,11 +84,11 @@ def search(job: Job) -> None:
 
 
 class MemoryLadder:
-    """One search up the ladder: the programs that were compiled, and the one that fits.
+    """One search of the memory ladder: the programs that were compiled, and the one that fits.
 
     Attributes:
-      steps: the programs, in the order in which they were compiled.
-      fitting: the outcome that fits, without rungs that it doesn't need; None if no program fits.
+      steps: the compiled programs, in the order in which they were compiled.
+      fitting: the outcome of the program that fits, without changes that it doesn't need; None if no program fits.
       ended_early: a sentence that says why the search ended before the last rung; '' if it did not.
     """
 
@@ -147,7 +132,7 @@ class MemoryLadder:
             )
 
     def write(self) -> None:
-        """Writes the results of all programs, if a directory was given."""
+        """Writes the results of all programs, if the job has a directory for reports."""
         outcomes = [step.outcome for step in self.steps]
         self._store.write(outcomes)
         plan_page.write_search_page(self._job, outcomes, chip_memory=self._search.memory)
@@ -163,7 +148,7 @@ class MemoryLadder:
         lines = [
             f"the memory ladder on {chips}: JAX can use {bytes_text(self._search.memory)} of a chip",
             f"  {'predicted':>10}  {'compiled':>10}  {'step':>9}  change, on top of those before it that save memory",
-            *map(_line, self.steps),
+            *(step.line() for step in self.steps),
             "* fits",
         ]
         if self.fitting is None and self.ended_early:
@@ -184,9 +169,9 @@ class MemoryLadder:
     # --- rungs -------------------------------------------------------------------------------------------------------
 
     def _remat(self, at: Outcome) -> Iterator[Try]:
-        """Yields the rematerialisation policies that save fewer activations, those with the fewest FLOPs first.
+        """Yields changes to rematerialisation policies that save fewer activations, those with the fewest FLOPs first.
 
-        Of policies with the same program, e.g. because the model lacks the values that they save, yields one.
+        Policies that save nothing else of this model give the same program; of these, one is yielded.
         """
         if all("save_nothing" in p for p in plan_candidates.policy_fields(self._job.config.experiment).values()):
             return  # nothing to change, or nothing left to save
@@ -206,7 +191,7 @@ class MemoryLadder:
         yield from self._first_that_fits([tried for _, tried in sorted(found.values(), key=lambda one: one[0])])
 
     def _moments(self, at: Outcome) -> Iterator[Try]:
-        """Yields the optimizer state in fewer bits: bfloat16 if it is predicted to fit, and 8 bits if bfloat16 doesn't fit."""
+        """Yields changes of the optimizer state's dtype: to bfloat16 if predicted to fit, to 8 bits if bfloat16 doesn't fit."""
         dtypes, tries = opt_state_dtypes.DTYPES, []
         for dtype in dtypes[dtypes.index(self._job.task.train.learner.opt_state_dtype) + 1 :]:
             change = _setting(_OPT_STATE_DTYPE, dtype)
@@ -215,7 +200,7 @@ class MemoryLadder:
         yield from self._first_that_fits(tries)
 
     def _host_memory(self, at: Outcome) -> Iterator[Try]:
-        """Yields the optimizer state in host memory, unless the optimizer needs all of it at once."""
+        """Yields the change that puts the optimizer state into host memory, unless the optimizer needs all of it at once."""
         learner = self._job.task.learner
         if learner.opt_state_memory_kind != host_states.DEVICE:
             return
@@ -226,7 +211,7 @@ class MemoryLadder:
             yield Try("optimizer state in host memory", _setting(_OPT_STATE_MEMORY, host_states.PINNED_HOST))
 
     def _accumulation(self, at: Outcome) -> Iterator[Try]:
-        """Yields accumulation of the minibatches' gradients in bfloat16, if they are accumulated in float32."""
+        """Yields the change that accumulates the minibatches' gradients in bfloat16, if they are accumulated in float32."""
         if at.candidate.minibatches is not None and self._job.task.train.gradient_accumulation_dtype == "float32":
             # Half of the sum, and of one minibatch's gradients where the model computes them in bfloat16 too.
             halves = 1 if self._job.task.model.fprop_dtype == jnp.float32 else 2
@@ -234,10 +219,11 @@ class MemoryLadder:
             yield Try("gradients added up in bfloat16", _setting(_ACCUMULATION, "bfloat16"), at.bytes_without(saved))
 
     def _minibatches(self, at: Outcome) -> Iterator[Try]:
-        """Yields numbers of minibatches, each double the one before, while a device has rows to divide.
+        """Yields changes to more minibatches, each time twice as many, while a device has several rows to divide.
 
-        The last two programs give a and b in bytes = a + b * (rows that a device computes at a time), which predict the next.
-        Numbers that won't fit are skipped, but for the last. A single minibatch doesn't count: it accumulates no gradients."""
+        A line through the last two programs with several minibatches, bytes = a + b * (rows that a device computes at a time),
+        predicts the next program's bytes. Numbers that are predicted not to fit are skipped, except for the last number.
+        """
         now, rows = self._job.partitioner.num_minibatches, self._job.num_rows
         of_device = functools.partial(plan_prediction.rows_of_device, self._job)
         if now > 1 and at.bytes:
@@ -254,9 +240,9 @@ class MemoryLadder:
                 self._by_rows.append((of_device(number), num_bytes))
 
     def _meshes(self, at: Outcome) -> Iterator[Try]:
-        """Yields meshes over the same axes with less train state per device, those with the shortest predicted step first.
+        """Yields changes to meshes over the same axes with less train state per device, shortest predicted step first.
 
-        Their bytes are not predicted, because a mesh also changes how much of weights, gradients and activations a device holds.
+        The bytes are not predicted, because a mesh also changes how much of weights, gradients and activations a device holds.
         """
         mesh = self._job.partitioner.mesh_shape()
         own, work, found = self._state(at.candidate), self._trace(at.candidate)[1], []
@@ -274,10 +260,9 @@ class MemoryLadder:
         yield from [tried for _, tried in sorted(found, key=lambda one: one[0])][:_MOST_MESHES]
 
     def _rows(self, at: Outcome) -> Iterator[Try]:
-        """Yields fewer rows, if the experiment's batch can be set: as many as are predicted to fit, then half of them and so on.
-
-        They have the experiment's own number of minibatches. The prediction is that of a minibatch with as many rows, minus the
-        bytes of the accumulated gradients.
+        """Yields changes to fewer rows, if the experiment's batch size can be overridden. Halves the number until the program is
+        predicted to fit, then again and again. The number of minibatches is the experiment's own. The predicted bytes are those
+        of a program with as many rows in each minibatch, minus the bytes of the accumulated gradients.
         """
         try:
             plan_candidates.batch_field(self._job.config.experiment)
@@ -299,9 +284,10 @@ class MemoryLadder:
     # --- how they are tried ------------------------------------------------------------------------------------------
 
     def _first_that_fits(self, tries: Sequence[Try]) -> Iterator[Try]:
-        """Yields the first change that is predicted to fit; if it doesn't, the next, and at last the one with the fewest bytes.
+        """Yields the first change that is predicted to fit; if it doesn't fit, the next such change, and so on; at last, the
+        change with the fewest predicted bytes. Yields all changes if one has no prediction.
 
-        Each compiled program corrects the predictions nearest to its own; see `corrected`. Without predictions, yields all.
+        Each compiled program corrects the predictions nearest to its own; see `corrected`.
         """
         if any(tried.predicted is None for tried in tries):
             yield from tries
@@ -322,7 +308,7 @@ class MemoryLadder:
                 waiting = [waiting[smallest]]
 
     def _compile(self, rung: str, candidate: Candidate, predicted: int | None = None) -> Outcome:
-        """Compiles a candidate and adds it to `steps`. If it can't be compiled, its outcome has the reason."""
+        """Compiles a candidate, adds it to `steps` and returns its outcome, which has the reason if it can't be compiled."""
         outcome = Outcome(candidate)
         self._store.read([outcome])
         try:
@@ -334,12 +320,12 @@ class MemoryLadder:
         except ERRORS as error:
             outcome.reason = first_line(error)
         self.steps.append(Step(rung, outcome, predicted))
-        logging.info("%s", _line(self.steps[-1]).strip())
+        logging.info("%s", self.steps[-1].line().strip())
         self._store.write([step.outcome for step in self.steps])
         return outcome
 
     def _drop_needless(self, first: Candidate, fitting: Outcome) -> None:
-        """Undoes changes, the earliest first, if the program is predicted to fit without them and does."""
+        """Undoes each change without which the program fits too, earliest first. Compiles only what is predicted to fit."""
         kept = [tried for tried, _ in self._climbed]
         for index, (tried, before) in enumerate(self._climbed[:-1]):
             rest = [one for one in kept if one is not tried]
@@ -390,17 +376,6 @@ def corrected(tried: Try, errors: Mapping[int, int]) -> Try:
     return dataclasses.replace(tried, predicted=predicted + errors[nearest])
 
 
-def _line(step: Step) -> str:
-    """Returns a program's line of the printed table."""
-    outcome = step.outcome
-    predicted = bytes_text(step.predicted) if step.predicted else ""
-    compiled = bytes_text(outcome.bytes) if outcome.bytes else "unknown"
-    seconds = f"{outcome.estimated:.4g} s" if outcome.estimated else ""
-    mark = "*" if outcome.seconds is not None else " "
-    reason = "" if outcome.bytes else f": {outcome.reason}"
-    return f"{mark} {predicted:>10}  {compiled:>10}  {seconds:>9}  {step.rung}{reason}"
-
-
 def _setting(path: str, value: str) -> Callable[[Candidate], Candidate]:
     """Returns a change that sets the config field `path` to `value`."""
 
@@ -412,7 +387,7 @@ def _setting(path: str, value: str) -> Callable[[Candidate], Candidate]:
 
 
 def _at_rows(known: Sequence[tuple[int, int]], rows: int) -> int | None:
-    """Returns the bytes predicted for `rows`, from the last two (rows of a device, bytes) of `known`; None if it has fewer."""
+    """Predicts bytes for `rows` rows per device by a line through the last two (rows, bytes) of `known`; None for fewer."""
     if len(known) < 2:
         return None
     (many, large), (few, small) = known[-2:]

@@ -1,6 +1,6 @@
 """Finds where a NaN or infinity came from: follows it back through the program to the operations that produced it.
 
-NaNs and infinities that don't reach the value are ignored, e.g. a NaN that `jnp.where` drops, or an infinity in a mask.
+Other NaNs and infinities are ignored, e.g. a NaN that `jnp.where` drops, or an infinity in a mask.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BACKWARD = "transpose("
 
 
 class Value(NamedTuple):
-    """A value of one execution of a program: the `Place` of its frame, and its id in the frame."""
+    """Identifies a value of one execution of a program, by the `Place` of the value's frame and the value's id in this frame."""
 
     place: Place
     number: int
@@ -29,18 +29,19 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """An operation, an argument or a constant with a value that is not finite.
+    """An operation of the program, or one of its arguments or constants, with a value that is not finite.
 
     Attributes:
       operation: the operation; None for an argument or a constant of the program.
       argument: the argument's position; None for an operation or a constant.
-      layer: the layer that it belongs to, with the iterations of loops: 'lm/transformer/repeat[1]/sub/ff_layer'; may be ''.
-      backward: True if the backward pass executes it.
-      recomputed: True if the backward pass recomputes it (rematerialisation).
+      layer: the operation's layer, with the iterations of loops, e.g. 'lm/transformer/repeat[1]/sub/ff_layer'; may be ''.
+      backward: True if the backward pass executes the operation, except for rematerialisation.
+      recomputed: True if the backward pass recomputes the operation (rematerialisation).
       flag: `INFINITE` or `NAN`.
-      from_infinity: True if it turned an infinity into a NaN.
+      from_infinity: True if the operation turned an infinity into a NaN.
       order: sort key by time of execution.
-      index: its position among the program's operations; inside a loop, the loop's position; -1 for an argument or a constant.
+      index: position among the program's operations; for an operation inside a loop, the loop's position; -1 for an argument
+        or a constant.
     """
 
     operation: Operation | None
@@ -72,11 +73,12 @@ class Flags:
         return FINITE if position is None else int(flags["own"][(*iterations, position)])
 
     def causes(self, starts: Iterable[Value]) -> tuple[list[Found], list[Found]]:
-        """Traces non-finite values back to their origins. `starts`: the values. Finite ones have no causes.
+        """Traces non-finite values back to their origins. `starts`: the values to trace; finite values are skipped.
 
         Returns:
-          The origins (operations, arguments and constants), and everything that the values passed through, both in execution
-          order. A NaN that came from an infinity has two origins: the infinity's and its own.
+          Two lists in execution order: the origins, and all operations, arguments and constants through which the NaNs and
+          infinities passed, origins included. A NaN that was made of an infinity has two origins: where the infinity began, and
+          where it became a NaN.
         """
         begun, passed = list[Found](), list[Found]()
         waiting = [value for value in starts if self.flag(value) != FINITE]
@@ -120,7 +122,10 @@ class Flags:
         return (source for source in sources if source.number != LITERAL)
 
     def _of_result(self, place: Place, index: int, operation: Operation, position: int) -> Iterator[Value]:
-        """Yields the body's value for a result of a loop; for a stacked result, from the first iteration with the worst flag."""
+        """Yields the value in a loop's body that became the loop's result.
+
+        Of the values that a stacked result is made of, yields the first with the worst flag. A NaN is worse than an infinity.
+        """
         number = _body(operation).results[position]
         iterations = _in_order(operation)
         if operation.length and position < operation.num_carry:

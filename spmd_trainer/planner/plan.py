@@ -1,7 +1,7 @@
 """Plans a train step: compiles it ahead of time and reports bytes per chip, collectives and FLOPs.
 
-With a topology it works on a CPU machine, and needs the package extra that has the chips' compiler: `tpu` or `plan-gpu`. Bytes
-and collectives are read from the compiled program, not computed by a formula.
+With `--topology`, planning works on a machine without accelerators, and needs the package extra that has the chips' compiler:
+`tpu` or `plan-gpu`. Bytes and collectives are read from the compiled program, not computed by a formula.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from spmd_trainer.sharding.messages import bytes_text, count_text, mesh_text
 from spmd_trainer.training.job import Job
 from spmd_trainer.training.run_config import ChipsConfig
 
-# Share of a GPU's memory that JAX takes if nothing else is set: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
+# Share of a GPU's memory that JAX takes by default: https://docs.jax.dev/en/latest/gpu_memory_allocation.html.
 _GPU_SHARE = 0.75
-# Largest share to advise: CUDA, cuDNN and NCCL need the remaining memory.
+# Largest share that the plan advises: CUDA, cuDNN and NCCL need the remaining memory.
 _MOST_OF_GPU = 0.95
 _CLIMB = "--mode=plan --search=memory finds what makes it fit"
-# What the TPU compiler says of a program that doesn't fit: the bytes of all its arrays, or of its temporaries.
+# The TPU compiler's message about a program that doesn't fit, with the bytes of all its arrays or of its temporaries.
 _REFUSED = re.compile(
     r"Used (?P<all>[\d.]+)(?P<unit>[BKMGT]) of [\d.]+[BKMGT] hbm"
     r"|memory required for HLO temporaries \((?P<temporaries>[\d.]+)(?P<unit_of_temporaries>[BKMGT])\)"
@@ -39,11 +39,11 @@ class ChipBytes:
     """Bytes that a compiled step needs on one chip.
 
     Attributes:
-      arguments: state and batch.
-      temporaries: activations, gradients and gathered variables at their peak.
-      outputs: new state and scalars, except outputs that reuse the buffers of donated arguments.
-      peak: most bytes live at the same time, arguments included. `total` is larger by the gaps between buffers; if memory
-        is tight, the compiler closes gaps. None without a topology: the compiler doesn't report it for host devices.
+      arguments: bytes of train state and batch.
+      temporaries: bytes of activations, gradients and gathered variables at their peak.
+      outputs: bytes of the new state and the scalars, except outputs that reuse the buffers of donated arguments.
+      peak: maximum number of bytes that are live at the same time, arguments included. `total` is larger by the gaps between
+        buffers; if memory is tight, the compiler closes gaps. None without a topology: it is not reported for host devices.
     """
 
     arguments: int
@@ -58,20 +58,20 @@ class ChipBytes:
 
 
 def chip_bytes(compiled: Any, topology: str | None) -> ChipBytes:
-    """Reads a compiled step's bytes per chip from the compiler; without a `topology`, `peak` is None."""
+    """Returns the bytes per chip that the compiler reports for a compiled step. `peak` is None if `topology` is None."""
     memory = compiled.memory_analysis()
     return ChipBytes(
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        # The compiler's peak has the arguments in host memory in it.
+        # The compiler's peak includes the arguments in host memory.
         peak=memory.peak_memory_in_bytes - memory.host_argument_size_in_bytes if topology else None,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(ChipBytes):
-    """Resources that the compiled train step needs on one chip. Sizes are in bytes.
+    """Resources that a compiled train step needs on one chip. Memory sizes are in bytes.
 
     Attributes:
       chips: number of chips.
@@ -82,15 +82,15 @@ class Plan(ChipBytes):
       num_params: number of elements of the model's variables, trainable and frozen.
       model_flops: FLOPs per chip and step, as 6 * parameters * tokens of the global batch; attention is not counted (Kaplan et
         al. 2020), nor are experts that a token doesn't choose. None for models whose batch has no tokens.
-      compiler_flops: the compiler's estimate per chip, which counts loop bodies once; None if it gives none.
-      collectives: rows of kind, axes, count and bytes per step.
+      compiler_flops: the compiler's estimate of FLOPs per chip, which counts loop bodies once; None if it gives none.
+      collectives: a record for each kind of collective and the mesh axes it crosses: 'kind', 'axes', 'count', 'bytes'.
       estimate: estimated step time; None if the chip's bandwidths are unknown.
       attention: a line for each attention kernel chosen, with the reasons against other kernels.
       xla_flags: the XLA flags that the experiment asks for; see `training.xla_flags`.
-      least_chips: number of chips whose memory the state alone would fill, divided evenly; None if the memory is unknown.
+      least_chips: number of chips that the train state alone would fill, divided evenly; None if the memory is unknown.
       memory_over_time: live bytes over the program's schedule, and the largest arrays at the peak: shrink these if the step
         doesn't fit. `hlo_liveness` says how accurate it is. None if the program's instructions are not in execution order.
-      seconds: how long it took to compile and analyse the step.
+      seconds: how many seconds it took to compile and analyse the step.
     """
 
     chips: int
@@ -132,7 +132,7 @@ def refused_bytes(message: str, arguments: int) -> int | None:
 
     Args:
       message: the error message.
-      arguments: bytes of the step's arguments, which are added if the message leaves them out.
+      arguments: bytes of the step's arguments, which are added if the number in the message leaves them out.
     """
     found = _REFUSED.search(message)
     if found is None:
@@ -205,7 +205,7 @@ def _memory(topology: str | None) -> int | None:
 
 
 def _least_chips(job: Job) -> int | None:
-    """Returns how many chips' memory the state alone would fill, divided evenly; None without a topology."""
+    """Returns the number of chips that the train state alone would fill, divided evenly; None without a topology."""
     memory = _memory(job.config.of(ChipsConfig).topology)
     if memory is None:
         return None

@@ -1,4 +1,4 @@
-"""The candidates of a plan's search: meshes, rematerialisation policies, numbers of minibatches and batch sizes."""
+"""The candidates that `--mode=plan` searches: meshes, rematerialisation policies, numbers of minibatches and batch sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spmd_trainer.step.mesh_choice import mesh_flag
 from spmd_trainer.training.experiment_config import ResolvedExperiment
 
 _MOST_MINIBATCHES = 8
-# Global batches: the experiment's times these.
+# A candidate's global batch size is the experiment's, multiplied by one of these.
 _BATCH_FACTORS = (0.5, 1, 2, 4)
 _POLICY_FIELD = re.compile(r"^(task\.model\.\S*\bcheckpoint_policy): (.*)", re.MULTILINE)
 _BATCH_FIELD = re.compile(r"^(train_datasets\[0\]\.batch_size(?:\.global_batch_size)?): (\d+)$", re.MULTILINE)
@@ -30,8 +30,8 @@ class Candidate:
     """One way to run an experiment on the chips of a topology.
 
     Attributes:
-      mesh: size of each mesh axis, outermost first.
-      remat: value of the model's checkpoint policies; None: as the experiment sets them.
+      mesh: name and size of each mesh axis, outermost first.
+      remat: value for all of the model's `checkpoint_policy` fields; None: as the experiment sets them.
       minibatches: the partitioner's `num_minibatches`; None: as the experiment sets it.
       rows: number of rows (examples) of the global batch; None: as the experiment sets it.
       more: further overrides of the experiment's config, each as 'path=value'.
@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def settings(self) -> Settings:
-        """The changes to the experiment's config, without mesh and minibatches: policy, rows and further overrides."""
+        """(remat, rows, more): the candidate's changes to the experiment's config. Mesh and minibatches are set by flags."""
         return self.remat, self.rows, self.more
 
     def overrides(self, experiment: ResolvedExperiment) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ class Candidate:
 
 
 def quoted(override: str) -> str:
-    """Quotes an override for a shell; in double quotes if that suffices."""
+    """Quotes a config override for the shell, with double quotes if they suffice."""
     return shlex.quote(override) if re.search(r'["$`\\!]', override) else f'"{override}"'
 
 
@@ -83,7 +83,7 @@ def policy_fields(experiment: ResolvedExperiment) -> dict[str, str]:
 
 
 def batch_field(experiment: ResolvedExperiment) -> tuple[str, int]:
-    """Returns the path and the value of the training input's global batch size.
+    """Returns the config path and the value of the training input's global batch size.
 
     Raises:
       UserError: the input's `batch_size` is not a number in the config, or a batch ramp sets it.
@@ -98,9 +98,9 @@ def batch_field(experiment: ResolvedExperiment) -> tuple[str, int]:
 
 
 def meshes(axes: Sequence[str], num_devices: int, num_slices: int = 1) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yields all meshes over the axes, as ((axis, size), ...): each way to write the number of devices as a product.
+    """Yields all meshes over the axes, as ((axis, size), ...): each way to write `num_devices` as a product of axis sizes.
 
-    The size of the outermost axis that is larger than 1 is a multiple of `num_slices`.
+    Leaves out meshes whose outermost axis with a size above 1 has a size that is not a multiple of `num_slices`.
     """
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     for sizes in itertools.product(divisors, repeat=len(axes) - 1):
@@ -119,12 +119,12 @@ def enumerate_candidates(
     Args:
       experiment: the experiment.
       searched: which settings to vary; see `PlanConfig.search`.
-      mesh: the job's own mesh. All candidates have its axes and its number of devices.
+      mesh: the job's own mesh, {axis: size}. All candidates have the same axes and the same number of devices.
       num_slices: number of TPU slices, connected by the data-center network.
       rows: the job's own number of rows in the global batch.
 
     Raises:
-      UserError: the experiment's batch can't be set, or its model has no checkpoint policy to search for.
+      UserError: the experiment's batch size can't be overridden, or its model has no `checkpoint_policy`.
     """
     policies: list[str | None] = [None]
     if "remat" in searched:

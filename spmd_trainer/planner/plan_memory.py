@@ -19,9 +19,9 @@ Path = tuple[str, ...]
 Kind = Literal["variables", "optimizer", "batch", "saved", "gradients", "layer", "rest"]
 
 _MOST_POINTS = 400
-# Most groups of layers; the chart has this many colours.
+# Maximum number of groups of layers. The chart has this many colours.
 _MOST_LAYERS = 5
-# Most rows in the table of the largest arrays.
+# Maximum number of rows in the table of the largest arrays.
 _MOST_ARRAYS = 8
 # Share of the peak below which a group is part of the rest.
 _LEAST_SHARE = 0.02
@@ -52,7 +52,7 @@ class Group:
     """Arrays that the chart shows as one area.
 
     Attributes:
-      kind: kind of the arrays; 'layer' for temporaries made by a layer's operations.
+      kind: kind of the arrays, e.g. 'variables'; 'layer' for temporaries made by a layer's operations.
       name: the text in the chart; for a layer its path, e.g. 'repeat/sub/x_layers_*/self_attention'.
       num_bytes: live bytes at each point of the chart.
     """
@@ -64,14 +64,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class PeakArray:
-    """Equal temporaries of one operation that are live at the peak.
+    """Temporaries of equal shape that one operation makes, and that are live when memory use is highest.
 
     Attributes:
-      num_bytes: bytes of all these arrays.
+      num_bytes: bytes of all these arrays together.
       count: number of these arrays.
       array: type and shape of one array in XLA's notation.
-      group: name of the chart's group.
-      operation: the model's operation, e.g. 'lm/softmax, backward: dot_general'; '' if the compiler added it.
+      group: name of the chart's `Group` that they belong to.
+      operation: the model's operation that makes them, e.g. 'lm/softmax, backward: dot_general'; '' if the compiler added them.
     """
 
     num_bytes: int
@@ -83,15 +83,15 @@ class PeakArray:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryOverTime:
-    """Live bytes of a chip over the schedule.
+    """The memory chart: live bytes of a chip at some points of a compiled program's schedule.
 
     Attributes:
-      positions: position in the schedule of each point.
+      positions: the position in the schedule of each point of the chart.
       length: number of positions of the schedule.
-      groups: the areas, lowest first.
+      groups: the areas of the chart, lowest first.
       peak: index of the point with the most bytes.
-      operations: the operation at each point, as index in `operation_names`.
-      operation_names: their texts, e.g. 'lm/softmax, backward'.
+      operations: for each point, the index of its operation in `operation_names`.
+      operation_names: texts of the operations, e.g. 'lm/softmax, backward'.
       loops: a record of each outermost loop: 'begin' and 'end' are the first and last position of its body, 'times' is the number
         of iterations, and 'part' is 'forward', 'backward', 'rematerialised' or ''.
       largest: the largest temporaries at the peak, largest first.
@@ -108,7 +108,7 @@ class MemoryOverTime:
 
 
 def memory_over_time(schedule: Schedule | None) -> MemoryOverTime | None:
-    """Returns the chart of a compiled program's schedule; None if there is no schedule, or it has no arrays."""
+    """Returns the memory chart of a compiled program's schedule; None if there is no schedule, or it has no arrays."""
     if schedule is None or not schedule.ranges:
         return None
     positions = schedule.thinned(_MOST_POINTS)
@@ -140,7 +140,7 @@ def memory_over_time(schedule: Schedule | None) -> MemoryOverTime | None:
 def layer_path(operation: str) -> Path:
     """Returns the layers around an operation, outermost first, without the scopes that JAX adds; () outside of all layers.
 
-    Numbers of equal layers become '*'.
+    Numbers by which equal layers differ become '*', e.g. 'x_layers_*'.
     """
     *scopes, _ = hlo_liveness.first_operation(operation).split("/")
     path: list[str] = []
@@ -155,7 +155,7 @@ def layer_path(operation: str) -> Path:
 
 
 def operation_text(operation: str) -> str:
-    """Returns an operation's layer and pass: 'lm/softmax, backward'; '' for operations that the compiler added."""
+    """Returns an operation's layer and pass, e.g. 'lm/softmax, backward'; '' for operations that the compiler added."""
     if "/" not in operation:
         return ""
     part = _pass(operation)
@@ -164,7 +164,7 @@ def operation_text(operation: str) -> str:
 
 
 def _operation_texts(operations: Sequence[str]) -> list[str]:
-    """Returns the text of each position. Operations added by the compiler get the text of the model's operation before them."""
+    """Returns a text for each position. For operations added by the compiler, it names the model's operation before them."""
     texts, before = list[str](), ""
     for operation in operations:
         text = operation_text(operation)
@@ -207,7 +207,7 @@ def _named_ranges(schedule: Schedule) -> list[tuple[Kind, str, list[LiveRange]]]
 
 
 def _largest(named: Sequence[tuple[Kind, str, list[LiveRange]]], position: int) -> list[PeakArray]:
-    """Returns the arrays with the most bytes at a position, without arguments. Equal arrays of a group are merged."""
+    """Returns the temporaries with the most bytes at a position of the schedule. Equal arrays of a group count as one entry."""
     counts = collections.Counter(
         (live.array, name)
         for _, name, ranges in named
@@ -227,14 +227,14 @@ def _largest(named: Sequence[tuple[Kind, str, list[LiveRange]]], position: int) 
 def _divided(
     ranges: Sequence[LiveRange], length: int, least: float
 ) -> tuple[dict[str, list[LiveRange]], list[LiveRange]]:
-    """Groups temporaries by the layers that make them. Returns {name of the group: its temporaries}, and the rest.
+    """Groups temporaries by the layers that make them. Returns {name of the group: its temporaries}, and the other temporaries.
 
-    It splits the largest group by the next layer of the paths, again and again, unless there would be too many groups.
+    Splits the largest group by the next layer of its layer paths, again and again, unless there would be too many groups.
 
     Args:
       ranges: the temporaries.
       length: number of positions of the schedule.
-      least: groups that never reach this many bytes are added to the rest.
+      least: groups that never reach this many live bytes are added to the other temporaries.
     """
     full = _full_paths([layer_path(live.array.made_by) for live in ranges])
     groups: dict[Path, list[LiveRange]] = {(): list(ranges)}
@@ -268,10 +268,7 @@ def _most(ranges: Sequence[LiveRange], length: int) -> int:
 
 
 def _full_paths(paths: Sequence[Path]) -> dict[Path, Path]:
-    """Returns {path: complete path}.
-
-    The compiler shortens some operations' names to their inner scopes. Their outer scopes are taken from other paths.
-    """
+    """Returns {path: complete path}: some paths lack the outer layers, which are taken from other paths."""
     counts = collections.Counter(path[0] for path in paths if path)
     root = counts.most_common(1)[0][0] if counts else ""
     before: dict[str, Path] = {}
@@ -283,7 +280,7 @@ def _full_paths(paths: Sequence[Path]) -> dict[Path, Path]:
 
 
 def _layer_names(paths: Sequence[Path]) -> dict[Path, str]:
-    """Returns {path: name of its group}, the path without the prefix that all paths share."""
+    """Returns {layer path: name of its group}. The name is the path without the prefix that all paths share."""
     levels = zip(*(path[:-1] for path in paths), strict=False)
     common = len(list(itertools.takewhile(lambda level: len(set(level)) == 1, levels)))
     names = {}

@@ -18,10 +18,10 @@ from spmd_trainer.training.run_config import PlanConfig
 
 
 def search(job: Job) -> None:
-    """Searches, prints the best candidates, and writes `plan_search.json` if a directory was given.
+    """Runs the search, prints the best candidates, and writes `plan_search.json` if the job has a directory for reports.
 
     Raises:
-      UserError: no candidate fits; or 'memory' is searched together with something else.
+      UserError: no candidate fits; or `--search` names 'memory' together with other settings.
     """
     config = job.config.of(PlanConfig)
     searched = config.search
@@ -51,7 +51,7 @@ def search(job: Job) -> None:
 
 
 def build_job(config: PlanConfig) -> Job:
-    """Builds the job of a search on the experiment's own mesh, or on another mesh if the topology doesn't allow this one.
+    """Builds the job that a search starts from. It has the experiment's own mesh, or another if this doesn't fit the topology.
 
     Raises:
       UserError: `--topology` is missing; or see `Job.build`.

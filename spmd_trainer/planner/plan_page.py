@@ -1,6 +1,6 @@
 """Writes the self-contained page `plan.html`, which shows one compiled plan or the result of a search.
 
-It is made of plan_page.html, plan_page.css, plan_page_charts.js and plan_page.js, and page.css and page.js of `watch.pages`.
+Its parts are plan_page.html, plan_page.css, plan_page_charts.js, plan_page.js, and page.css and page.js of `watch.pages`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spmd_trainer.watch.pages import fact, shared
 FILE = "plan.html"
 # A JSON object.
 Record = dict[str, Any]
-# The most candidates and compiled programs that a page shows, so that it stays below 500 KB. plan_search.json has all candidates.
+# Maximum numbers of candidates and of compiled programs on a page, which keep it below 500 KB. plan_search.json has them all.
 MOST_CANDIDATES = 800
 MOST_PLANS = 8
 # Text of each status of a candidate.
@@ -47,7 +47,7 @@ _STATUS = {
 
 
 def write_plan_page(job: Job, plan: Plan) -> None:
-    """Writes the page of a job's plan, if a directory was given."""
+    """Writes `plan.html` for the plan of a job, if the job has a directory for reports."""
     flags = ", ".join(f"{name}={value}" for name, value in plan.xla_flags.items())
     about = {
         **_about(job, plan.mesh),
@@ -58,14 +58,14 @@ def write_plan_page(job: Job, plan: Plan) -> None:
 
 
 def write_search_page(job: Job, outcomes: Sequence[Outcome], *, chip_memory: int | None) -> None:
-    """Writes the page of a search, if a directory was given. Arguments as in `search_record`."""
+    """Writes `plan.html` for a search, if the job has a directory for reports. Arguments as for `search_record`."""
     flags = functools.partial(plan_report.run_flags, job)
     record = search_record(outcomes, chip_memory=chip_memory, flags=flags)
     _write(job, search_page({**_about(job), "searched": ", ".join(job.config.of(PlanConfig).search)}, record))
 
 
 def plan_page(about: Mapping[str, str], plan: Record) -> str:
-    """Returns the HTML page of one plan. `about`: facts for the head; 'experiment' is the title. `plan`: a `plan_record`."""
+    """Returns the HTML page of one plan. `about`: facts in the page's head, {name: text}. `plan`: result of `plan_record`."""
     facts = [_fits_fact(plan)]
     if plan["seconds"]:
         note = "from everything overlapping to nothing overlapping"
@@ -75,7 +75,7 @@ def plan_page(about: Mapping[str, str], plan: Record) -> str:
 
 
 def search_page(about: Mapping[str, str], search: Record) -> str:
-    """Returns the HTML page of a search. `about`: facts for the head; 'experiment' is the title. `search`: a `search_record`."""
+    """Returns the HTML page of a search. `about`: as for `plan_page`. `search`: the result of `search_record`."""
     counts = search["counts"]
     total = count_text(sum(counts.values()), "candidate")
     facts = [("Candidates", total, ", ".join(f"{counts[s]} {text}" for s, text in _STATUS.items() if counts[s]), "")]
@@ -211,7 +211,7 @@ def plan_record(plan: Plan) -> Record:
 
 
 def _memory(memory: MemoryOverTime) -> Record:
-    """Returns the chart with each group's bytes run-length encoded, [points, bytes], which is ten times smaller."""
+    """Returns the memory chart as JSON. Runs [number of points, bytes] make each group's bytes ten times shorter."""
     groups = [
         {
             "kind": group.kind,
@@ -224,7 +224,7 @@ def _memory(memory: MemoryOverTime) -> Record:
 
 
 def _collectives(plan: Plan) -> list[Record]:
-    """Returns the collectives by kind and axes with bytes and seconds, longest first; seconds are None without an estimate."""
+    """Returns the plan's collectives by kind and mesh axes, the longest first; their seconds are None without an estimate."""
     times = {(time.kind, tuple(time.axes)): time for time in (plan.estimate.collectives if plan.estimate else ())}
     rows = []
     for row in plan.collectives:
@@ -234,16 +234,15 @@ def _collectives(plan: Plan) -> list[Record]:
 
 
 def worth_showing(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Returns the Pareto front, fastest first; if nothing fits, the smallest compiled candidate.
-
-    The page shows the compiled programs of the first `MOST_PLANS` of them.
+    """Returns the candidates that the page shows in full: the Pareto front, fastest first; if nothing fits, the compiled
+    candidate that needs the fewest bytes. The page has the compiled programs of the first `MOST_PLANS` of these candidates.
     """
     compiled = [outcome for outcome in outcomes if outcome.bytes is not None]
     return plan_report.pareto_front(outcomes) or sorted(compiled, key=lambda outcome: outcome.bytes or 0)[:1]
 
 
 def search_record(outcomes: Sequence[Outcome], *, chip_memory: int | None, flags: Callable[[Candidate], str]) -> Record:
-    """Returns the page's data of a search.
+    """Returns the data of a search for its page.
 
     Args:
       outcomes: all candidates.
@@ -291,9 +290,7 @@ def search_record(outcomes: Sequence[Outcome], *, chip_memory: int | None, flags
 
 
 def _point(outcome: Outcome, is_front: bool) -> Record:
-    """Returns a candidate for the scatter plot. Seconds and bytes come from the compiled program, else from the
-    prediction, else None.
-    """
+    """Returns a candidate's point for the scatter plot. If it was not compiled, uses predicted seconds and the state's bytes."""
     compiled = outcome.bytes is not None
     seconds = outcome.estimated if compiled else outcome.predicted or None
     if outcome.seconds is not None:

@@ -1,20 +1,20 @@
 """Predicts the step times of candidates from the sharding of their variables, to choose which candidates to compile first.
 
-A pass is the work of one forward pass: a step without rematerialisation has three.
+A step's work is counted in passes. A pass is as much work as one forward pass; a step without rematerialisation has three.
 
 - In each pass, each weight is multiplied with the tokens of a device. This reads or writes the activations on both sides of the
   weight. Values that a layer saves for the backward pass are written and read once.
-- A weight that is sharded over batch axes is gathered over them, once forward and once backward in each minibatch, and its
-  gradient is summed over them.
-- A weight that is sharded over other axes has whole activations on one side. In each pass they are gathered, or summed and
-  scattered, over these axes. Weights of one layer that read the same activations share this collective.
+- A weight that is sharded over batch axes is gathered over these axes once in the forward pass and once in the backward pass of
+  each minibatch, and its gradient is summed over these axes.
+- A weight that is sharded over other axes needs unsharded activations on one side. In each pass, these activations are gathered,
+  or summed and scattered, over these axes. Weights of one layer that read the same activations share this collective.
 
-Left out are elementwise operations, the exchange of keys and values between parts of a row, and routing to experts.
+Left out are elementwise operations, the exchange of keys and values when a row's tokens are sharded, and routing to experts.
 
 `optimistic` corrects predictions by the estimates of compiled candidates. Predictions of candidates that share a setting are
 wrong in a similar way: e.g. splitting activations over a large axis moves more bytes than predicted under every policy. So
-log(estimate / prediction) is modelled as a Gaussian process, a sum of parts for mesh, policy, number of minibatches and batch.
-Each part changes little between similar settings. `_LENGTH` and `_OWN` are round numbers chosen by hand.
+log(estimate / prediction) is modelled as a Gaussian process, a sum of terms for mesh, policy, number of minibatches and batch
+size. Each term changes little between similar settings. `_LENGTH` and `_OWN` are round numbers chosen by hand.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from spmd_trainer.step.compiled_step import StepFn
 from spmd_trainer.training.job import Job
 
 _STEPS: tuple[tuple[StepFn, bool], ...] = ((step_fns.train_step, False), (step_fns.eval_step, True))
-# Parts that differ in the text of equal programs: the rematerialisation policy, and memory addresses.
+# Text that differs between equal programs: the rematerialisation policy, and memory addresses.
 _POLICY = re.compile(r"policy=[^\n]*|0x[0-9a-f]+")
 # Bytes of an element of a weight, an activation or a gradient in the computation.
 _ELEMENT = 2
@@ -51,25 +51,25 @@ _ELEMENT = 2
 _TPU_LANES = 128
 # Weights are gathered in the forward pass and in the backward pass.
 _GATHERS = 2
-# Before any compilation, the standard deviation is a factor of 2. This counts as much as one candidate.
+# Before any compilation, the predictions' standard deviation is a factor of 2. This prior counts as one compiled candidate.
 _SPREAD, _COUNTS = math.log(2), 1
 # Distance of two settings (see `_settings`) at which the covariance has fallen to 1 / e. The farthest meshes of 64 chips are 6
 # apart.
 _LENGTH = 5.0
-# Share of the variance that no other candidate explains.
+# Share of the variance that is a candidate's own: no other candidate explains it.
 _OWN = 0.05
-# In one case out of 40, a candidate takes less time than is expected minus this many standard deviations.
+# A time this many standard deviations below the expected one is beaten by one candidate in 40.
 _DEVIATIONS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Costs of a step on all devices, from its trace.
+    """Costs of a train step, summed over all devices, from the step's jaxpr.
 
     Attributes:
-      step: costs of the train step's dots.
-      forward: costs of the forward pass' dots alone.
-      saved_bytes: bytes that the step's loops stack; see `jaxpr_costs.saved_bytes`.
+      step: costs of the train step's matrix products.
+      forward: costs of the matrix products of the forward pass alone.
+      saved_bytes: bytes of the activations that the step's loops save; see `jaxpr_costs.saved_bytes`.
     """
 
     step: DotCosts
@@ -84,7 +84,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of a step, as a range like `roofline.Estimate`.
+    """Predicted seconds per step, as a range.
 
     Attributes:
       shortest: seconds if computation, memory and collectives overlap.
@@ -101,7 +101,7 @@ class Prediction:
 
 
 def state_bytes(job: Job) -> tuple[int, int]:
-    """Returns (bytes of the train state on one device, bytes of its padding). State in host memory doesn't count."""
+    """Returns the bytes of the train state on one device, and how many of them are padding. Leaves out state in host memory."""
     mesh = job.partitioner.mesh_shape()
     records = [v for v in job.partitioner.metadata.records() if v.memory_kind != host_states.PINNED_HOST]
     whole = sum(v.bytes_per_device(mesh) for v in records)
@@ -109,7 +109,10 @@ def state_bytes(job: Job) -> tuple[int, int]:
 
 
 def predict(job: Job, machine: links.Machine, work: Work, *, minibatches: int = 1) -> Prediction:
-    """Returns the predicted time of a step. `minibatches`: number of minibatches, each of which gathers the weights again."""
+    """Returns the predicted step time of a candidate's job on chips with these rates. `work`: the step's costs; see `traced`.
+
+    `minibatches`: number of minibatches per step. Each minibatch gathers the weights again.
+    """
     mesh, devices = job.partitioner.mesh_shape(), job.partitioner.mesh.size
     of_rows, of_batch = _batch_axes(job)
     weights = list(_weights(job, of_batch))
@@ -146,12 +149,12 @@ def predict(job: Job, machine: links.Machine, work: Work, *, minibatches: int = 
 
 
 def lower_bound(job: Job, machine: links.Machine, flops: float) -> float:
-    """Returns a lower limit for a step's seconds: the time for its products on all devices, or for reading the state
-    and writing all variables that aren't frozen.
+    """Returns a lower limit for the seconds per step. The matrix products run at the chips' peak, or the main memory is busy
+    with reading the train state and writing all of it but the frozen variables, whichever takes longer.
 
     Args:
       job: the candidate's job.
-      machine: its chips.
+      machine: the rates of its chips.
       flops: FLOPs of the step on all devices; see `jaxpr_costs.dot_costs`.
     """
     whole, _ = state_bytes(job)
@@ -160,13 +163,13 @@ def lower_bound(job: Job, machine: links.Machine, flops: float) -> float:
 
 
 def rows_of_device(job: Job, minibatches: int, rows: int | None = None) -> int:
-    """Returns the rows of one minibatch on a device, padding included. `rows`: rows of the global batch; None for the job's."""
+    """Returns the rows of one minibatch on a device, with padding. `rows`: rows of the global batch; None: those of the job."""
     parts = _size(job.partitioner.mesh_shape(), _batch_axes(job)[0])
     return -(-(job.num_rows if rows is None else rows) // (minibatches * parts))
 
 
 def trained_bytes(job: Job) -> int:
-    """Returns the bytes of all trainable variables on one device. Their gradients have the same size."""
+    """Returns the bytes of all trainable variables on one device. The gradients of these variables have the same size."""
     return _variable_bytes(job, frozen=False)
 
 
@@ -186,10 +189,7 @@ def _size(mesh: Mapping[str, int], axes: Sequence[str]) -> int:
 
 
 def _batch_axes(job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the mesh axes that split the rows of the batch, and the axes that split its rows or its tokens.
-
-    Both are all mesh axes if the task has no split mapping.
-    """
+    """Returns the mesh axes that split the batch's rows, and those that split its rows or tokens; by default, all for both."""
     mesh = job.partitioner.mesh_shape()
     mapping = job.task.train.inputs_split_mapping
     for field in ("map_2d", "map_1d"):
@@ -207,13 +207,14 @@ def _entries(split: PartitionSpec | Sequence[str | Sequence[str] | None], rank: 
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """A weight as one layer uses it, with activations on two sides. The outer side is the layer's input or output.
+    """A weight matrix as one layer uses it, with activations on two sides. The outer side is the layer's input or output.
 
     Attributes:
-      layers: number of layers that a stacked variable holds.
-      logical_elements: elements of all layers without padding.
-      elements: elements of one layer on one device while the weight is used: gathered over the batch axes.
-      outer: width of the side that is split over batch axes; for weights that no batch axis splits, of the larger dimension.
+      layers: number of layers whose weights are stacked in the variable; 1 if it is not stacked.
+      logical_elements: number of elements in all layers, without padding.
+      elements: elements of one layer's weight on one device while the weight is used, i.e. after the gather over batch axes.
+      outer: width of the outer side: the dimension that batch axes split. If they split none, the largest dimension that no
+        other axis splits.
       of_batch, others: mesh axes larger than 1 that split the weight: batch axes, and other axes.
       reads: a key that is equal for weights of one layer that read the same activations.
     """
@@ -228,7 +229,7 @@ class _Weight:
 
     @property
     def inner(self) -> int:
-        """Width of the other side on one device."""
+        """Width of the inner side on one device: the side of the weight that is not the outer side."""
         return self.elements // self.outer
 
 
@@ -257,7 +258,7 @@ def _weights(job: Job, of_batch: Sequence[str]) -> Iterator[_Weight]:
 
 
 def _tokens_of_row(job: Job, work: Work, weights: Sequence[_Weight]) -> float:
-    """Returns the tokens of a row. Without token ids, e.g. for images, it is derived from the FLOPs of the weights."""
+    """Returns the tokens per row. If the batch has no token ids, e.g. for images, derives them from the weights' FLOPs."""
     shapes = job.inputs_shape_dtype
     if "ids" in shapes:
         return float(np.prod(shapes.ids.shape[1:]))
@@ -278,14 +279,14 @@ class _Network:
         self.inside = self.outside = self.latency = 0.0
 
     def add(self, kind: str, axes: tuple[str, ...], num_bytes: float, times: float, *, combined: bool = False) -> None:
-        """Adds the time of collectives.
+        """Adds the time of some collectives to `inside`, `outside` and `latency`.
 
         Args:
-          kind: as in `Collective`.
-          axes: mesh axes larger than 1. If empty, nothing is added.
-          num_bytes: as in `Collective`, summed over all executions.
+          kind: kind of the collectives, e.g. 'all-gather'.
+          axes: mesh axes that the collectives cross, each larger than 1. If empty, nothing is added.
+          num_bytes: bytes per device, as in `Collective`, summed over all executions.
           times: number of executions.
-          combined: True if the compiler merges them with others of the same kind, axes and times: their latency counts once.
+          combined: True if the compiler merges collectives with equal kind, axes and times: the latency of these counts once.
         """
         if not axes:
             return
@@ -306,7 +307,7 @@ class _Network:
 
 
 def traced(job: Job) -> tuple[str, Work]:
-    """Returns the traced train step as text, and its costs. The text leaves out parts that differ between equal programs."""
+    """Returns the jaxpr of the job's train step as text, and the step's costs. Equal programs have equal texts."""
     step, forward = (_jaxpr(job, fn, is_eval=is_eval) for fn, is_eval in _STEPS)
     computed = live(step).jaxpr
     lanes = _TPU_LANES if job.partitioner.mesh.devices.flat[0].platform == "tpu" else 1
@@ -331,13 +332,15 @@ def _jaxpr(job: Job, fn: StepFn, *, is_eval: bool) -> core.ClosedJaxpr:
 
 
 def optimistic(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    """Returns step times in seconds that candidates are unlikely to beat, from predictions corrected by compiled candidates.
+    """Returns, for each candidate that hasn't been compiled, a step time in seconds that it is unlikely to beat.
+
+    These times are predictions, corrected by how wrong the predictions of the compiled candidates were.
 
     Args:
-      outcomes: candidates with a prediction. The compiled ones have `estimated` seconds.
+      outcomes: candidates with a predicted time. Those that have been compiled also have `estimated` seconds.
 
     Returns:
-      {`id` of the outcome: seconds} of the candidates that aren't compiled.
+      {Python `id` of the outcome: seconds} for the candidates that haven't been compiled.
     """
     known = [outcome for outcome in outcomes if outcome.estimated]
     waiting = [outcome for outcome in outcomes if not outcome.estimated]
@@ -348,7 +351,7 @@ def optimistic(outcomes: Sequence[Outcome]) -> dict[int, float]:
 
 
 def _correction(known: Sequence[Outcome], waiting: Sequence[Outcome]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns mean and standard deviation of log(estimate / prediction) for the candidates in `waiting`, float [waiting] each."""
+    """Returns mean and standard deviation of log(estimate / prediction) for the candidates in `waiting`: float [waiting] each."""
     errors = np.array([math.log((outcome.estimated or 0.0) / outcome.predicted) for outcome in known])
     if not len(errors):
         return np.zeros(len(waiting)), np.full(len(waiting), _SPREAD)
@@ -364,7 +367,7 @@ def _correction(known: Sequence[Outcome], waiting: Sequence[Outcome]) -> tuple[n
 
 
 def _covariance(candidates: Sequence[Candidate]) -> np.ndarray:
-    """Returns the covariance of candidates' prediction errors, divided by their variance, [candidates, candidates]."""
+    """Returns the correlations between the candidates' prediction errors: float [candidates, candidates]."""
     parts = []
     for points in _settings(candidates):
         if np.ptp(points, axis=0).any():  # a setting that all candidates share explains no difference
@@ -377,8 +380,8 @@ def _covariance(candidates: Sequence[Candidate]) -> np.ndarray:
 def _settings(candidates: Sequence[Candidate]) -> list[np.ndarray]:
     """Returns the candidates' meshes, policies, minibatches and rows, each as points [candidates, coordinates].
 
-    Sizes are base-2 logarithms. Two candidates have a distance of 1 if one mesh axis is halved and another doubled, if the policy
-    is different, or if minibatches or rows are doubled.
+    Sizes are base-2 logarithms. Two points have a distance of 1 if one mesh axis is halved and another doubled, if the policy is
+    different, or if the number of minibatches or rows is doubled.
     """
     policies = sorted({candidate.remat for candidate in candidates}, key=str)
     return [

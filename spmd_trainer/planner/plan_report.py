@@ -1,4 +1,4 @@
-"""Results of a plan's search: each candidate's outcome, the Pareto front as text, and the cache `plan_search.json`."""
+"""Results of a search by `--mode=plan`: each candidate's outcome, the Pareto front as text, and the cache `plan_search.json`."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from spmd_trainer.training.same_settings import JAX_OPTIONS
 
 FILE = "plan_search.json"
 _SHOWN = 10
-# Most candidates whose reasons an error names.
+# Maximum number of candidates whose reasons an error message names.
 _REASONS = 3
-# Variables of the environment that change a compiled program.
+# Environment variables that change a compiled program.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 @dataclasses.dataclass
 class Outcome:
-    """The facts known about a candidate.
+    """All that a search knows about a candidate.
 
     Attributes:
-      seconds: middle of the estimated range of a step; None if it was not compiled or doesn't fit.
-      shortest, longest: the estimated range of a step, in seconds; None if it was not compiled.
+      seconds: middle of the estimated range of the step time; None if the candidate was not compiled or doesn't fit.
+      shortest, longest: the estimated range of the step time in seconds; None if the candidate was not compiled.
       bytes: bytes that the compiled step needs on one chip.
       state_bytes: bytes of the train state on one chip, from its layout.
       padding: bytes of the state that are padding.
-      dominant: the collective that takes longest, and its axes.
-      predicted: seconds predicted before the compilation.
-      bound: lower limit for a step's seconds.
-      reason: why it was ruled out; '' if it wasn't.
-      not_reached: why the search ended before compiling it.
-      compiled_in: compile time in seconds.
-      too_large: True if it was compiled and doesn't fit.
-      program: hash of the traced step and of the sharding of its arguments; '' if it was not traced. A search over meshes takes
-        the hash on the job's own mesh.
+      dominant: the collective that takes longest, and its mesh axes, as text.
+      predicted: step time in seconds as predicted before compilation; 0 if there is no prediction.
+      bound: lower limit for the seconds per step.
+      reason: why the candidate was ruled out; '' if it wasn't.
+      not_reached: why the search ended before it compiled the candidate; '' if it did not.
+      compiled_in: compile time in seconds; 0 if the search did not try to compile the candidate.
+      too_large: True if the candidate was compiled and doesn't fit.
+      program: hash of the traced step and of the sharding of its arguments; '' if the step was not traced. In a search over
+        meshes, this is the hash for the job's own mesh.
       details: page data of its compiled program (`plan_page.plan_record`); None if the page doesn't show it.
     """
 
@@ -74,17 +74,17 @@ class Outcome:
 
     @property
     def is_known(self) -> bool:
-        """True if it was compiled or ruled out."""
+        """True if the candidate was compiled or ruled out."""
         return self.seconds is not None or bool(self.reason)
 
     @property
     def estimated(self) -> float | None:
-        """Estimated seconds of a step, also of one that doesn't fit; None if it was not compiled."""
+        """Estimated seconds per step, even if the step doesn't fit; None if the candidate was not compiled."""
         return None if self.shortest is None or self.longest is None else (self.shortest + self.longest) / 2
 
     @property
     def per_row(self) -> float:
-        """Estimated seconds of a step / rows; infinite if it was not compiled or doesn't fit."""
+        """Estimated seconds per step and row; infinite if the candidate was not compiled or doesn't fit."""
         return math.inf if self.seconds is None else self.seconds / self.rows
 
     def bytes_without(self, saved: int) -> int | None:
@@ -108,12 +108,36 @@ class Outcome:
         return {**fields, "candidate": dataclasses.asdict(self.candidate), "name": str(self.candidate)}
 
 
-class Store:
-    """The cache `plan_search.json` in the run's directory. Without a directory, nothing is kept.
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A program of the memory ladder that was compiled.
 
     Attributes:
-      key: hash of what a compiled step and its estimate depend on besides the program, e.g. settings, topology and versions.
-        `Outcome.program` hashes the program.
+      rung: name of the program's last change, e.g. 'remat save_nothing'; 'as it is' for the experiment's own program.
+      outcome: the candidate with all changes so far, and the result of its compilation.
+      predicted: bytes per chip that were predicted before the compilation; None if there was no prediction.
+    """
+
+    rung: str
+    outcome: Outcome
+    predicted: int | None = None
+
+    def line(self) -> str:
+        outcome = self.outcome
+        predicted = bytes_text(self.predicted) if self.predicted else ""
+        compiled = bytes_text(outcome.bytes) if outcome.bytes else "unknown"
+        seconds = f"{outcome.estimated:.4g} s" if outcome.estimated else ""
+        mark = "*" if outcome.seconds is not None else " "
+        reason = "" if outcome.bytes else f": {outcome.reason}"
+        return f"{mark} {predicted:>10}  {compiled:>10}  {seconds:>9}  {self.rung}{reason}"
+
+
+class Store:
+    """The cache of a search's results, `plan_search.json`. If the job has no directory for reports, nothing is stored.
+
+    Attributes:
+      key: hash of all that a compiled step and its estimate depend on, except the program: settings, topology, versions etc.
+        `Outcome.program` is the hash of the program.
     """
 
     def __init__(self, job: Job, searched: Sequence[str]):
@@ -141,7 +165,7 @@ class Store:
         self.key = short_hash(json.dumps(settings))
 
     def read(self, outcomes: Sequence[Outcome]) -> None:
-        """Fills in the results of earlier searches with the same settings, topology, compiler flags and versions.
+        """Fills in the results of compiled candidates from an earlier search with the same `key`.
 
         The file is read at the first call only.
         """
@@ -186,7 +210,7 @@ class Store:
 
 
 def pareto_front(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Returns the candidates that fit, without those for which another one is both faster per row and smaller; fastest first."""
+    """Returns the candidates that fit, fastest first, without those that another one beats in both seconds per row and bytes."""
     front: list[Outcome] = []
     for outcome in sorted((o for o in outcomes if o.seconds is not None), key=lambda o: (o.per_row, o.bytes)):
         if not front or (outcome.bytes or 0) < (front[-1].bytes or 0):
@@ -230,7 +254,7 @@ def report_text(job: Job, outcomes: Sequence[Outcome]) -> str:
 
 
 def run_flags(job: Job, candidate: Candidate) -> str:
-    """Returns the flags of a run with the candidate's settings, including overrides on this search's command line."""
+    """Returns the flags of a run with the candidate's settings, including the overrides from this search's command line."""
     config = job.config.of(ChipsConfig)
     given = [f"--fdl.set={quoted(override)}" for override in config.experiment.overrides]
     if config.num_minibatches is not None and candidate.minibatches is None:
@@ -255,7 +279,7 @@ def nothing_fits(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
 
 
 def _least_chips(job: Job, outcomes: Sequence[Outcome], memory: int) -> str:
-    """Returns a sentence with the least number of chips, assuming a state split over all chips and the smallest temporaries."""
+    """Returns a sentence on how many chips are needed, assuming an evenly split state and the smallest temporaries so far."""
     state = sum(variable.logical_bytes() for variable in job.partitioner.metadata.records())
     rest = [o.bytes - o.state_bytes for o in outcomes if o.bytes is not None and o.state_bytes is not None]
     needs = f"The state takes {bytes_text(state)} in all"

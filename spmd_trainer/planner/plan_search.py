@@ -3,7 +3,7 @@
 No candidate is run. A candidate is ruled out if its state doesn't fit, if even its fastest possible step is too slow, or if
 another candidate has the same program. The others are compiled, most promising first, until the budget runs out or no
 remaining candidate is likely to be among the fastest five. `plan_search.json` has each candidate's result or the reason
-why it was ruled out; a later search with the same settings starts from there.
+why it was ruled out; a later search with the same settings reuses the results of compiled candidates.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Search:
     """One search: its candidates and their outcomes.
 
     Attributes:
-      machine: the chips' rates.
-      outcomes: the candidates and their results so far.
+      machine: bandwidths and other rates of the chips.
+      outcomes: the candidates, each with its results so far.
     """
 
     def __init__(self, job: Job, searched: Sequence[str]):
@@ -69,13 +69,13 @@ class Search:
         return plan.usable_memory(self._devices[0].device_kind, self.machine.chip.memory_bytes)
 
     def run(self, budget: float, store: plan_report.Store) -> list[Outcome]:
-        """Compiles promising candidates until no other is likely to be among the best, or the budget runs out.
+        """Compiles promising candidates until no other is likely to be among the fastest five, or the budget runs out.
 
         Returns the outcomes of all candidates.
 
         Args:
-          budget: seconds. At most half of them go to tracing and predicting.
-          store: read first, and written after each compilation.
+          budget: time for the search in seconds. At most half of it is for tracing and predicting.
+          store: cache of results. It is read first, and written after each compilation.
         """
         started = time.monotonic()
         store.read(self.outcomes)
@@ -123,7 +123,7 @@ class Search:
         return tuple(self._job.partitioner.mesh_shape().items())
 
     def _predict_all(self, ends: float) -> None:
-        """Traces each policy and batch, and predicts the candidates, until `ends` (`time.monotonic()`)."""
+        """Traces each policy and batch size, and predicts the candidates' step times, until `time.monotonic()` reaches `ends`."""
         with Phase(f"tracing and predicting {count_text(len(self.outcomes), 'candidate')}") as phase:
             self._trace_all(ends)
             from_before = [outcome for outcome in self.outcomes if outcome.compiled_in]
@@ -140,10 +140,10 @@ class Search:
             phase.done = f"predicted {predicted} of {count_text(len(self.outcomes), 'candidate')}"
 
     def _trace_all(self, ends: float) -> None:
-        """Traces each policy and batch once.
+        """Traces the step once for each policy and batch size. Rules out policies that give the same program as an earlier one.
 
-        Two policies give the same program if the model lacks the values that one of them saves. Candidates compiled by an
-        earlier search are traced even after `ends`, because their results only count if the program is still the same.
+        Two policies give the same program if the model lacks the values that only one of them saves. Candidates that an earlier
+        search compiled are traced even after `ends`, because their results are valid only if the program is unchanged.
         """
         seen: dict[tuple[int | None, str], str | None] = {}
         all_settings = dict.fromkeys(o.candidate.settings for o in self.outcomes)
@@ -169,7 +169,7 @@ class Search:
             self._work[settings] = work
 
     def _predict(self, outcome: Outcome) -> None:
-        """Predicts a candidate's step, or rules it out with a reason."""
+        """Predicts a candidate's step time, or rules the candidate out with a reason."""
         candidate = outcome.candidate
         try:
             # Policy and number of minibatches don't change the layout, and 1 divides every batch.
@@ -191,7 +191,7 @@ class Search:
     def _next(self) -> Outcome | None:
         """Returns the most promising candidate that hasn't been compiled yet.
 
-        If none is likely to be among the best, rules out all that remain and returns None.
+        If none is likely to be among the fastest five, rules out all remaining candidates and returns None.
         """
         fastest = sorted(o.per_row for o in self.outcomes if o.seconds is not None)
         limit = fastest[_BEST - 1] if len(fastest) >= _BEST else math.inf
@@ -216,15 +216,15 @@ class Search:
         return None
 
     def plan_of(self, candidate: Candidate) -> plan.Plan:
-        """Compiles a candidate's step and returns its plan.
+        """Compiles a candidate's step and returns the plan.
 
         Raises:
-          UserError: see `plan.plan`; or the mesh can't be made, or doesn't fit the experiment.
+          UserError: see `plan.plan`; or the candidate's mesh can't be made, or doesn't fit the experiment.
         """
         return plan.plan(self.job_of(candidate))
 
     def compile(self, outcome: Outcome) -> None:
-        """Compiles a candidate's step and records its bytes and estimated time, or the reason why it can't be compiled."""
+        """Compiles a candidate's step and stores its bytes and estimated time, or why it can't be compiled, in `outcome`."""
         started = time.monotonic()
         try:
             result = self.plan_of(outcome.candidate)
@@ -256,10 +256,10 @@ class Search:
         outcome.seconds = estimate.middle
 
     def _leave_out_larger(self, too_large: Outcome) -> None:
-        """Rules out candidates that differ from one that doesn't fit only by having at least as many rows in a minibatch.
+        """Rules out candidates that differ from `too_large`, which doesn't fit, only in having as many or more rows a minibatch.
 
-        A candidate with several minibatches doesn't rule out one with a single minibatch, because it also holds accumulated
-        gradients.
+        If `too_large` has several minibatches, candidates with a single minibatch are not ruled out, because they hold no
+        accumulated gradients.
         """
         known, default = too_large.candidate, self._job.partitioner.num_minibatches
         number, larger = known.minibatches or default, []
@@ -272,14 +272,14 @@ class Search:
 
 
 def _leave_out(outcomes: Sequence[Outcome], reason: str | Callable[[Outcome], str]) -> None:
-    """Rules out, with this reason, each candidate that is neither compiled nor ruled out."""
+    """Rules out, with this reason, each of the candidates that is neither compiled nor ruled out yet."""
     for outcome in outcomes:
         if not outcome.is_known:
             outcome.reason = reason if isinstance(reason, str) else reason(outcome)
 
 
 def _drop_details(outcomes: Sequence[Outcome]) -> None:
-    """Keeps only the details that the page shows, so that `plan_search.json` stays small."""
+    """Drops the page data (`details`) of candidates that the page doesn't show in full, to keep `plan_search.json` small."""
     shown = {id(outcome) for outcome in plan_page.worth_showing(outcomes)[: plan_page.MOST_PLANS]}
     for outcome in outcomes:
         if id(outcome) not in shown:
@@ -287,7 +287,7 @@ def _drop_details(outcomes: Sequence[Outcome]) -> None:
 
 
 def of_program(outcomes: Sequence[Outcome], program: str) -> None:
-    """Sets the program hash of candidates. Forgets results that an earlier search got for another program."""
+    """Sets the candidates' program hash. Drops results that an earlier search got for another program."""
     for outcome in outcomes:
         if outcome.compiled_in and outcome.program != program:
             outcome.forget()

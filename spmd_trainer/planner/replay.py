@@ -1,8 +1,8 @@
-"""`--mode=replay --step=N`: repeats one step of a run and reports where its first NaN or infinity came from.
+"""`--mode=replay --step=N`: repeats training step N of a run, and reports where the step's first NaN or infinity came from.
 
-Restores the newest complete checkpoint before the step and repeats the steps in between as in training: same batches, same
-key, same compiled step. Then it evaluates the step with a flag on each value (`value_flags`), and runs it once more as in
-training. It writes only the log and takes no lock, so the run may continue meanwhile.
+Restores the newest complete checkpoint before step N, and repeats the steps in between as in training: same batches, same
+random key, same compiled step. Then evaluates step N with a flag on each value (`value_flags`), and runs step N once more as in
+training. Replay writes only its log and takes no lock, so the run may continue meanwhile.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from spmd_trainer.training.run_config import ReplayConfig
 from spmd_trainer.training.summary_writers import read_metrics
 from spmd_trainer.watch import invalid_batches
 
-# A repeated step's loss differs from the written one by less than this, unless the steps are of different runs.
+# Relative difference up to which a repeated step's loss counts as equal to the loss that the run wrote.
 _SAME_LOSS = 1e-3
 _NOT_WRITTEN = "not written"
-# How a gradient is named in the step's program, before the variable's path.
+# Prefix of a gradient's name in the step's program. The variable's path follows it.
 _GRADIENT = "gradient of "
 
 
 def replay(job: Job) -> None:
     """Repeats step `job.config.replay_step`, and prints where its first NaN or infinity came from.
 
-    Called by every process; process 0 prints.
+    Must be called by every process; process 0 prints.
 
     Raises:
-      UserError: the run lacks this step or a complete checkpoint before it, or its input can't be moved to the step.
+      UserError: the run lacks this step or a complete checkpoint before it, or the run's input can't be moved to the step.
       CheckpointError: the checkpoint can't be read.
     """
     step = job.config.of(ReplayConfig).replay_step
@@ -92,12 +92,12 @@ def replay(job: Job) -> None:
 
 
 def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, update: bool = False) -> Observed:
-    """Runs a step with a flag on each of its values. The state is not donated.
+    """Runs a training step and computes a flag for each of its values; see `value_flags`. The state is not donated.
 
     Args:
       state: the train state before the step, padded, on the mesh.
-      batch: the batch on the mesh.
-      update: also flag the values inside the learner, not only its results.
+      batch: the step's batch, on the mesh.
+      update: True to also flag the values inside the learner, not only the learner's results.
     """
     partitioner = job.partitioner
     partitioned = partitioner.partition(_named_step, job.inputs_shape_dtype, is_eval=False)
@@ -131,7 +131,7 @@ def observe(job: Job, state: TrainState, key: jax.Array, batch: PyTree, *, updat
 def _named_step(
     layout: Layout, state: TrainState, key: jax.Array, rows: PyTree, grad_fn: GradFn | None = None
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Runs `train_step` with a checkpoint name on each gradient. Returns the new state, and the loss and summaries by name."""
+    """Runs `train_step` with a `checkpoint_name` on each gradient. Returns the new state, and the loss and summaries by name."""
 
     run = grad_fn or functools.partial(step_fns.gradients, layout)
 
@@ -164,7 +164,7 @@ def _check_step(job: Job, step: int) -> None:
 
 
 def _restore(job: Job, step: int) -> Restored:
-    """Restores the newest whole checkpoint before a step, or the one of `--restore_checkpoint_step`."""
+    """Restores the newest complete checkpoint before a step, or that of `--restore_checkpoint_step` if this flag is given."""
     directory = job.config.checkpoint_dir
     if decided_by_process_0(lambda: checkpoint_sources.is_foreign(directory)):
         raise UserError(f"{directory} is of another trainer; --mode=replay needs a run of this one")
@@ -193,10 +193,7 @@ def _restore(job: Job, step: int) -> Restored:
 
 
 def _input_after(job: Job, restored: Restored) -> contextlib.AbstractContextManager[Prefetcher | None]:
-    """Returns a context manager that yields the training input after a checkpoint.
-
-    It yields None if the checkpoint doesn't have the input's position.
-    """
+    """Returns a context manager that yields the training input after a checkpoint, or None if its position was not saved."""
     saved = restored.input_state
     has_position = job.task.train.enable_input_checkpointing and saved is not None and saved["state"] is not None
     if restored.step and not has_position:
@@ -205,10 +202,10 @@ def _input_after(job: Job, restored: Restored) -> contextlib.AbstractContextMana
 
 
 class _Batches:
-    """The batches after a checkpoint, from the input. For the last step, a batch that the run has written takes precedence.
+    """The batches of the repeated steps: from the training input, or for the last step, from the run's directory if it is there.
 
     Attributes:
-      notes: lines about the batch, for the report.
+      notes: lines about the last step's batch, for the report.
     """
 
     def __init__(self, job: Job, data: Prefetcher | None, step: int):
@@ -217,7 +214,7 @@ class _Batches:
         self._unusable = ""
 
     def take(self, step: int) -> PyTree:
-        """Returns the batch of a step, on the devices.
+        """Returns the batch of a step, on the devices. Called for each step in order.
 
         Raises:
           UserError: neither the input nor the run's directory has the batch.
@@ -244,7 +241,7 @@ class _Batches:
         return written
 
     def _written(self) -> PyTree | None:
-        """Returns the batch that training wrote, on the devices; None unless every process has its rows."""
+        """Returns the last step's batch as the run wrote it, on the devices; None unless every process has its own rows."""
         job, partitioner = self._job, self._job.partitioner
         padded = partitioner.layout.pad_inputs_shape_dtype(job.inputs_shape_dtype)
         rows, problem = None, ""
@@ -263,7 +260,7 @@ class _Batches:
         return None
 
     def _wrong_shape(self, rows: PyTree, padded: PyTree) -> str:
-        """Returns why rows don't fit this mesh; '' if they do."""
+        """Returns the reason why the written rows don't fit this mesh; '' if they do."""
         for (name, x), (_, whole) in zip(named_leaves(rows), named_leaves(padded), strict=True):
             expected = (whole.shape[0] // jax.process_count(), *whole.shape[1:])
             if x.shape != expected:

@@ -11,20 +11,20 @@ from spmd_trainer.step.packing import Scalars, summary_name
 from spmd_trainer.tasks_lib import SingleTask
 from spmd_trainer.training.invalid_steps import GRAD_NORM, is_finite, is_valid
 
-# Most lines of each list.
+# Maximum number of lines in each list.
 _LISTED = 12
 _WORDS = {INFINITE: "an infinity", 2: "NaN"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """One step with a flag on each value.
+    """One training step, evaluated with a flag on each value.
 
     Attributes:
-      flags: the flags.
+      flags: the flags of all values.
       arguments: names of the step's arguments: 'mdl_vars/params/...', 'batch/ids', ...
-      results: {name: value} of the loss, the summaries and the new state.
-      gradients: {path of a variable: value of its gradient}.
+      results: {name: key of the value in `flags`} for the loss, the summaries and the new state.
+      gradients: {path of a variable: key of the variable's gradient in `flags`}.
       first_update: number of the program's operations before the learner begins.
     """
 
@@ -70,7 +70,7 @@ def lines(observed: Observed, scalars: Scalars, step: int, task: SingleTask) -> 
 
 
 def _start(observed: Observed) -> list[Value] | None:
-    """Returns the first non-finite results: loss, else gradients, else their norm, else new state; None if all are finite."""
+    """Returns the non-finite values of the first group that has any: loss, gradients, gradient norms, new state; else None."""
     norms = {name: value for name, value in observed.results.items() if summary_name(name).endswith(GRAD_NORM)}
     state = {name: value for name, value in observed.results.items() if name.startswith("new ")}
     loss = {"loss": observed.results["loss"]}

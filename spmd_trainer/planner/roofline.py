@@ -2,17 +2,17 @@
 
 Three parts take time on a chip: computation (matrix products, and operations of the vector units), main memory and collectives.
 At best, every part runs at the rate of the data sheet, all collectives and asynchronous copies run while the chip computes, and
-each instruction takes as long as the slowest of its products, operations and bytes. At worst, nothing overlaps: the times of
-all parts are added up, with the latency of each collective. Products, main memory, and ICI or NVLink then run at rates that
-were measured separately (`links.py`). The vector units and the network between slices or NVLink domains run at the
-rates of the data sheet at this end too: no measurement of them was found.
+each instruction takes as long as the slowest of its matrix products, vector operations and memory accesses. At worst, nothing
+overlaps: the times of all parts are added up, with the latency of each collective. Matrix products, main memory, and ICI or
+NVLink then run at rates measured in benchmarks (`links.py`). The vector units, and the network between slices or NVLink domains,
+run at the rates of the data sheet in both cases, because no measurement of them was found.
 
-Two limits of the hardware count at both ends: a TPU's matrix units are partly idle if the heads of an attention kernel don't
+Two limits of the hardware count in both cases: a TPU's matrix units are partly idle if the heads of an attention kernel don't
 fill them, and float32 products take twice as long as bfloat16 ones on GPUs (TF32).
 
-Left out: the host; the time to launch a kernel; that small or narrow products run slower than large ones; that the vector units
-rarely reach their peak; contention between collectives; and loops whose number of iterations the program doesn't state, which
-count once.
+Not modelled: the host; the time to launch a kernel; small or narrow products, which run slower than large ones; vector units that
+don't reach their peak; and contention between collectives. A loop whose number of iterations the program doesn't state counts
+as one iteration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import jax
 
 from spmd_trainer.planner import hlo_collectives, hlo_costs, links
 
-# Most collectives in a plan's text.
+# Maximum number of collectives that a plan's text lists.
 _SHOWN = 4
 
 
@@ -49,23 +49,23 @@ class CollectiveTime:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Estimated time of one step on one chip, in seconds. Measured rates are those of `links.py`.
+    """Estimated time of one step on one chip. Measured rates are those of `links.py`.
 
     Attributes:
-      matrix_flops: FLOPs of the matrix products, with those of rematerialisation and attention.
+      matrix_flops: FLOPs of the matrix products, including rematerialisation and attention.
       memory_bytes: bytes read and written in main memory.
       matrix_seconds: time of the matrix products at the chip's peak.
       achieved_matrix_seconds: time of the matrix products at a measured rate.
       vector_seconds: time of element-wise operations and reductions at the rate of the data sheet.
       memory_seconds: time of `memory_bytes` at the memory's peak bandwidth.
       achieved_memory_seconds: time of `memory_bytes` at a measured bandwidth.
-      computing_seconds: sum over all instructions, each as long as the slowest of its products, operations and bytes; without
-        asynchronous copies.
+      computing_seconds: sum over all instructions except asynchronous copies; each takes as long as the slowest of its matrix
+        products, vector operations and memory accesses.
       inside_seconds, outside_seconds: time of the collectives on the links inside slices (or NVLink domains) and between them.
       achieved_inside_seconds: time of the collectives inside slices (or NVLink domains) at a measured bandwidth.
-      latency_seconds: latency of all executions of collectives, which the other times leave out.
-      permute_seconds: part of `inside_seconds` spent on permutations. A permutation uses its links in one direction, so two
-        permutations in opposite directions can run at the same time.
+      latency_seconds: total latency of the collectives, which the other times leave out.
+      permute_seconds: part of `inside_seconds` spent on permutations (collective-permute). A permutation uses its links in one
+        direction, so two permutations in opposite directions can run at the same time.
       collectives: the collectives by kind and mesh axes, longest first.
     """
 
@@ -86,18 +86,18 @@ class Estimate:
 
     @property
     def shortest(self) -> float:
-        """Step time if everything that can overlap does."""
+        """Step time in seconds if everything that can overlap does."""
         inside = self.inside_seconds - self.permute_seconds / 2
         return max(self.computing_seconds, self.memory_seconds, inside, self.outside_seconds)
 
     @property
     def achieved_links_seconds(self) -> float:
-        """Time of the collectives at measured rates, with their latency."""
+        """Seconds of all collectives at measured rates, including their latency."""
         return self.achieved_inside_seconds + self.outside_seconds + self.latency_seconds
 
     @property
     def longest(self) -> float:
-        """Step time if nothing overlaps."""
+        """Step time in seconds if nothing overlaps, at measured rates."""
         computing = self.achieved_matrix_seconds + self.vector_seconds + self.achieved_memory_seconds
         return computing + self.achieved_links_seconds
 
@@ -172,7 +172,7 @@ def _matrix_seconds(cost: hlo_costs.InstructionCost, machine: links.Machine) -> 
 def _collectives(
     hlo: str, network: links.Links, mesh_shape: Mapping[str, int]
 ) -> tuple[dict[tuple[str, tuple[str, ...]], links.LinkTime], float]:
-    """Returns the seconds per step of the collectives by kind and mesh axes, and their total latency."""
+    """Returns {(kind, mesh axes): seconds per step} of the collectives, and the total latency of all collectives in seconds."""
     rows: dict[tuple[str, tuple[str, ...]], links.LinkTime] = collections.defaultdict(lambda: links.LinkTime(0.0, 0.0))
     latency = 0.0
     for found in hlo_collectives.find_collectives(hlo):

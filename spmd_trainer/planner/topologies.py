@@ -1,4 +1,4 @@
-"""Compile-only devices of TPU and GPU topologies: programs can be compiled for them, but not run."""
+"""Compile-only devices for TPU and GPU topologies: programs can be compiled for these devices, but not run."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 _SHAPE, _GPU_SHAPE = re.compile(r"\d+(x\d+)+"), re.compile(r"[1-9]\d*x[1-9]\d*")
-# JAX's plugins for CUDA, by the extra that installs them.
+# JAX's plugins for CUDA, by the package extra that installs them.
 _PLUGINS = {"cuda12": "jax_plugins.xla_cuda12", "cuda13": "jax_plugins.xla_cuda13"}
 
 
 def run_on_host() -> None:
     """Makes JAX use the CPU in this process, which then neither takes an accelerator's memory nor waits for an accelerator.
 
-    For processes that only compile. Call it before JAX initialises any device.
+    For processes that only compile programs. Call this function before JAX initialises any device.
     """
     jax.config.update("jax_platforms", "cpu")
 
 
 def has_gpu_compiler() -> bool:
-    """Returns True if JAX's plugin for CUDA is installed, which compiles for GPUs. Does not import it."""
+    """Returns True if JAX's plugin for CUDA, which compiles for GPUs, is installed. Does not import the plugin."""
     return bool(importlib.util.find_spec("jax_plugins")) and any(map(importlib.util.find_spec, _PLUGINS.values()))
 
 
 def topology_devices(topology: str, num_slices: int = 1) -> Sequence[jax.Device]:
-    """Returns the devices of a topology.
+    """Returns the compile-only devices of a topology.
 
     Args:
-      topology: chip and shape. For TPUs, e.g. 'v5e:16x16' or 'v5p:8x8x8'; for NVIDIA GPUs, hosts x GPUs of a host, e.g.
+      topology: chip and shape. For TPUs, e.g. 'v5e:16x16' or 'v5p:8x8x8'; for NVIDIA GPUs, hosts x GPUs per host, e.g.
         'h100:32x8'.
-      num_slices: number of slices of this shape, connected by the data-center network. For GPUs it multiplies the hosts.
+      num_slices: number of slices with this shape, connected by the data-center network. For GPUs, it multiplies the hosts.
 
     Raises:
-      UserError: an unknown chip or shape, or more GPUs than a host has.
-      MissingCompilerError: the extra with its compiler is not installed.
+      UserError: the chip or the shape is unknown, or a host doesn't have that many GPUs.
+      MissingCompilerError: the package extra that has the topology's compiler is not installed.
     """
     name, _, shape = topology.partition(":")
     chip = BY_TOPOLOGY.get(name)
@@ -130,7 +130,7 @@ def _register_plugin() -> None:
 def target_config(gpu: Gpu) -> str:
     """Returns XLA's description of a GPU, a `GpuTargetConfigProto` as text.
 
-    Limits shared by all GPUs from compute capability 8.0 on are constants in the text.
+    Limits that are equal for all GPUs of compute capability 8.0 and later are constants in the text.
     """
     major, minor = gpu.compute_capability
     # From Hopper on, code for exactly this capability (sm_90a) may use instructions that others don't have, as on the GPU itself.

@@ -1,9 +1,9 @@
-"""Evaluates a jaxpr and flags each of its values that holds a NaN or an infinity.
+"""Evaluates a jaxpr, and computes for each of its floating-point or complex values a flag: 0 finite, 1 infinite, 2 NaN.
 
-The evaluated program has the jaxpr's operations, plus one reduction per floating-point or complex result, to 0 (finite),
-1 (an infinity) or 2 (a NaN). Values inside loops (`lax.scan`) and `shard_map` get flags too. Loops are not unrolled: the flags
-of their iterations are stacked like their other results. The program does not call back to the host. `nan_origin.py` reads the
-flags. A caller may measure something other than flags: `coord_check.py` takes samples of products.
+The evaluated program consists of the jaxpr's operations and one reduction per value, which computes the flag. Values inside
+loops (`lax.scan`) and `shard_map` get flags too. Loops are not unrolled: the flags of a loop's iterations are stacked, like the
+loop's other results. The program does not call back to the host. `nan_origin.py` reads the flags. A caller may record something
+other than flags: `coord_check.py` records samples of matrix products.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from spmd_trainer.sharding.jaxprs import CALLS, REMAT, scan_sizes, source_of
 PyTree: TypeAlias = Any
 # (a value, the name of the primitive that made it or '') -> an array whose shape depends on neither, or None.
 Measure: TypeAlias = Callable[[jax.Array, str], jax.Array | None]
-# The flags of a value.
+# The possible flags of a value.
 FINITE, INFINITE, NAN = 0, 1, 2
 # The id of every literal.
 LITERAL = -1
-# In the scope of an operation: the iteration of a loop around it.
+# Stands for the iteration of a surrounding loop in the scope of an operation.
 ITERATION = "[*]"
-# Operations on parts of the program that are evaluated in place.
+# Operations with an inner jaxpr that is evaluated in their place.
 _CALLS = CALLS | REMAT
 # Operations that move or rename values: a result has the flag of its operand, so none is computed.
 _MOVES = frozenset(
@@ -41,16 +41,16 @@ _MOVES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of a program.
+    """One operation of an evaluated program (a jaxpr equation).
 
     Attributes:
-      primitive: name of its JAX primitive.
-      scope: the components of its name stack; `ITERATION` stands for the iteration of a loop.
-      where: its line of Python source.
-      inputs: ids of its operands; `LITERAL` for literals.
+      primitive: name of the operation's JAX primitive.
+      scope: the components of the operation's name stack; `ITERATION` stands for the iteration of a loop.
+      where: the operation's line of Python source.
+      inputs: value ids of the operands; `LITERAL` for literals.
       body: the program inside of a scan or a `shard_map`; None for other operations.
-      num_consts: number of constants of a scan.
-      num_carry: number of carried values of a scan.
+      num_consts: number of loop-invariant arguments of a scan; 0 for other operations.
+      num_carry: number of carried values of a scan; 0 for other operations.
       length: number of iterations of a scan; 0 for other operations.
       reverse: True if the scan begins with its last iteration.
     """
@@ -68,14 +68,14 @@ class Operation:
 
 @dataclasses.dataclass
 class Frame:
-    """A program, or the body of a loop or a `shard_map`. Its values have ids from 0.
+    """Record of an evaluated program, or of the body of a loop or a `shard_map`. The ids of its values are 0, 1, ...
 
     Attributes:
-      arguments, results: ids of its arguments and results.
-      operations: its operations in the order in which they are executed.
-      producers: {id: (index of the operation, position among its results)}.
-      flagged: {id: index of its flag}.
-      tags: {name: (id, number of operations before it)} of the values that `jax.ad_checkpoint.checkpoint_name` named.
+      arguments, results: value ids of the arguments and results.
+      operations: the operations in the order in which they are executed.
+      producers: {value id: (index of the operation that computes the value, position among this operation's results)}.
+      flagged: {value id: index of the value's flag in the array of flags}.
+      tags: {name: (value id, number of operations before it)} of the values that `jax.ad_checkpoint.checkpoint_name` named.
     """
 
     arguments: list[int] = dataclasses.field(default_factory=list)
@@ -90,18 +90,19 @@ class Frame:
 def run_with_flags(
     closed: core.ClosedJaxpr, args: Sequence[Any], until: str | None = None, measure: Measure | None = None
 ) -> tuple[list[Any], PyTree, Frame]:
-    """Evaluates a jaxpr, and flags each of its values. Call it under `jax.jit`.
+    """Evaluates a jaxpr, and computes a flag for each of its values. Call it under `jax.jit`.
 
     Args:
       closed: the jaxpr.
-      args: its arguments.
-      until: beginning of a `checkpoint_name`. Operations after the first such name get no flags, which saves compile time; the
-        program's results get flags all the same.
-      measure: computes an array that is recorded for each floating-point value instead of its flag.
+      args: the jaxpr's arguments.
+      until: prefix of a `checkpoint_name`. After the first value whose name has this prefix, only the program's results get
+        flags, which saves compile time. None: all values get flags.
+      measure: computes the array to record for each floating-point value instead of a flag; None records flags.
 
     Returns:
-      The results; the flags, {'own': int32 [n], 'bodies': {index of the operation: flags of its body}}, in which a loop's
-      arrays have the iterations as dimension 0; and the program that the flags belong to.
+      The jaxpr's results; the flags, {'own': int32 [flagged values], 'bodies': {index of a loop or `shard_map` among the
+      operations: flags of its body, in the same form}}; and the `Frame` to which the flags belong. The arrays of a loop's body
+      have the iterations as dimension 0.
     """
     recorder = _Recorder(measure or _flag, until)
     consts = [recorder.value(x) for x in closed.consts]
@@ -113,7 +114,7 @@ def run_with_flags(
 
 
 class _Recorder:
-    """Records the values of one frame, and their flags as traced arrays."""
+    """Records the values of one `Frame` while it is evaluated, and their flags as traced arrays."""
 
     def __init__(self, measure: Measure, until: str | None = None) -> None:
         self.frame = Frame()
@@ -131,7 +132,7 @@ class _Recorder:
         return number
 
     def flag(self, number: int, x: Any, primitive: str = "") -> None:
-        """Computes the flag of a value, unless it exists or the value can't have one."""
+        """Computes the flag of a value, unless the value has one already, or is a literal, an integer or empty."""
         if number in self.frame.flagged or number == LITERAL:
             return
         if jnp.issubdtype(getattr(x, "dtype", jnp.int32), jnp.inexact) and jnp.size(x):
@@ -176,7 +177,6 @@ def _run(
     recorder: _Recorder,
     scope: tuple[str, ...],
 ) -> tuple[list[Any], list[int]]:
-    """Evaluates a jaxpr inside of a frame; returns its results and their ids."""
     variables = [*jaxpr.constvars, *jaxpr.invars]
     env = dict(zip(variables, zip([*consts, *args], [*const_ids, *arg_ids], strict=True), strict=True))
 
@@ -221,7 +221,7 @@ def _one(
 
 
 def _widens(eqn: Any) -> bool:
-    """Returns True for a conversion between floating-point types that keeps each value unchanged."""
+    """Returns True for a conversion to a floating-point type with at least the same range: finite values stay finite."""
     if eqn.primitive.name != "convert_element_type":
         return False
     old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
@@ -266,7 +266,7 @@ def _shard_map(
     eqn: Any, values: list[Any], ids: list[int], recorder: _Recorder, scope: tuple[str, ...]
 ) -> tuple[list[Any], list[int]]:
     params = eqn.params
-    # JAX 0.10.2 has renamed it.
+    # JAX 0.10.2 has renamed this parameter.
     axes = tuple(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"])
     frames: list[Frame] = []
 
@@ -285,7 +285,7 @@ def _shard_map(
         axis_names=set(axes),
         check_vma=params["check_vma"],
     )(*values)
-    flags = jax.tree.map(lambda x: jnp.max(x, axis=0), flags)  # of all devices
+    flags = jax.tree.map(lambda x: jnp.max(x, axis=0), flags)  # maximum over all devices
     recorder.bodies[str(len(recorder.frame.operations))] = flags
     where = source_info_util.summarize(eqn.source_info)
     operation = Operation("shard_map", scope, where, tuple(ids), frames[-1])

@@ -1,9 +1,9 @@
 """Chooses the named activations that a step keeps for the backward pass, offloads to host memory, or recomputes.
 
 Models name activations with `jax.ad_checkpoint.checkpoint_name` inside rematerialised parts (`jax.checkpoint`, `nn.remat`,
-praxis' repeated layers). The decoder's names are 'query_proj', 'key_proj', 'value_proj', 'context', 'out_proj', 'ffn1', 'ffn2',
-and 'key_value_down' of latent attention. `task.train.saved_activations` and `offloaded_activations` replace the
-`jax.checkpoint` policies of these parts, for any model. Activations in neither list are recomputed.
+praxis' repeated layers). The decoder's names are 'query_proj', 'key_proj', 'value_proj', 'context', 'out_proj', 'ffn1',
+'ffn2', and with latent attention also 'key_value_down'. `task.train.saved_activations` and `offloaded_activations` are lists
+of names that replace the `jax.checkpoint` policies of these parts, for any model. Activations in neither list are recomputed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Fn = TypeVar("Fn", bound=Callable[..., PyTree])
 
 
 def with_policy(task: SingleTask, fn: Fn) -> Fn:
-    """Returns `fn` with the task's `jax.checkpoint` policy in its rematerialised parts; `fn` itself if both lists are empty.
+    """Returns `fn` with the task's lists of activations as `jax.checkpoint` policy in its rematerialised parts.
 
     Args:
-      task: the task, with `train.saved_activations` and `train.offloaded_activations`.
+      task: the task; if `train.saved_activations` and `train.offloaded_activations` are both empty, `fn` is not changed.
       fn: a function of pytrees of arrays, to be differentiated afterwards.
 
     Raises (when the returned function is traced):
-      UserError: `fn` has no rematerialised part, or a listed name is not in any of them.
+      UserError: `fn` has no rematerialised part, or none of its rematerialised parts has an activation with a listed name.
     """
     saved, offloaded = list(task.train.saved_activations), list(task.train.offloaded_activations)
     if not saved and not offloaded:
@@ -55,10 +55,10 @@ def with_policy(task: SingleTask, fn: Fn) -> Fn:
 
 
 def check_lists(saved: Any, offloaded: Any) -> None:
-    """Checks `task.train.saved_activations` and `offloaded_activations`.
+    """Checks the values of `task.train.saved_activations` and `task.train.offloaded_activations`.
 
     Raises:
-      ValueError: one of the two is not a list of names, or a name is in both.
+      ValueError: one of the two is not a list of names, or a name is in both lists.
     """
     for field, names in {"saved_activations": saved, "offloaded_activations": offloaded}.items():
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -86,7 +86,7 @@ def _check_names(asked: list[str], known: set[str]) -> None:
 
 
 def _names(jaxpr: Any, *, inside: bool) -> Iterator[str]:
-    """Yields the names of activations in rematerialised parts; `inside`: True if the jaxpr is part of one."""
+    """Yields the names of activations in a jaxpr's rematerialised parts. `inside`: True if the jaxpr is inside such a part."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name" and inside:
             yield eqn.params["name"]
@@ -95,7 +95,7 @@ def _names(jaxpr: Any, *, inside: bool) -> Iterator[str]:
 
 
 def _changed(jaxpr: Any, policy: Callable[..., Any]) -> Any:
-    """Returns the jaxpr with `policy` set in its rematerialised parts."""
+    """Returns the jaxpr with `policy` as the `jax.checkpoint` policy of its rematerialised parts."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, jax.extend.core.ClosedJaxpr):
@@ -105,7 +105,7 @@ def _changed(jaxpr: Any, policy: Callable[..., Any]) -> Any:
         return tuple(map(changed, value)) if type(value) is tuple else value
 
     def one(eqn: Any) -> Any:
-        if eqn.primitive.name.startswith("custom_"):  # its derivative is written out, and has no policy
+        if eqn.primitive.name.startswith("custom_"):  # a custom derivative has no policy
             return eqn
         params = {name: changed(value) for name, value in eqn.params.items()}
         return eqn.replace(params={**params, "policy": policy} if eqn.primitive.name in REMAT else params)

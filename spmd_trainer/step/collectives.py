@@ -1,9 +1,9 @@
-"""Collectives of data-parallel training for use under `jax.shard_map`. They need JAX only and work for any model.
+"""Collectives for data-parallel training under `jax.shard_map`. They need only JAX, and work for any model.
 
 All devices of a mesh call these functions together. `axis_name` is one mesh axis or a tuple of mesh axes. The ideas come from
 Phillip Lippe's tutorials on training at scale (https://uvadlc-notebooks.readthedocs.io, 2024), after ZeRO (Rajbhandari et al.
-2020, https://arxiv.org/abs/1910.02054) and FSDP (Zhao et al. 2023, https://arxiv.org/abs/2304.11277). Example, if the loss of
-a device is the mean over its rows:
+2020, https://arxiv.org/abs/1910.02054) and FSDP (Zhao et al. 2023, https://arxiv.org/abs/2304.11277). Example, if `loss`
+returns the mean over a device's rows:
 
     variables = plan_shards(params, "data", mesh)             # outside: a VariableSpec for each parameter
     shards = shard_params(params, variables)                  # each device keeps its shard
@@ -12,8 +12,8 @@ a device is the mean over its rows:
     loss, grads = jax.value_and_grad(loss_of)(shards, rows)   # gradients of split parameters: split and averaged
     grads = sync_gradients(grads, variables, "data")          # averages the gradients of the other parameters
 
-A mean over devices counts each device equally. If devices hold unequal weights, reduce sums and weights, and divide afterwards
-(`weighted_sum` and `weighted_mean` of `step/minibatches.py`).
+A mean over devices counts each device equally. If the rows of some devices weigh more, reduce weighted sums and weights
+instead, and divide afterwards (`weighted_sum` and `weighted_mean` of `step/minibatches.py`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ GATHERED = "gathered_parameter"
 
 
 def fold_rng_over_axis(key: jax.Array, axis_name: Axes) -> jax.Array:
-    """Returns a different key on each device: `key` with the device's index on the axes folded in.
+    """Returns a different PRNG key on each device: `key` with the device's index along `axis_name` folded in.
 
-    Devices that differ only on other axes get the same key.
+    Devices whose positions differ only along other mesh axes get the same key.
     """
     return jax.random.fold_in(key, lax.axis_index(axis_name))
 
@@ -65,23 +65,23 @@ def plan_shards(
     min_weight_size: int = MIN_WEIGHT_SIZE,
     first_dim: PyTree = 0,
 ) -> PyTree:
-    """Decides which dimension of each parameter is split over the axes.
+    """Decides which dimension of each parameter is split over mesh axes.
 
-    Chooses the largest dimension whose size the product of the axis sizes divides. If it divides none, chooses the dimension with
-    the least padding relative to its size. A parameter of fewer than `min_weight_size` elements is replicated.
+    Chooses the largest dimension whose size is a multiple of the number of shards, i.e. of the product of the axis sizes. If
+    there is none, chooses the dimension with the least padding relative to its size.
 
     Args:
       params: any pytree of arrays or ShapeDtypeStructs, of logical (unpadded) shapes.
-      axis_name: the axes to split over.
+      axis_name: the mesh axes to split over.
       mesh: a Mesh or an AbstractMesh.
-      min_weight_size: parameters with fewer elements are not split.
-      first_dim: a prefix tree of `params`: the first dimension that may be split. Dimensions before it are stacked layers.
+      min_weight_size: parameters with fewer elements are replicated.
+      first_dim: a prefix tree of `params`: the first dimension that may be split; the dimensions before it stack layers.
 
     Returns:
       A VariableSpec for each parameter.
 
     Raises:
-      ValueError: the mesh lacks an axis, or a leaf has no shape or dtype.
+      ValueError: `axis_name` has no axis, an axis twice or one that the mesh lacks, or a leaf has no shape or dtype.
     """
     sizes, axes = mesh_shape_of(mesh), entry_axes(axis_name)
     unknown = [axis for axis in axes if axis not in sizes]
@@ -114,7 +114,7 @@ def shard_params(params: PyTree, variables: PyTree) -> PyTree:
 
     Args:
       params: arrays of logical (unpadded) shapes.
-      variables: their VariableSpecs, same structure.
+      variables: the parameters' VariableSpecs, in the structure of `params`.
 
     Returns:
       A tree like `params`. Shards have `VariableSpec.shard_shape`; padding holds zeros.
@@ -134,13 +134,13 @@ def shard_params(params: PyTree, variables: PyTree) -> PyTree:
 def gather_params(shards: PyTree, variables: PyTree) -> PyTree:
     """Returns whole parameters from the devices' shards, by one all-gather for each split parameter.
 
-    The backward pass averages each gradient over the axes and splits it again, by one reduce-scatter for each split parameter.
-    Gradients of parameters that are not split pass unchanged; average them with `sync_gradients`. Gathered parameters have the
-    checkpoint name `GATHERED`, so that a `jax.checkpoint` policy can gather them again in the backward pass.
+    The backward pass averages a split parameter's gradient over the devices and splits it like the parameter, by one
+    reduce-scatter. Gradients of parameters that are not split pass unchanged; average them with `sync_gradients`. Gathered
+    parameters have the checkpoint name `GATHERED`, by which a `jax.checkpoint` policy can choose not to keep them.
 
     Args:
       shards: arrays as `shard_params` returns them.
-      variables: their VariableSpecs, same structure.
+      variables: the parameters' VariableSpecs, in the structure of `shards`.
 
     Returns:
       A tree like `shards`, of logical shapes.
@@ -160,7 +160,7 @@ def gather_array(shard: jax.Array, axes: tuple[str, ...], dim: int, size: int) -
 
     Args:
       shard: this device's shard.
-      axes: the axes that `dim` is split over.
+      axes: the mesh axes that `dim` is split over.
       dim: the split dimension.
       size: the logical size of `dim`; padding beyond it is sliced off.
 
@@ -193,16 +193,16 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 def sync_gradients(grads: PyTree, variables: PyTree, axis_name: Axes) -> PyTree:
-    """Averages each gradient over the axes on which its parameter is replicated.
+    """Averages each gradient over the mesh axes on which its parameter is replicated.
 
     The backward pass of `gather_params` has already averaged over the axes that a parameter is split over. All gradients that
-    are averaged over the same axes share one reduction. The tree may also hold other values to average, such as sums and weights
-    of metrics.
+    are averaged over the same axes share one all-reduce. `grads` may also hold other values to average, such as sums and
+    weights of metrics.
 
     Args:
       grads: gradients, any pytree of arrays.
-      variables: a prefix tree of `grads`: VariableSpecs or PartitionSpecs, or None for replicated.
-      axis_name: all axes that the batch is split over.
+      variables: a prefix tree of `grads` with the parameters' VariableSpecs or PartitionSpecs; None for replicated parameters.
+      axis_name: all mesh axes that the batch is split over.
 
     Returns:
       A tree like `grads`.

@@ -13,29 +13,29 @@ from spmd_trainer.sharding.even_program import evenly
 from spmd_trainer.step.layout import Layout
 from spmd_trainer.train_states import NestedJTensor, NestedPartitionSpec, NestedShapeDtypeStruct, TrainState
 
-# A pure step: (layout, state, key, inputs, ...) -> (new state or None, outputs). A partitioner may pass a pass of its own as a
-# fifth argument (`step_fns.train_step`), so a step of your own takes `*rest` and passes it on.
+# A pure step: (layout, state, key, inputs, ...) -> (new state or None, outputs). A partitioner may give its own forward (and
+# backward) pass as fifth argument, see `step_fns.train_step`, so a step of your own takes `*rest` and hands it on.
 StepFn: TypeAlias = Callable[..., tuple[TrainState | None, Any]]
-# Padded variables and inputs, as the devices hold them -> its own `step_fns.GradFn` or `EvalFn`.
+# Padded variables and inputs, as the devices hold them -> the partitioner's `step_fns.GradFn` or `EvalFn`.
 OwnPass: TypeAlias = Callable[[NestedJTensor, NestedJTensor], Callable[..., Any]]
 
 
 class CompiledStep:
-    """A jitted step. It is traced under `jax.set_mesh`, so that sharding constraints inside layers apply.
+    """A jitted train, eval or decode step, traced under `jax.set_mesh`, so that sharding constraints inside layers apply.
 
     Attributes:
-      layout: the layout of the step's input state.
-      inputs_shape_dtype: ShapeDtypeStructs of the padded global inputs.
-      inputs_partition_spec: PartitionSpecs of the inputs, same structure.
+      layout: the layout of the state that the step takes.
+      inputs_shape_dtype: ShapeDtypeStructs of the padded global batch.
+      inputs_partition_spec: PartitionSpecs of the global batch, in the structure of `inputs_shape_dtype`.
     """
 
     def __init__(self, jitted: jax.stages.Wrapped, layout: Layout, inputs_shape_dtype: NestedShapeDtypeStruct):
         """Wraps a jitted function. Compilation happens at the first call.
 
         Args:
-          jitted: (state, prng_key, inputs) -> (new state or None, outputs).
+          jitted: the function, (state, prng_key, inputs) -> (new state or None, outputs).
           layout: the layout of the state.
-          inputs_shape_dtype: ShapeDtypeStructs of the padded global inputs.
+          inputs_shape_dtype: ShapeDtypeStructs of the padded global batch.
         """
         self._jitted = jitted
         self.layout = layout
@@ -43,11 +43,11 @@ class CompiledStep:
         self.inputs_partition_spec: NestedPartitionSpec = layout.inputs_partition_spec(inputs_shape_dtype)
 
     def __call__(self, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, /) -> Any:
-        """Returns (new state or None, outputs); dispatches asynchronously.
+        """Runs the step and returns (new state or None, outputs); dispatches asynchronously.
 
         Args:
           state: a padded state of `layout`; it is donated if the step returns a new state.
-          prng_key: the run's key.
+          prng_key: the run's PRNG key.
           inputs: the batch, as `layout.put` returns it.
         """
         with jax.set_mesh(self.layout.mesh):
@@ -64,7 +64,7 @@ class CompiledStep:
             return self._jitted.trace(*self.arguments(prng_key))
 
     def arguments(self, prng_key: jax.Array | jax.ShapeDtypeStruct) -> tuple[TrainState, Any, NestedShapeDtypeStruct]:
-        """Returns (state, prng_key, inputs), with padded state and inputs as ShapeDtypeStructs with shardings."""
+        """Returns abstract arguments (state, prng_key, inputs) for the step: padded ShapeDtypeStructs with shardings."""
         inputs = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             self.inputs_shape_dtype,
@@ -89,7 +89,7 @@ def compile_step(
     are replicated.
 
     Args:
-      layout: the layout of the state, as the pure step sees it.
+      layout: the layout of the state that the step takes.
       step_fn: the pure step.
       inputs_shape_dtype: ShapeDtypeStructs of the global batch, before any padding.
       is_eval: True for steps that return no state.
@@ -125,7 +125,7 @@ def compile_step(
 
 
 def _recommend_verify(places: Sequence[str], padded: Sequence[str]) -> None:
-    """Logs `places` ('file:line') of the model's sharding constraints, and warns of dimensions that are padded for them."""
+    """Logs `places`, the 'file:line' of the model's own sharding constraints, and `padded`, warnings of padding for them."""
     for note in padded:
         logging.warning("%s", note)
     if places:
@@ -136,9 +136,9 @@ def _recommend_verify(places: Sequence[str], padded: Sequence[str]) -> None:
 
 
 def _options_without_gpus(mesh: Mesh) -> dict[str, Any] | None:
-    """Returns compiler options for a mesh of GPUs if the process has no GPU; None for other meshes.
+    """Returns compiler options that turn off Triton's matrix products if a mesh has GPUs and this process has none; else None.
 
-    Triton's matrix products need tile sizes, which the compiler measures on a GPU. Without a GPU it finds none for small shapes.
+    The compiler measures the tile sizes of these products on a GPU. Without a GPU, it finds none for small shapes.
     """
     platform = mesh.devices.flat[0].platform
     is_here = platform in ("cpu", "tpu") or jax.default_backend() == "gpu"

@@ -23,20 +23,20 @@ GatherArgs: TypeAlias = tuple[tuple[str, ...], int, int]
 
 @jax.tree_util.register_pytree_node_class
 class GatheredOnUse(meta.AxisMetadata[Any]):
-    """A box of a device's shard in a Flax or praxis variable tree; a layer that reads it gets the gathered parameter.
+    """A box around a device's shard of a Flax or praxis parameter. A layer that reads the box gets the whole parameter.
 
     Flax calls `unbox` when a module reads a parameter. Loops over stacked layers slice the shard and leave it boxed, so
     each layer's parameter is gathered inside the loop.
     """
 
     def __init__(self, shard: jax.Array, axes: tuple[str, ...], dim: int, size: int):
-        """Boxes a shard; arguments as for `collectives.gather_array`."""
+        """Boxes a shard of a parameter. Arguments as for `collectives.gather_array`."""
         self._shard = shard
         self._gather_args: GatherArgs = (axes, dim, size)
 
     @classmethod
     def box(cls, shard: jax.Array, variable: VariableSpec) -> jax.Array | GatheredOnUse:
-        """Returns a boxed shard of `variable`; returns `shard` itself if the variable is not split."""
+        """Returns `shard`, a device's shard of `variable`, in a box; returns `shard` itself if the variable is not split."""
         for dim, axes in enumerate(axes_by_dim(variable.spec, len(variable.logical_shape))):
             if axes:
                 return cls(shard, axes, dim, variable.logical_shape[dim])
@@ -52,7 +52,7 @@ class GatheredOnUse(meta.AxisMetadata[Any]):
         return self.value
 
     def replace_boxed(self, val: Any) -> Any:
-        """Returns `val` unboxed, because a new value is not split."""
+        """Returns the new value `val` as it is, without a box, because it is not split."""
         return val
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> GatheredOnUse:
@@ -64,7 +64,7 @@ class GatheredOnUse(meta.AxisMetadata[Any]):
         """Returns the box with the gathered dimension renumbered for the removal of dimension `index`.
 
         Raises:
-          UserError: the parameter is split on dimension `index`, so a loop over it lacks the slices of other devices.
+          UserError: the parameter is split on dimension `index`, so a loop over it lacks the slices on other devices.
         """
         axes, dim, size = self._gather_args
         if index % self._shard.ndim == dim:
@@ -75,7 +75,7 @@ class GatheredOnUse(meta.AxisMetadata[Any]):
         return GatheredOnUse(self._shard, axes, dim - (index < dim), size)
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], GatherArgs]:
-        """Returns the shard as the only leaf, and the arguments of `gather_array` as auxiliary data."""
+        """Returns the shard as the only leaf, and the other arguments of `collectives.gather_array` as auxiliary data."""
         return (self._shard,), self._gather_args
 
     @classmethod
@@ -97,9 +97,9 @@ _NOT_KEPT = frozenset(
 
 
 def without_keeping_gathered(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn` with parameters gathered again in the backward pass, unless `fn` contains `jax.checkpoint` itself.
+    """Returns `fn` changed so that the backward pass gathers parameters again instead of keeping gathered parameters.
 
-    Such a function is not changed, because an outer `jax.checkpoint` would overrule the policies of those inside `fn`.
+    A function that contains `jax.checkpoint` is not changed: an outer `jax.checkpoint` would overrule the policies inside.
     """
 
     @functools.wraps(fn)
@@ -115,7 +115,7 @@ def without_keeping_gathered(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy: returns True if results of this primitive are kept for the backward pass."""
-    if primitive.name == "custom_vjp_call":  # of `collectives.gather_array`, or of the model
+    if primitive.name == "custom_vjp_call":  # that of `collectives.gather_array`, or one of the model
         return not _contains(params["call_jaxpr"].jaxpr, {"all_gather"})
     return primitive.name not in _NOT_KEPT
 

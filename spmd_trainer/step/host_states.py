@@ -1,10 +1,10 @@
-"""Optimizer states in pinned host memory: the step copies them to the devices part by part, and back.
+"""Optimizer states in pinned host memory, which a train step copies to the devices part by part, and back.
 
 First the step updates repeated (stacked) variables in a loop, one layer at a time, then all other variables together. The loop
-keeps the order: the compiler's scheduler starts copies as early as it can, and without a loop it starts all of them before the
-first update. So a device holds the states of one layer, or of all variables outside repeated layers.
+enforces this order: the compiler's scheduler starts copies as early as it can, and without a loop it would start all of them
+before the first update. So at any time a device holds the states of one layer, or of all variables outside repeated layers.
 
-The optimizer sees the same arrays as for states on the devices, so the results are the same.
+The optimizer gets the same arrays as if its states stayed on the devices, so the results are the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 DEVICE, PINNED_HOST = "device", "pinned_host"
 MEMORY_KINDS = (DEVICE, PINNED_HOST)
-# JAX's mark of a move between memories, and a buffer in XLA's memory space 5, the host's, that is made by a program.
+# A lowered program's name for a move between memories; a compiled program's line that makes a host buffer (memory space 5).
 _PLACED = "annotate_device_placement"
 _HOST_BUFFER = re.compile(r"^\s+%?[\w.-]+ = [^=]*?S\(5\)\}? (?!parameter|get-tuple-element|tuple)", re.MULTILINE)
 
@@ -44,12 +44,12 @@ _HOST_BUFFER = re.compile(r"^\s+%?[\w.-]+ = [^=]*?S\(5\)\}? (?!parameter|get-tup
 def memory_kind(learner: Any, variable: VariableSpec) -> str | None:
     """Returns the JAX memory kind of an array of the train state; None for the device's default memory.
 
-    Large arrays of the optimizer state get the learner's `opt_state_memory_kind`. Moving averages, which evaluation reads, stay
-    on the devices.
+    Large arrays of the optimizer state get the learner's `opt_state_memory_kind`. Small arrays, and moving averages, which
+    evaluation reads, stay on the devices.
     """
     if learner.opt_state_memory_kind == DEVICE or not variable.path.startswith("opt_states/"):
         return None
-    # A copy of its own would cost more time than a small part takes memory.
+    # For a small array, the time of a separate copy costs more than its memory.
     is_small = math.prod(variable.logical_shape) < opt_state_dtypes.LEAST_ELEMENTS
     return None if is_small or opt_state_dtypes.is_average(variable.path) else str(learner.opt_state_memory_kind)
 
@@ -71,7 +71,7 @@ def why_at_once(learner: Any, hparams: PyTree) -> str:
 
 
 def warn_if_at_once(learner: Any, hparams: PyTree) -> None:
-    """Warns if the step copies all states in host memory to the devices at once. Arguments as for `why_at_once`."""
+    """Warns if a step copies all optimizer states from host memory to the devices at once. Arguments as for `why_at_once`."""
     if learner.opt_state_memory_kind != DEVICE and (why := why_at_once(learner, hparams)):
         logging.warning(
             "task.train.learner.opt_state_memory_kind=%r saves %s: all optimizer states are on the devices together while a step "
@@ -88,7 +88,7 @@ def check_devices(task: SingleTask, mesh: Mesh) -> None:
     """Checks that a mesh's devices have pinned host memory if the task's settings need it.
 
     Raises:
-      UserError: the devices lack it; the message names their kind and their memory kinds.
+      UserError: the devices have no pinned host memory; the message names the device kind and the memories that it has.
     """
     asked = {
         f"task.train.learner.opt_state_memory_kind={PINNED_HOST!r}": task.learner.opt_state_memory_kind == PINNED_HOST,
@@ -115,10 +115,10 @@ def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.sta
 
     Args:
       layout: the layout of the step's state.
-      lowered, compiled: the step, (state, key, inputs) -> (new state, outputs).
+      lowered, compiled: the lowered and the compiled train step, (state, key, inputs) -> (new state, outputs).
 
     Raises:
-      UserError: the compiler left a part of the state, or the activations, on the devices; the message names part and device.
+      UserError: the compiler left an array of the state, or the activations, on the devices; the message says which.
     """
     offloaded = list(layout.task.train.offloaded_activations)
     if not offloaded and not any(variable.memory_kind for variable in layout.records()):
@@ -151,11 +151,11 @@ def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.sta
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """An optimizer update on states in their stored form.
+    """Runs the optimizer on states in the form in which they are stored between steps (`opt_state_dtypes.stored`).
 
     Attributes:
       learner: the learner.
-      dtypes: `opt_state_dtypes.kept_dtypes` of the whole state.
+      dtypes: {path: dtype} of the arrays that are stored in fewer bits, `opt_state_dtypes.kept_dtypes` of the whole state.
       valid: bool scalar; False skips the step: updates are zero and the state does not change.
     """
 
@@ -166,7 +166,7 @@ class _Kept:
     def update(
         self, tx: Any, grads: PyTree, states: PyTree, mdl_vars: PyTree, row: opt_state_dtypes.Row | None = None
     ) -> tuple[PyTree, PyTree]:
-        """Returns the optimizer's updates and the new stored states, for states on the devices: all, or those of one layer."""
+        """Returns the updates and the new stored states. `states` are on devices: all, or those of the layer `row`."""
         loaded = opt_state_dtypes.loaded(self.dtypes, states, row)
         updates, new = tx.update(grads, loaded, mdl_vars)
         updates, new = self.learner.if_valid(self.valid, updates, new, loaded)
@@ -176,12 +176,12 @@ class _Kept:
 def update(
     learner: Learner, grads: PyTree, states: PyTree, mdl_vars: PyTree, hparams: PyTree, valid: jax.Array
 ) -> tuple[PyTree, PyTree]:
-    """Runs the optimizer on a state in its stored form (`opt_state_dtypes.stored`), in any memory, part by part.
+    """Runs the optimizer on a stored state (`opt_state_dtypes.stored`), layer by layer where states are in host memory.
 
     Args:
       learner: the learner.
       grads: clipped gradients.
-      states: the stored optimizer state, with `HostPart`s.
+      states: the stored optimizer state; arrays in host memory are `HostPart`s.
       mdl_vars, hparams: the variables and their WeightHParams, in the structure of `grads`.
       valid: bool scalar; False skips the step.
 
@@ -214,9 +214,9 @@ def update(
 
 
 def _repeated(learner: Learner, states: PyTree, mdl_vars: PyTree, hparams: PyTree) -> dict[str, PyTree]:
-    """Returns the groups of repeated layers that are updated one layer at a time: those with a part of their state on the host.
+    """Returns the groups of repeated layers with state in host memory, which are updated one layer at a time.
 
-    The result is {key in the state: tree of bools, True for variables outside the group}.
+    The result is {the group's key in `states`: tree of bools, True for variables outside the group}.
     """
     if not learner.vectorize_on_repeat_prefix or not isinstance(states, dict) or opt_vec.NO_PREFIX_KEY not in states:
         return {}
@@ -248,20 +248,20 @@ def _stacking(p: base_layer.WeightHParams) -> tuple[Any, ...]:
 
 
 def _in_a_loop(stacking: tuple[Any, ...]) -> bool:
-    """Returns True for variables that are stacked along one dimension, if this dimension is not split over mesh axes."""
+    """Returns True for variables that are stacked along just one dimension, if this dimension is not split over mesh axes."""
     prefix, mapping, _ = stacking
     return len(prefix) == 1 and all(entry in (None, -1) for entry in mapping)
 
 
 def _whole(kept: _Kept, tx: Any, states: PyTree, grads: PyTree, mdl_vars: PyTree) -> tuple[PyTree, PyTree]:
-    """Copies a whole state to the devices, and runs the optimizer. Returns the updates and the new state."""
+    """Copies all of `states` to the devices at once, and runs the optimizer. Returns the updates and the new state."""
     given = jax.tree.map(lambda x: x.on_device() if is_host_part(x) else x, states, is_leaf=is_host_part)
     updates, new = kept.update(tx, grads, given, mdl_vars)
     return updates, _back(states, new, None)
 
 
 def _back(states: PyTree, new: PyTree, row: jax.Array | None) -> PyTree:
-    """Returns `states` with new values, or with new values at index `row` of dimension 0."""
+    """Returns `states` with the values `new` (at index `row` of dimension 0, if given); host arrays stay in host memory."""
 
     def back(old: Any, value: jax.Array) -> Any:
         if is_host_part(old):
@@ -276,7 +276,7 @@ def _by_row(
 ) -> tuple[PyTree, PyTree]:
     """Runs the optimizer on repeated variables in a loop, one layer at a time. Returns the updates and the new states.
 
-    The results are those of praxis' vectorised optimizer.
+    The results are equal to those of praxis' vectorised optimizer. `key`: the group's key, see `_repeated`.
     """
     tx = kept.learner.raw_grad_tx(hparams)
     count = jax.tree.leaves(grads)[0].shape[0]
@@ -303,7 +303,7 @@ def _by_row(
         updates, new, summaries = updated(left, states, row)
         return (_back(room, updates, row), _back(states, new, row)), summaries
 
-    # Updates take the place of their gradients, if they have the same dtype.
+    # An update overwrites its gradient, if the two have the same dtype.
     made, _, _ = jax.eval_shape(updated, grads, states, jnp.zeros((), jnp.int32))
     room = jax.tree.map(lambda g, u: g if g.dtype == u.dtype else jnp.zeros(g.shape, u.dtype), grads, made)
     (updates, new_states), summaries = lax.scan(body, (room, states), jnp.arange(count))

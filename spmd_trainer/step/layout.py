@@ -30,7 +30,7 @@ from spmd_trainer.train_states import (
 if TYPE_CHECKING:
     from spmd_trainer.tasks_lib import SingleTask
 
-# How `numpy.pad` fills the rows that a batch lacks to a multiple of the devices: zeros, or the first rows again.
+# How `numpy.pad` fills the rows that make a batch a multiple of the device count: with zeros, or with the first rows again.
 RowPadding: TypeAlias = Literal["constant", "wrap"]
 
 
@@ -50,12 +50,12 @@ class LogicalLayout:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("record", "mesh"))
 @dataclasses.dataclass(frozen=True)
 class HostPart:
-    """An array of the train state in host memory, as a step gets it. It keeps its padding, because the host computes nothing.
+    """An array of the train state in host memory, as a step gets it. It is padded; `on_device` slices the padding off.
 
     Attributes:
       array: the padded array.
-      record: its VariableSpec in the layout.
-      mesh: its mesh.
+      record: the array's VariableSpec in the layout.
+      mesh: the device mesh.
     """
 
     array: jax.Array
@@ -66,7 +66,7 @@ class HostPart:
         """Copies the array to the devices and slices off its padding. Use under jit.
 
         Args:
-          row: integer scalar: copies the slice at this index of dimension 0. None: copies the whole array.
+          row: index of dimension 0, integer scalar; only the slice at this index is copied. None copies the whole array.
         """
         record = self._record(row)
         x = self.array if row is None else lax.dynamic_index_in_dim(self.array, row, 0, keepdims=False)
@@ -128,19 +128,19 @@ class Layout(LogicalLayout):
 
     @functools.cached_property
     def partition_specs(self) -> TrainState:
-        """PartitionSpecs of the state."""
+        """PartitionSpecs of the train state."""
         specs: TrainState = jax.tree.map(lambda v: v.spec, self.variables)
         return specs
 
     @functools.cached_property
     def shardings(self) -> TrainState:
-        """NamedShardings of the state; variables with the same spec share one object."""
+        """NamedShardings of the train state; arrays with the same PartitionSpec share one NamedSharding object."""
         shardings: TrainState = sharding.named_shardings(self.variables, self.mesh)
         return shardings
 
     @functools.cached_property
     def padded_shapes(self) -> TrainState:
-        """ShapeDtypeStructs of the padded state, with shardings."""
+        """ShapeDtypeStructs of the padded train state, with shardings."""
         shapes: TrainState = jax.tree.map(
             lambda v, s: jax.ShapeDtypeStruct(v.padded_shape, v.dtype, sharding=s), self.variables, self.shardings
         )
@@ -173,7 +173,7 @@ class Layout(LogicalLayout):
         return dataclasses.replace(self, variables=self.variables.to_eval_state())
 
     def records(self) -> list[VariableSpec]:
-        """Returns all VariableSpecs, in the order of the state's leaves."""
+        """Returns the VariableSpecs of all arrays of the train state, in the order of its leaves."""
         return jax.tree.leaves(self.variables)
 
     def check_state(self, state: TrainState, specs: TrainState) -> None:
@@ -181,10 +181,10 @@ class Layout(LogicalLayout):
 
         Args:
           state: arrays or ShapeDtypeStructs.
-          specs: PartitionSpecs, same structure.
+          specs: PartitionSpecs, in the structure of `state`.
 
         Raises:
-          ValueError: an array has another shape or another spec; the message names the first.
+          ValueError: an array has another shape or another spec than in the layout; the message names the first such array.
         """
 
         def check(variable: VariableSpec, array: jax.Array, spec: PartitionSpec) -> None:
@@ -200,12 +200,12 @@ class Layout(LogicalLayout):
     def num_params(self, *, per_token: bool = False) -> int:
         """Returns the number of elements of the trainable variables, at logical shapes.
 
-        With `per_token`, counts only elements that are used for one token: k / E of the experts if a token uses k of E experts.
+        With `per_token`, counts the elements used for one token: of experts, the fraction k / E if a token uses k of E experts.
         """
         return self._num_elements(frozen=False, per_token=per_token)
 
     def num_frozen_params(self, *, per_token: bool = False) -> int:
-        """Returns the number of elements of frozen parameters, the base of a model with adapters. See `num_params`."""
+        """Returns the number of elements of frozen parameters, e.g. the base of a model with adapters. See `num_params`."""
         return self._num_elements(frozen=True, per_token=per_token)
 
     def _num_elements(self, *, frozen: bool, per_token: bool) -> int:
@@ -220,7 +220,7 @@ class Layout(LogicalLayout):
     # --- batches ----------------------------------------------------------------------------------------------------------
 
     def pad_inputs_shape_dtype(self, inputs_shape_dtype: NestedShapeDtypeStruct) -> NestedShapeDtypeStruct:
-        """Returns the inputs' shapes with the batch dimension raised to the next multiple of the device count."""
+        """Returns the inputs' shapes with the batch dimension rounded up to a multiple of the device count."""
 
         def padded(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((-(-x.shape[0] // self.mesh.size) * self.mesh.size, *x.shape[1:]), x.dtype)
@@ -236,7 +236,7 @@ class Layout(LogicalLayout):
         return jax.tree.map(functools.partial(sharding.shard_on_batch_dim_partition_spec, self.mesh.axis_names), inputs)
 
     def inputs_shardings(self, inputs: PyTree) -> PyTree:
-        """Returns the NamedShardings of `inputs_partition_spec`."""
+        """Returns the NamedShardings of a step's inputs, made from the PartitionSpecs of `inputs_partition_spec`."""
         specs = self.inputs_partition_spec(inputs)
         is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
         return jax.tree.map(functools.partial(NamedSharding, self.mesh), specs, is_leaf=is_spec)
@@ -244,7 +244,7 @@ class Layout(LogicalLayout):
     def put(self, batch: PyTree) -> NestedJTensor:
         """Puts one process's rows of a batch on the devices, as part of the global batch.
 
-        Adds rows, filled by `row_padding`, up to a multiple of the process's device count. The step removes them again.
+        Adds rows, filled as `row_padding` says, up to a multiple of the process's device count. The step removes these rows.
 
         Args:
           batch: numpy arrays [rows of this process, ...].
@@ -267,7 +267,7 @@ class Layout(LogicalLayout):
 
         Args:
           x: an array of the global batch, with added rows.
-          logical: its shape without added rows.
+          logical: the array's ShapeDtypeStruct without added rows.
         """
         rows = logical.shape[0]
         if x.shape[0] == rows:

@@ -1,7 +1,7 @@
-"""Learners: turn gradients into new variables, by clipping, skipping of invalid steps, the optimizer and moving averages.
+"""Learners turn gradients into new variables: they clip, skip invalid steps, run the optimizer and keep moving averages.
 
 Names and behaviour are Pax's. A learner works on trees in which variables that are not trained are masked out
-(`masks.mask_out`). The optimizer may be any praxis optimizer or a plain optax transformation. In a step:
+(`masks.mask_out`). The optimizer may be any praxis optimizer or a plain optax transformation. In a train step:
 
     learner.plot_learning_rate(step)
     with opt_state_dtypes.rounding_for(step):
@@ -32,26 +32,26 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
       optimizer: a praxis optimizer, an optax GradientTransformation, or a config of either.
       loss_name: name of the loss among the model's outputs. None: 'loss', for the models of `spmd_trainer.models`.
       stochastic_gradient: a Pax field for differentially private gradients, which are not supported; must be None.
-      skip_zero_gradients: a Pax field without effect; must be None.
+      skip_zero_gradients: a Pax field that is not supported; must be None.
       grad_norm_summary: write summaries of the global gradient norm, before and after clipping, and of the norm of the updates.
       grad_norm_individual_vars: write a summary of each variable's gradient norm.
       var_norm_summary: write a summary of the norm over all variables.
       var_norm_individual_vars: write a summary of each variable's norm.
-      check_valid_step: check gradients for NaN, Inf and norms above `skip_step_gradient_norm_value`.
+      check_valid_step: treat a step as invalid if its gradient norm is NaN, Inf or at least `skip_step_gradient_norm_value`.
       vectorize_on_repeat_prefix: treat the layers of a repeated (stacked) variable as separate variables.
       force_repeat_prefix_structure: give optimizer states the stacked structure even if no layer is repeated.
       skip_step_gradient_norm_value: skip a step whose gradient norm reaches this value; 0 for no limit.
-      enable_skip_step_on_gradient_anomalies: an invalid step changes neither variables nor optimizer state.
+      enable_skip_step_on_gradient_anomalies: skip invalid steps: they change neither variables nor optimizer state.
       bprop_variable_exclusion: regexes; variables whose whole path matches one (`re.fullmatch`) are not trained. A list index in
         a path may be spelled 'params/lm/x_layers/0/w' or, as in Pax, 'params/lm/x_layers[0]/w'; see `masks.match_paths`.
       bprop_variable_inclusion: regexes, matched in the same way; only variables that match one are trained. Set only one of
         `bprop_variable_exclusion` and `bprop_variable_inclusion`.
-      repeat_prefix_sep: separates dimensions in the keys of stacked optimizer states.
-      keep_optimizer_state_for_excluded_vars: keep optimizer states also of variables that are not trained.
-      scale_update_by_var_norm: scale each update by the variable's initial magnitude.
+      repeat_prefix_sep: text between the dimensions in the keys of stacked optimizer states.
+      keep_optimizer_state_for_excluded_vars: keep optimizer states for variables that are not trained, too.
+      scale_update_by_var_norm: multiply the update of each variable of rank 2 or more by the scale of its initialiser.
       opt_state_dtype: dtype in which float32 arrays of the optimizer state, such as moments, are stored between steps: 'float32',
         'bfloat16' or '8bit', see `opt_state_dtypes`. Arrays of fewer than 4,096 elements stay float32. Moving averages
-        (`ema_decay`) and copies of variables always stay float32, even if a rule matches. A restarted run may change it.
+        (`ema_decay`) and copies of variables always stay float32, even if a rule matches. A resumed run may change this field.
       opt_state_dtype_rules: (regex, dtype) pairs. The first pair whose regex is found in the path of an array of the state, such
         as 'no_prefix/v/params/lm/softmax/w', overrides `opt_state_dtype`, for arrays of any size.
       opt_state_memory_kind: memory of the optimizer state between steps: 'device', or 'pinned_host' for host memory, from which
@@ -120,9 +120,9 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         """Returns the gradient transformation for variables of these WeightHParams.
 
         The transformation has `init(vars)`, `update(grads, state, vars)` and `init_partition_spec(hparams)`, which returns
-        WeightHParams in the structure of the state, wrapped in an `optax.MaskedState` as in Pax. With repeated layers, state and
-        specs are dicts with one entry for each kind of stacking and an entry 'no_prefix' for all other variables; in the specs,
-        each entry has its own `MaskedState`.
+        WeightHParams in the structure of the state, wrapped in an `optax.MaskedState` as in Pax. With repeated layers, state
+        and WeightHParams are dicts with one entry for each group of equally stacked variables, and an entry 'no_prefix' for all
+        other variables. Each entry of the WeightHParams then has its own `MaskedState`.
         """
         grad_tx = self.raw_grad_tx(var_weight_hparams)
         if not self.vectorize_on_repeat_prefix or self.sees_stacks:
@@ -135,25 +135,25 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         )
 
     def plot_learning_rate(self, step: jax.Array) -> None:
-        """Writes a summary of the learning rate at `step`, an integer scalar; does nothing if the optimizer doesn't expose it."""
+        """Writes a summary of the learning rate at `step`, an integer scalar, unless the optimizer hides its learning rate."""
         _summarize("learning/lr", self.optimizer.get_learning_rate(step))
 
     def update_states(self, grads: Any, states: Any, old_vars: Any, var_weight_hparams: Any) -> tuple[Any, Any]:
         """Transforms gradients into updates.
 
-        An override that runs the optimizer itself gets states as the optimizer made them only with `opt_state_dtype='float32'`,
-        no rules, and `opt_state_memory_kind='device'`; with other settings, let it call this method.
+        A subclass's override that runs the optimizer itself needs `opt_state_dtype='float32'`, no `opt_state_dtype_rules`, and
+        `opt_state_memory_kind='device'`. With other settings, `states` have another form: an override must call this method.
 
         Args:
           grads: gradients, same structure, shapes and dtypes as `old_vars`.
           states: the optimizer state as it is stored between steps; arrays in host memory are `HostPart`s.
           old_vars: the variables; those that are not trained are masked out.
-          var_weight_hparams: their WeightHParams, same structure.
+          var_weight_hparams: the variables' WeightHParams, in the structure of `old_vars`.
 
         Returns:
-          The updates to add, in the structure of `old_vars`, and the new optimizer state, rounded for the step that
-          `opt_state_dtypes.rounding_for` was given. In a skipped step the updates are zero and the state does not change. If a
-          variable is overwritten with its gradient, its update is the gradient.
+          The updates to add, in the structure of `old_vars`, and the new optimizer state in its stored form, rounded with the
+          random bits of the step given to `opt_state_dtypes.rounding_for`. In a skipped step the updates are zero and the
+          state does not change. If a variable is overwritten with its gradient, its update is the gradient.
         """
         overwrites = jax.tree.map(base_layer.var_overwrite_with_gradient, var_weight_hparams)
         # A gradient that overwrites its variable (fp8 scales) must not reach the optimizer.
@@ -167,10 +167,10 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         return jax.tree.map(lambda o, raw, x: raw if o else x, overwrites, grads, updates), new_states
 
     def if_valid(self, valid: jax.Array, updates: Any, new_states: Any, states: Any) -> tuple[Any, Any]:
-        """Returns (updates, new_states) if the step is valid, else (zeros, states). `valid`: bool scalar."""
+        """Returns (zeros, states) if the step is to be skipped, else (updates, new_states). `valid`: bool scalar."""
         if not (self.enable_skip_step_on_gradient_anomalies and self.check_valid_step):
             return updates, new_states
-        # `valid` is 0 where it is used. XLA would share a constant of zeros with the start of the gradients' sums, and hold it.
+        # Where `valid` is the value, it is 0. XLA would share and keep a constant of zeros with the gradients' initial sums.
         updates = jax.tree.map(lambda x: jnp.where(valid, x, valid.astype(x.dtype)), updates)
         return updates, jax.tree.map(lambda new, old: jnp.where(valid, new, old), new_states, states)
 
@@ -182,8 +182,8 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
           optimizer_name: added to the summaries' names, for a learner with several optimizers.
 
         Returns:
-          The clipped gradients, and a bool scalar: True if the step is valid. It is invalid if the norm over all gradients,
-          before clipping, is NaN or Inf, or reaches `skip_step_gradient_norm_value`.
+          The clipped gradients, and a bool scalar: True if the step is valid. If `check_valid_step` is set, it is invalid if
+          the norm over all gradients, before clipping, is NaN or Inf, or reaches `skip_step_gradient_norm_value`.
         """
         return self._scale(raw_grads, self.optimizer, f"{optimizer_name}/" if optimizer_name else "")
 
@@ -220,8 +220,8 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
 
         Args:
           old_vars: the variables; those that are not trained are masked out.
-          transformed_grads: the updates from `update_states`; same structure.
-          var_weight_hparams: WeightHParams; same structure.
+          transformed_grads: the updates from `update_states`, in the structure of `old_vars`.
+          var_weight_hparams: the variables' WeightHParams, in the structure of `old_vars`.
 
         Returns:
           The new variables, in the dtypes of the old ones.
@@ -245,7 +245,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
 
 
 class MultiOptimizerLearner(Learner):
-    """A learner with auxiliary optimizers for variables selected by regexes, and `optimizer` for the rest.
+    """A learner with auxiliary optimizers for variables selected by regexes. The field `optimizer` is for all other variables.
 
     `optimizer.ema_decay` sets the moving averages of all variables; an auxiliary optimizer's `ema_decay` has no effect.
     The clipping settings of auxiliary optimizers have an effect only with `apply_separate_scaling`.
@@ -286,19 +286,19 @@ class MultiOptimizerLearner(Learner):
                 )
 
     def plot_learning_rate(self, step: jax.Array) -> None:
-        """Writes a summary of each optimizer's learning rate; `optimizer`'s is 'learning/lr' and 'learning/lr_main'."""
+        """Writes each optimizer's learning rate as summary 'learning/lr_NAME'; the main one's also as 'learning/lr'."""
         super().plot_learning_rate(step)
         for name, optimizer in self._named_optimizers():
             _summarize(f"learning/lr_{name}", optimizer.get_learning_rate(step))
 
     def get_masks(self, var_weight_hparams: Any) -> tuple[list[Any], Any]:
-        """Returns trees of bools: a list with a mask of the variables of each auxiliary optimizer, and the mask of `optimizer`.
+        """Returns (the auxiliary optimizers' masks, the mask of `optimizer`): trees of bools, True for its variables.
 
         Args:
           var_weight_hparams: WeightHParams, or a tree of any other leaves in the variables' structure.
 
         Raises:
-          ValueError: a regex selects no variable, or two select the same one.
+          ValueError: a regex selects no variable, or two regexes select the same variable.
         """
         treedef = jax.tree.structure(var_weight_hparams)
         paths = [path for path, _ in with_paths(var_weight_hparams)]
@@ -350,7 +350,7 @@ class MultiOptimizerLearner(Learner):
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Returns the L2 norm over all leaves, float32 scalar; 0 for an empty tree."""
+    """Returns the L2 norm over all elements of all leaves, as a float32 scalar; 0 for an empty tree."""
     return jnp.sqrt(sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.zeros(())))
 
 

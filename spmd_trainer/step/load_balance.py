@@ -17,14 +17,14 @@ from spmd_trainer.train_states import NestedJTensor
 def moved_by_load(
     layout: LogicalLayout, forward_vars: NestedJTensor, summaries: Mapping[str, jax.Array]
 ) -> NestedJTensor:
-    """Moves the variables marked with `masks.MOVED_BY_LOAD` (router biases) by the experts' load in the whole batch.
+    """Moves the variables marked with `masks.MOVED_BY_LOAD`, such as router biases, by the experts' load in the whole batch.
 
-    A variable's element moves up by the variable's rate if its expert's load is below the mean, and down if above.
+    Each element belongs to an expert. It moves by the variable's rate: up if the expert's load is below the mean, else down.
 
     Args:
       layout: has the WeightHParams of all variables.
-      forward_vars: the collections that the forward pass wrote.
-      summaries: the summaries of the forward pass, among them the load (`masks.LOAD`).
+      forward_vars: the variable collections that the forward pass wrote.
+      summaries: the summaries of the forward pass, including the experts' load (`masks.LOAD`).
 
     Returns:
       `forward_vars` with the moved variables.
@@ -43,7 +43,7 @@ def moved_by_load(
                 f"{path} is moved by the load of the experts: let task.train.apply_mutable_list have "
                 f"{' and '.join(map(repr, needed))}, or set choice_bias_rate=0"
             )
-        # Of repeated layers, each has its own mean. A mean over minibatches may have lost the last bits.
+        # Each of several repeated layers has its own mean. Loads averaged over minibatches may have lost their last bits.
         total = jnp.sum(load, axis=-1, keepdims=True)
         below = total - load.shape[-1] * load
         values[path] += jnp.where(jnp.abs(below) > 1e-6 * total, rate * jnp.sign(below), 0.0)
@@ -55,7 +55,7 @@ def moved_by_load(
 def without_moves_of_a_skipped_step(
     layout: LogicalLayout, old_vars: NestedJTensor, new_vars: NestedJTensor
 ) -> NestedJTensor:
-    """Returns `new_vars`; if the learner has skipped the step, variables that the load moves keep their old values."""
+    """Returns `new_vars`; if the learner has skipped the step, variables that are moved by the load have their old values."""
     learner, moved = layout.task.learner, _rates(layout)
     if not (moved and learner.check_valid_step and learner.enable_skip_step_on_gradient_anomalies):
         return new_vars
@@ -72,8 +72,8 @@ def without_moves_of_a_skipped_step(
 
 
 def _rates(layout: LogicalLayout) -> dict[str, float]:
-    """Returns {path: rate} of the variables that the load moves; paths begin below the collection of non-trainable variables."""
+    """Returns {path: rate} of variables that the load moves; paths start inside the collection of non-trainable variables."""
     hparams = masks.with_paths(layout.var_weight_hparams.get(base_layer.NON_TRAINABLE, {}))
-    # A frozen base keeps its biases.
+    # The biases of a frozen base model don't move.
     rates = {path: masks.load_rate(p) for path, p in hparams if not masks.is_frozen(p)}
     return {path: rate for path, rate in rates.items() if rate is not None}

@@ -1,4 +1,4 @@
-"""Masks (trees of bools) of the variables that are trained and of those with an optimizer state, and path matching."""
+"""Masks (trees of bools) that mark variables without a gradient or without an optimizer state, and matching of paths."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from spmd_trainer.sharding.variables import path_str
 
 # A collection of WeightHParams: the variable never changes, so it has no optimizer state and no moving average.
 FROZEN = "_frozen"
-# Beginning of the collection of variables of which a token reads a part; the share follows, such as '8/128' for experts.
+# Prefix of the collection of variables of which a token reads only a part; the fraction follows, such as '8/128' for experts.
 READ_PER_TOKEN = "_read_per_token:"
-# A layer's summary with the tokens of each expert in a training step, a histogram: [experts], or [repetitions, experts] of a
-# repeated layer. With minibatches, or rows divided by hand, their mean.
+# Name of a layer's summary, a histogram of the tokens of each expert in a training step: [experts], or [repetitions, experts]
+# of a repeated layer. With minibatches, or under `jax.shard_map`, the mean over the parts of the batch.
 LOAD = "expert_load"
-# Beginning of the collection of a layer's variable that each training step moves by +-rate, up where the layer's load is below
-# its mean; the rate follows.
+# Prefix of the collection of variables that each training step moves by the load: up by the rate where an expert's load is
+# below the mean, else down. The rate follows the prefix.
 MOVED_BY_LOAD = "_moved_by_load:"
 # How a regex writes the index of a list: Pax's `x_layers\[0\]` or `x_layers.0.`, and this project's `x_layers/0`.
 _PAX_INDEX = re.compile(r"\\\[|\[\[\]|(?<!\\)\.\d+\.")
@@ -61,7 +61,7 @@ def get_excluded_var_mask_for_opt(var_weight_hparams: Any, learner: Any) -> Any:
 
 
 def is_frozen(hparams: Any) -> bool:
-    """Returns True for a variable in the collection `FROZEN`, which never changes."""
+    """Returns True for a variable in the collection `FROZEN`; such a variable never changes."""
     return FROZEN in hparams.collections
 
 
@@ -72,7 +72,7 @@ def read_per_token(hparams: Any) -> float:
 
 
 def load_rate(hparams: Any) -> float | None:
-    """Returns the rate by which each step moves a variable (`MOVED_BY_LOAD`); None for other variables."""
+    """Returns the rate by which each step moves a variable marked with `MOVED_BY_LOAD`; None for all other variables."""
     rates = [name.removeprefix(MOVED_BY_LOAD) for name in hparams.collections if name.startswith(MOVED_BY_LOAD)]
     return float(rates[0]) if rates else None
 
@@ -104,8 +104,8 @@ def _as_list(patterns: str | Sequence[str]) -> list[str]:
 def matches(tree: Any, patterns: Sequence[str]) -> Any:
     """Returns a tree of bools: True for leaves whose whole path matches a pattern (`re.fullmatch`).
 
-    List indices may have either spelling of `match_paths`. A pattern without '/' may also match the path with '.' instead of '/',
-    as in older Pax files.
+    List indices may be spelled in either way, see `match_paths`. A pattern without '/' may also match the path with '.'
+    instead of '/', as in older Pax files.
 
     Raises:
       ValueError: a pattern is not a valid regex.
@@ -126,9 +126,10 @@ def _fullmatch(pattern: re.Pattern[str], path: str) -> bool:
 def match_paths(tree: Any, regex: str, match: Callable[[re.Pattern[str], str], object]) -> list[bool]:
     r"""Returns a bool for each leaf of a tree, in order: True if a regex matches the leaf's path.
 
-    The index of a list has two spellings: `x_layers/0/w`, as in messages and reports, and Pax's `x_layers[0]/w`. A regex that
-    writes an index in one spelling (`\[` or `.0.`; '/' followed by a digit, `\d` or `[0-9]`) is matched against that spelling
-    only, so that a negative lookahead such as `(?!.*x_layers\[0\]/).*` works. Any other regex may match either spelling.
+    A list index in a path has two spellings: Pax's `x_layers[0]/w`, and `x_layers/0/w` as in this project's messages. A regex
+    that contains an index in Pax's spelling (`\[` or `.0.`) or in the other (`/` followed by a digit, `\d` or `[0-9]`) is
+    matched against that spelling only, so that a negative lookahead such as `(?!.*x_layers\[0\]/).*` works. Any other regex
+    may match either spelling.
 
     Args:
       tree: any pytree.
@@ -161,5 +162,5 @@ def paths_text(tree: Any) -> str:
 
 
 def mask_out(tree: Any, masked: Any) -> Any:
-    """Replaces the leaves where `masked` is True with praxis' BpropMaskedNode, a pytree without leaves."""
+    """Returns `tree` with praxis' BpropMaskedNode, a pytree without leaves, in place of the leaves where `masked` is True."""
     return jax.tree.map(lambda m, x: py_utils.BpropMaskedNode() if m else x, masked, tree)

@@ -1,10 +1,10 @@
-"""Finds the variables that are matrices, for matrix optimizers such as Muon: rows, columns and stack dimensions of each.
+"""Finds the variables that hold matrices, and their row, column and stack dimensions, for matrix optimizers such as Muon.
 
 The matrix products of the traced model decide (`matrix_uses`). Dimensions that a product contracts are the rows of a variable,
-dimensions that it keeps are the columns. All other dimensions are stacks: repeated layers, and experts, i.e. dimensions that a
-product computes one by one, or that are paired with a router's columns (`product_results`). Embeddings, the output matrix,
-routers, and variables that no product reads (norms, biases) are not matrices. Some names of praxis layers and of experts are
-recognised too. The user's rules take precedence.
+dimensions that it keeps are the columns. Stack dimensions index matrices: they are those of repeated layers, of experts
+(paired with a router's columns), and those that the program reads one index at a time (`product_results`). Embeddings, the
+output matrix, routers, and variables that no product reads (norms, biases) are not matrices. Routers and experts are also
+recognised by common names. The user's rules take precedence.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from spmd_trainer.train_states import NestedWeightHParams, PyTree
 
 # (regex, form): see `MatrixOptimizer.rules`.
 Rules: TypeAlias = Sequence[tuple[str, str]]
-# The forms of a rule besides a list of `_ROLES`.
+# A rule's form is this, or a list of `_ROLES`.
 NO_MATRIX = "adam"
 _ROLES = ("rows", "cols", "stack")
 HEADS = ("joined", "apart")
-# Beginnings of the collections with what is known of a variable's use: stacks/rows/columns, or why it is no matrix.
+# Prefixes of notes in a variable's `collections`: its dimensions as stacks/rows/columns, or why it is not a matrix.
 _DIMS, _REASON = "_matrix_dims:", "_no_matrix:"
-# Of more collections: what the program leaves open, and that several heads are in one dimension.
+# Prefixes of more such notes: what the program leaves open, and that one dimension holds several heads.
 _DOUBT, _FUSED = "_matrix_doubt:", "_fused_heads:"
 OUTPUT = "the output matrix"
-# Routers by name, besides those that the program shows (`product_results`): a sigmoid alone doesn't show one. The published
-# recipes leave routers to Adam.
+# Names of routers (a sigmoid alone doesn't show that a matrix is one). The published recipes leave routers to Adam.
 _ROUTER = re.compile(r"(^|/)(router|gating)(/|$)|/ff_layer/gate$")
-# Variables whose first dimension is a stack, besides those whose program shows it: experts of which each computes every token.
+# Names of variables with experts as first dimension, which the program doesn't show if every expert computes every token.
 _STACKED = re.compile(r"^(?!.*(attention|attn)).*(expert|moe)", re.IGNORECASE)
 
 
@@ -52,8 +51,8 @@ class Matrix:
     """A variable that holds one matrix or a stack of matrices.
 
     Attributes:
-      dims: its dimensions by role, including those of repeated layers.
-      shape: its shape, including the dimensions of repeated layers.
+      dims: the variable's dimensions by role, including those of repeated layers.
+      shape: the variable's shape, including the dimensions of repeated layers.
     """
 
     dims: MatrixDims
@@ -72,7 +71,7 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Whether a variable is a matrix (`matrix` is None if not), and the reason."""
+    """Whether a variable holds matrices, and why: `matrix` is None if it holds none, `reason` is a text for logs."""
 
     matrix: Matrix | None
     reason: str
@@ -82,7 +81,7 @@ class Choice:
 
 
 def with_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) -> NestedWeightHParams:
-    """Returns the WeightHParams with notes on each variable's use in the model, added to `collections`, for `choose`.
+    """Returns the WeightHParams with notes in `collections` on how the model uses each variable. `choose` reads these notes.
 
     Args:
       hparams: WeightHParams of the variables.
@@ -97,7 +96,7 @@ def with_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) ->
 
 
 def find_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) -> dict[str, Uses]:
-    """Returns {path: `Uses`} of the floating-point parameters in the model. Arguments as for `with_uses`."""
+    """Returns {path: `Uses`}: how the model uses each floating-point parameter. Arguments as for `with_uses`."""
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.full_shape), p.dtype or jnp.float32), hparams)
     jaxpr, _ = matrix_uses.traced(forward, (shapes,))
     learning = {
@@ -109,7 +108,7 @@ def find_uses(hparams: NestedWeightHParams, forward: Callable[[PyTree], Any]) ->
 
 
 def _known(path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses]) -> list[str]:
-    """Returns the entries of `collections` that encode a variable's use."""
+    """Returns the notes for `collections` that encode a variable's use."""
     use = uses[path]
     reason = _why_none(path, hparams, use)
     if reason is not None:
@@ -129,7 +128,7 @@ def _known(path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses
 def _notes(
     path: str, hparams: base_layer.WeightHParams, uses: Mapping[str, Uses], dims: MatrixDims
 ) -> Iterator[tuple[str, str]]:
-    """Yields (prefix, text) of entries of `collections` for the facts that the traced program leaves open about a matrix."""
+    """Yields (prefix, text) of notes on a matrix for `collections`: what the traced program leaves open, and fused heads."""
     use, first = uses[path], len(hparams.repeat_prefix or ())
     if use.may_route:
         yield _DOUBT, f"{path}: a sigmoid of its products weighs whole vectors; if it is a router, ({path!r}, 'adam')"
@@ -154,7 +153,7 @@ def _notes(
 
 
 def _is_unexplained(column: Column, uses: Mapping[str, Uses]) -> bool:
-    """Returns True for the first of a product's several column dimensions if the program shows neither heads nor experts."""
+    """Returns True for the first of several column dimensions if the program doesn't show that it counts heads or experts."""
     path, dim = column
     use = uses[path]
     if len(use.products) != 1 or len(use.products[0].outputs) < 2 or use.products[0].outputs[0] != dim:
@@ -162,13 +161,13 @@ def _is_unexplained(column: Column, uses: Mapping[str, Uses]) -> bool:
     paired = use.aligned.get(dim, set())
     if any(_is_expert(other, uses) for other in paired):
         return False
-    # The program also shows what a gate's columns are, if it multiplies the output of heads.
+    # If a gate multiplies the output of heads, the program shows what the gate's columns are, too.
     is_shown = any(other_dim in uses[other].heads | uses[other].elsewhere for other, other_dim in (column, *paired))
     return not is_shown or any(uses[other].may_route for other, _ in paired)
 
 
 def _is_expert(column: Column, uses: Mapping[str, Uses]) -> bool:
-    """Returns True if a dimension counts experts, because it is a column dimension of a router."""
+    """Returns True if `column`, (path, dimension), counts experts, because it is a column dimension of a router."""
     path, dim = column
     use = uses[path]
     return (use.routes or bool(_ROUTER.search(path))) and any(dim in kind.outputs for kind in use.products)
@@ -204,11 +203,11 @@ def choose(hparams: NestedWeightHParams, rules: Rules, heads: str, owner: str) -
     Args:
       hparams: WeightHParams of the variables, from `with_uses`. Without `with_uses`, variables of rank 2 are matrices.
       rules: (regex, form) pairs; the first pair whose regex is found in the path decides. See `MatrixOptimizer.rules`.
-      heads: 'joined': attention heads are a part of rows or columns; 'apart': each head is a matrix.
+      heads: 'joined': all attention heads of a variable are in one matrix; 'apart': each head is a separate matrix.
       owner: the optimizer's name, for messages.
 
     Raises:
-      UserError: a rule doesn't fit its variable, or neither rule nor use is known for a variable of rank 3 or more.
+      UserError: a rule doesn't fit its variable, or a variable of rank 3 or more has neither a rule nor notes of `with_uses`.
     """
     return {path: _choice(path, p, rules, heads, owner) for path, p in masks.with_paths(hparams)}
 
@@ -228,7 +227,7 @@ def _choice(path: str, hparams: base_layer.WeightHParams, rules: Rules, heads: s
         tuple(map(int, side.split(","))) if side else () for side in known.removeprefix(_DIMS).split("/")
     )
     if heads == "apart":
-        # Of several dimensions, the first one counts heads, the others are of one head.
+        # If a side has several dimensions, the first counts heads, and the others belong to one head.
         apart = tuple(side[0] for side in (rows, cols) if len(side) > 1)
         stack = (*stack, *apart)
         rows, cols = (tuple(dim for dim in side if dim not in apart) for side in (rows, cols))
@@ -273,12 +272,12 @@ def _of_form(path: str, hparams: base_layer.WeightHParams, rule: str, form: str)
 
 
 def check_rules(rules: Rules, owner: str, others: Sequence[str] = (NO_MATRIX,)) -> None:
-    """Checks the syntax of rules, without variables.
+    """Checks the syntax of matrix rules; needs no variables.
 
     Args:
       rules: (regex, form) pairs.
       owner: the name of the field that holds the rules, for messages.
-      others: allowed forms besides comma-separated roles.
+      others: the forms that are allowed in addition to comma-separated roles.
 
     Raises:
       UserError: a rule is not (regex, form), its regex doesn't compile, or its form has an unknown role.
@@ -301,18 +300,18 @@ def check_rules(rules: Rules, owner: str, others: Sequence[str] = (NO_MATRIX,)) 
 
 @functools.lru_cache(maxsize=16)
 def _log_table(name: str, text: str) -> None:
-    """Logs a table once, although a search for meshes computes the same table for each candidate."""
+    """Logs a table of matrices only once, although a search for a mesh computes the same table for each candidate mesh."""
     logging.info("%s computes on these matrices, and leaves the rest to Adam:\n%s", name, text)
 
 
 def log_choices(optimizer: Any, hparams: NestedWeightHParams) -> dict[str, str]:
-    """Logs each variable's `Choice` for a `MatrixOptimizer`.
+    """Logs which variables a `MatrixOptimizer` treats as matrices, and warns of doubts and unused rules.
 
     Returns:
-      {'/m/PATH': text of the choice} for each variable PATH. '/m/PATH' is the end of the path of its first moment in the state.
+      {'/m/PATH': text of the `Choice`} for each variable PATH. The key is how its first moment's path in the state ends.
 
     Raises:
-      UserError: no variable is a matrix, or an error of `choose`.
+      UserError: no variable is a matrix; also the errors of `choose`.
     """
     name, choices = type(optimizer).__name__, optimizer.choices(hparams)
     text = table(choices)
@@ -358,16 +357,16 @@ def _is_muon(node: Any) -> bool:
 
 
 def check_optax_muon(hparams: NestedWeightHParams, opt_states: PyTree) -> None:
-    """Checks that `optax.contrib.muon`, which takes exactly the variables of two dimensions for matrices, is right about them.
+    """Checks that the variables of two dimensions, which `optax.contrib.muon` takes for matrices, are the model's matrices.
 
-    Checks nothing if the user gave dimension numbers, i.e. if Muon has a variable of other than two dimensions.
+    Checks nothing if the user gave Muon dimension numbers, i.e. if it updates a variable with another number of dimensions.
 
     Args:
       hparams: WeightHParams of the variables with an optimizer state, from `with_uses`.
       opt_states: shapes of the optimizer's state.
 
     Raises:
-      UserError: Muon takes a variable for a matrix wrongly, or omits a matrix because it is stacked or has heads.
+      UserError: Muon treats a variable as a matrix that is not one, or omits a matrix because it is stacked or has heads.
     """
     variables = dict(jax.tree_util.tree_leaves_with_path(hparams))
     moments = [node.mu for node in jax.tree.leaves(opt_states, is_leaf=_is_muon) if _is_muon(node)]

@@ -1,4 +1,4 @@
-"""The base class of optimizers of whole matrices, such as `muon.Muon` and `soap.Soap`, which use Adam for all other variables.
+"""The base class of optimizers that update whole matrices (`muon.Muon`, `soap.Soap`) and use Adam for all other variables.
 
 The traced model shows which variables are matrices (`matrix_dims`), for models of any library. A warning names the variables for
 which the trace is ambiguous; the user's rules decide them. The optimizers compute on whole matrices, which are distributed over
@@ -28,14 +28,14 @@ from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
 
 
 class MatrixVariable(NamedTuple):
-    """The arrays of a variable that holds matrices, in a step.
+    """The arrays of one variable that holds matrices, in a training step.
 
     Attributes:
-      grad: its gradient.
-      parts: the arrays of its optimizer state, by name.
-      value: the variable; None if the optimizer isn't given variables.
-      matrix: its dimensions by role.
-      spec: how gradient and variable are split over the ambient mesh.
+      grad: the variable's gradient.
+      parts: the arrays of the variable's optimizer state, by name.
+      value: the variable itself; None if the optimizer isn't given variables.
+      matrix: the variable's dimensions by role.
+      spec: PartitionSpec of gradient and variable on the ambient mesh.
     """
 
     grad: jax.Array
@@ -52,26 +52,26 @@ class MatrixVariable(NamedTuple):
 class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untyped
     """An optimizer for the matrices of a model, with Adam for all other variables.
 
-    Matrices and other variables have the rate `learning_rate` times the schedule, unless `adam_learning_rate` is set. Clipping,
-    moving averages and `decoupled_weight_decay` work as in all praxis optimizers.
+    The learning rate of all variables is `learning_rate` times the schedule, unless `adam_learning_rate` sets another one for
+    Adam's variables. Clipping, moving averages and `decoupled_weight_decay` work as in all praxis optimizers.
 
     A subclass defines `matrix_state` and `matrix_steps`, and `more_parts` if its state has more arrays than `m` and `v`.
 
     Attributes:
       heads: 'joined': an attention kernel is one matrix of all heads; 'apart': one matrix per head, if heads have a separate
-        dimension. Kernels that join heads and head columns in one dimension stay whole, with a warning that names them.
+        dimension. Kernels whose heads share a dimension with the columns of a head stay whole; a warning names them.
       rules: (regex, form) pairs, which override the roles found in the traced model. The first pair whose regex is found in a
-        variable's path wins. The form is 'adam', or a role for each dimension of the variable, without those of repeated layers:
-        'rows' (inputs), 'cols' (outputs) or 'stack', such as 'stack,rows,cols'.
-      weight_decay: decay of matrices: each step subtracts rate * weight_decay * variable.
+        variable's path wins. The form is 'adam', or a role for each dimension of the variable, without those of repeated
+        layers: 'rows' (inputs), 'cols' (outputs) or 'stack', such as 'stack,rows,cols'.
+      weight_decay: weight decay of matrices: each step subtracts learning rate * weight_decay * variable.
       adam_learning_rate: learning rate of Adam's variables, times the schedule; None for `learning_rate`.
       adam_beta1, adam_beta2, adam_epsilon: Adam's hyperparameters b1, b2 and eps, as in optax.
-      adam_weight_decay: decay of Adam's variables, except those that skip regularisation, such as norms and biases.
+      adam_weight_decay: weight decay of Adam's variables, except those that skip regularisation, such as norms and biases.
     """
 
-    # `Learner` neither vectorises over repeated layers nor has to know of any: the optimizer sees stacks itself.
+    # The optimizer itself handles the stacked variables of repeated layers, so `Learner` doesn't map it over the layers.
     sees_stacks: ClassVar[bool] = True
-    # Names of the state's parts besides `m` and `v`.
+    # Names of the state's arrays in addition to `m` and `v`.
     more_parts: ClassVar[tuple[str, ...]] = ()
 
     heads: str = "joined"
@@ -110,16 +110,16 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
 
         Args:
           given: the variables that hold matrices, by path; at least one.
-          count: int32 scalar, the number of steps taken before.
+          count: int32 scalar, the number of training steps before this one.
         """
         raise NotImplementedError
 
     def part_hparams(self, var_weight_hparams: NestedWeightHParams) -> dict[str, base_layer.WeightHParams]:
-        """Returns the WeightHParams of state arrays that are not shaped like their variable, by 'array name/variable path'."""
+        """Returns {'array name/variable path': WeightHParams} of state arrays whose shape is not their variable's."""
         return {}
 
     def notes(self, choices: Mapping[str, Choice]) -> str:
-        """Returns text for the log, after the table of `choices`; may be empty."""
+        """Returns text to log after the table of the variables' `choices`; may be empty."""
         return ""
 
     def size(self, rows: float, cols: float) -> float:
@@ -135,13 +135,13 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
     def get_grad_transformation(
         self, var_weight_hparams: NestedWeightHParams = None, include_ema: bool = True
     ) -> optimizers.ShardedGradientTransformation:
-        """Returns the gradient transformation. The WeightHParams show which variables are matrices, and their shardings."""
+        """Returns the gradient transformation. The WeightHParams say which variables are matrices and how they are sharded."""
         own = copy.copy(self)
         own._var_weight_hparams = var_weight_hparams
         return super(MatrixOptimizer, own).get_grad_transformation(var_weight_hparams, include_ema)
 
     def choices(self, var_weight_hparams: NestedWeightHParams) -> dict[str, Choice]:
-        """Returns {path: `Choice`}; see `matrix_dims.choose`, also for the errors."""
+        """Returns {path: `Choice`}, which says whether a variable holds matrices. Errors as in `matrix_dims.choose`."""
         return matrix_dims.choose(var_weight_hparams, self.rules, self.heads, type(self).__name__)
 
     def _get_raw_grad_transformation(self, lr: optax.Schedule) -> optax.GradientTransformation:
@@ -156,7 +156,7 @@ class MatrixOptimizer(optimizers.BaseOptimizer):  # type: ignore[misc]  # untype
     def _init(self, mdl_vars: NestedJTensor) -> py_utils.NestedMap:
         """Returns the initial state: a step count, and for each array name a tree in the variables' structure.
 
-        Variables without an array of this name have an `optax.MaskedNode` in its tree.
+        In the tree of an array name, variables without such an array have an `optax.MaskedNode`.
         """
         choices = self.choices(self._var_weight_hparams)
         treedef, states = jax.tree.structure(mdl_vars), []

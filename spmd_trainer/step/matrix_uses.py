@@ -1,7 +1,7 @@
 """Finds the matrix products that read each variable of a model, and the role of each dimension in them.
 
 The model is traced. An analysis of its jaxpr follows variables to the products that read them (`tracked_dims`), and the results
-of products to the next product (`product_results`). It uses neither names nor annotations, so it works for models of any library.
+of products to the next product (`product_results`). Names and annotations don't matter, so it works for models of any library.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from spmd_trainer.step.product_results import MatrixDims, Uses
 from spmd_trainer.train_states import PyTree
 
 GROUPED = "grouped_dot"
-# The dimensions of `grouped_dot` in the form of `dot_general`: ((contracted of the rows, of the weights), (batch)).
+# The dimension numbers of `grouped_dot`, as of `dot_general`: (contracted dimensions, batch dimensions), of (rows, weights).
 GROUPED_NUMBERS = (((3,), (1,)), ((1,), (0,)))
-# Functions with derivatives of their own, and the choice between a variable and itself, as in praxis' pipelines.
+# Functions with custom derivatives, and a `select_n` between a variable and itself, as in praxis' pipelines.
 EVERY = OWN_DERIVATIVES | {"select_n", "stop_gradient"}
-# Operations that keep zeros and ones.
+# Operations that only rearrange elements, so that an array of zeros and ones remains one.
 _KEEPS_MASK = frozenset(
     {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "sharding_constraint"}
 )
@@ -36,10 +36,10 @@ class _Value:
 
     Attributes:
       path: path of the variable that the value is, or is a rearrangement of; None for other values.
-      dims: the variable's dimensions in each dimension of the value; () for other values.
+      dims: for each dimension of the value, the variable's dimensions in it; () for other values.
       is_mask: True for arrays of zeros and ones, such as one-hot vectors.
-      after: paths of the variables on whose products the value depends.
-      result: facts about the value as a result of products.
+      after: paths of the variables from whose products the value is computed.
+      result: facts about the value as a result of matrix products.
     """
 
     path: str | None = None
@@ -51,20 +51,19 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The state of the analysis: uses found so far, by path, and `also`, the argument of `find_uses`."""
+    """The state of the analysis: the uses of variables found so far, by path; and `also`, the argument of `find_uses`."""
 
     uses: dict[str, Uses]
     also: frozenset[str]
 
 
 def find_uses(jaxpr: Any, variables: Mapping[int, str], also: frozenset[str] = frozenset()) -> dict[str, Uses]:
-    """Returns {path: `Uses`} of the variables of a jaxpr.
+    """Returns {path: `Uses`}: how a jaxpr uses its variables.
 
     Args:
       jaxpr: a ClosedJaxpr.
-      variables: {argument number: path}.
-      also: more primitives through which a variable is followed. `EVERY` is for optimizers; adapters don't follow these
-        primitives.
+      variables: {number of the jaxpr's argument: path of the variable}.
+      also: additional primitives through which variables are followed. Optimizers pass `EVERY`, adapters (`task.lora`) none.
     """
     invars = jaxpr.jaxpr.invars
     found = _Found({path: Uses(len(invars[i].aval.shape)) for i, path in variables.items()}, also)
@@ -119,10 +118,7 @@ def _one(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
 
 
 def _of_activations(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
-    """Returns the `_Value`s of the results of an operation that reads no variable.
-
-    Calls and loops that read results of products are analysed inside.
-    """
+    """Returns the `_Value`s of an operation that reads no variable; analyses calls and loops that read results of products."""
     name = eqn.primitive.name
     if all(value.result == product_results.NOTHING for value in values):
         return _plain(eqn, values, found)
@@ -140,7 +136,7 @@ def _plain(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
 
 
 def _result(eqn: Any, values: list[_Value], found: _Found) -> product_results.Result:
-    """Returns the `Result` of a product with a variable: the variable dimensions that each of its dimensions counts."""
+    """Returns the `Result` of a product with a variable: for each of its dimensions, the variable dimensions of equal index."""
     known = [product_results.of_weight(v.path, v.dims) if v.path else v.result for v in values]
     columns = product_results.of_product(eqn, known, found.uses).columns
     return product_results.Result(columns, frozenset(value.path for value in values if value.path))
@@ -188,7 +184,7 @@ def _product(numbers: Any, values: Sequence[_Value], found: _Found) -> _Value:
 
 
 def _loop(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
-    """Analyses a loop. Walks the body twice, because a product may read a result of the previous iteration."""
+    """Analyses a loop. The body is analysed twice, because a product may read a result of the previous iteration."""
     params = eqn.params
     if eqn.primitive.name == "scan":
         body, (num_consts, num_carry) = params["jaxpr"].jaxpr, scan_sizes(params)
@@ -217,9 +213,9 @@ def _loop(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
 
 
 def traced(fn: Callable[..., Any], args: tuple[Any, ...], *, shown: bool = True) -> tuple[Any, PyTree]:
-    """Returns a function's jaxpr without unused operations, and the ShapeDtypeStructs of its results.
+    """Returns a function's jaxpr without unused operations, and the ShapeDtypeStructs of the function's results.
 
-    For example, NNX modules return all variables from a loop over layers, although nothing reads them afterwards.
+    Unused operations occur, for example, in NNX modules: they return all variables from a loop over layers.
 
     Args:
       fn: the function.
@@ -227,6 +223,6 @@ def traced(fn: Callable[..., Any], args: tuple[Any, ...], *, shown: bool = True)
       shown: see `jaxprs.products_shown`.
     """
     with products_shown(shown):
-        # A new function: JAX would return what it traced of an old one in the other form.
+        # A new function, because JAX caches traces, and the cached trace of `fn` may be for another value of `shown`.
         closed, shapes = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*args)
     return live(closed), shapes

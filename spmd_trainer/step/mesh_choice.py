@@ -28,8 +28,8 @@ class DeclaresMesh(Protocol):
     """The fields of a praxis model, or of its config, that declare a mesh.
 
     Attributes:
-      ici_mesh_shape: size of each axis within a slice or host; None for one axis over all devices.
-      dcn_mesh_shape: size of each axis over slices or hosts; may be None.
+      ici_mesh_shape: size of each axis within a slice or host; None if no mesh is declared.
+      dcn_mesh_shape: size of each axis over slices or hosts; None for one slice or host.
       mesh_axis_names: names of the axes.
     """
 
@@ -54,7 +54,7 @@ class DeclaredMesh:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Size of each axis over all slices or hosts; -1 for all remaining devices."""
+        """{axis: size over all slices or hosts}; -1 for all remaining devices."""
         sizes = zip(self.axis_names, self.ici, self.dcn, strict=True)
         return {name: -1 if -1 in (i, d) else i * d for name, i, d in sizes}
 
@@ -66,7 +66,7 @@ class DeclaredMesh:
 
 
 def declared_mesh(model: DeclaresMesh) -> DeclaredMesh | None:
-    """Returns the mesh that a praxis model or its config declares, or None.
+    """Returns the mesh that a praxis model or its config declares; None if it declares none.
 
     Raises:
       UserError: ici_mesh_shape, dcn_mesh_shape and mesh_axis_names differ in length.
@@ -109,13 +109,13 @@ def choose_mesh(
     given: Sequence[tuple[str, int]] | None,
     devices: Sequence[jax.Device] | None,
 ) -> tuple[Mesh, str]:
-    """Returns the mesh of a job, over all of its devices, and the reason for the choice, for the log, such as 'as --mesh says'.
+    """Returns a job's mesh, over all of its devices, and the reason for the choice as text for the log, e.g. 'as --mesh says'.
 
     Args:
       experiment: the experiment; its `adapt_mesh` is called if the declared mesh does not fit the devices.
       model: the built model; declares `ici_mesh_shape`, `dcn_mesh_shape` and `mesh_axis_names`.
       name: the experiment's name, for messages.
-      given: the value of `--mesh`, e.g. (('data', 4), ('mdl', 2)), or None. Declared axes that are missing in it get size 1.
+      given: the value of `--mesh`, e.g. (('data', 4), ('mdl', 2)), or None. Axes that only the model declares get size 1.
       devices: the devices to use; None for all available devices.
 
     Raises:
@@ -226,9 +226,9 @@ def mesh_flag(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def read_mesh(flag: str, value: Any) -> tuple[tuple[str, int], ...]:
-    """Returns (axis, size) pairs for 'data:4,mdl:2', {'data': 4, 'mdl': 2} or pairs; for errors see `parse_mesh`.
+    """Returns (axis, size) pairs for a mesh given as 'data:4,mdl:2', as {'data': 4, 'mdl': 2} or as pairs.
 
-    `flag` is the setting's name, for messages.
+    `flag`: name of the setting, for messages. Errors as in `parse_mesh`.
     """
     if isinstance(value, str):
         return parse_mesh(value)

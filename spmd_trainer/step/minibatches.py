@@ -1,15 +1,15 @@
 """Gradient accumulation: computes the gradients of a batch in minibatches, one after the other, to save activation memory.
 
-`accumulated_gradients` is the forward and backward pass for a step that the compiler splits over the mesh. `Outputs` adds up a
-step's outputs over minibatches. `step/shard_map_passes.py` does the same with the rows of one device. Both accumulate by
-`accumulate_gradients`, which works for any model: sums and weights are carried separately, and divided at the very end
-(`weighted_sum`, `weighted_mean`).
+`accumulated_gradients` is the forward and backward pass for a step that the compiler splits over the mesh; the pass for the
+rows of one device is in `step/shard_map_passes.py`. Both passes call `accumulate_gradients`, which works for any model: sums
+and weights are carried separately, and divided at the very end (`weighted_sum`, `weighted_mean`). `Outputs` adds up a step's
+outputs over minibatches.
 
 Floats that a model writes to its variables are means over rows, so the values of minibatches can be averaged. Integers can't be
-averaged: a counter of steps grows by 1 for the whole batch and by 1 in each minibatch, a counter of rows by the rows of each.
-So integers are taken from another forward pass over the whole batch. The compiler removes everything from this pass on which the
-integers do not depend: for a counter of steps or rows, only an addition remains. Integers that depend on activations cost a
-second forward pass.
+averaged: in each minibatch, a step counter grows by 1, as it should for the whole batch, but a row counter grows only by the
+minibatch's rows. So integers are taken from another forward pass over the whole batch, from which the compiler removes
+everything that the integers do not depend on. For a counter of steps or rows, only an addition remains. Integers that depend on
+activations cost a second forward pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Pair: TypeAlias = tuple[jax.Array, jax.Array]
 Carry = TypeVar("Carry")
 # (loss, (carry, sums, outputs with the rows in dimension 0))
 LossAndAux: TypeAlias = tuple[jax.Array, tuple[PyTree, PyTree, PyTree]]
-# (params, carry, rows, key, number of the minibatch) -> loss and the rest
+# (params, carry, rows, key, number of the minibatch) -> LossAndAux
 MinibatchLoss: TypeAlias = Callable[[PyTree, PyTree, PyTree, jax.Array, jax.Array], LossAndAux]
 
 
@@ -48,19 +48,19 @@ def accumulate_gradients(
     num_minibatches: int = 1,
     dtype: DTypeLike | None = None,
 ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-    """Adds up gradients over the minibatches of a device's rows, one after the other, without communication.
+    """Computes the gradients of a device's minibatches one after the other and adds them up, without communication.
 
     Reduce the result once over devices (`sync_gradients`). If `loss_fn` gathers parameters itself, its backward pass reduces
-    their gradients once per minibatch; gather parameters before the call for a single reduction.
+    their gradients once per minibatch. For a single reduction, gather the parameters before the call.
 
     Args:
       loss_fn: (params, carry, rows, key, minibatch number) -> (loss, (carry, sums, outputs by row)). It is differentiated with
         respect to `params`. It must return sums, not means, because its results are added up.
       params: the parameters.
-      carry: passed from minibatch to minibatch.
+      carry: values that are handed from minibatch to minibatch, as the first minibatch gets them.
       batch: arrays [rows of this device, ...].
       key: PRNG key; the minibatch's number is folded in.
-      num_minibatches: number of minibatches; must divide the rows.
+      num_minibatches: number of minibatches; must divide the number of rows.
       dtype: dtype in which gradients of several minibatches are added up and returned; None for the dtypes of `params`.
 
     Returns:
@@ -94,7 +94,7 @@ def over_minibatches(
         with the minibatch's rows in dimension 0.
       carry: the carry of the first call.
       batch: arrays [rows, ...].
-      num_minibatches: number of minibatches; must divide the rows.
+      num_minibatches: number of minibatches; must divide the number of rows.
 
     Returns:
       The carry of the last call, the total sums, and the rows of all minibatches in the order of the batch.
@@ -141,17 +141,17 @@ def accumulated_gradients(
     """Runs the forward and backward pass over minibatches of the global batch.
 
     Returns gradients of the mean loss over the whole batch: each minibatch counts by the weight of its loss. Functions of the
-    rows other than weighted means (batch normalisation, load-balancing losses of experts) see the rows of one minibatch. A metric
-    of constant weight (a count) is the mean over the minibatches. Dropout masks differ between minibatches. Integers that the
-    model writes are those of the whole batch (`advance_integers`).
+    rows other than weighted means (batch normalisation, load-balancing losses of experts) see the rows of one minibatch. A
+    metric with the same weight in every minibatch, such as a count, is averaged over the minibatches. Dropout masks differ
+    between minibatches. Integers that the model writes are those of the whole batch (`advance_integers`).
 
     Args:
-      layout: the layout of the state; splits each minibatch over the mesh.
-      num_minibatches: number of minibatches; must divide the rows of the batch.
+      layout: the layout of the state; it also says how each minibatch is split over the mesh.
+      num_minibatches: number of minibatches; must divide the number of rows in the batch.
       mdl_vars, prng_key, inputs: as in `step_fns.gradients`.
 
     Returns:
-      As `step_fns.gradients`.
+      The same as `step_fns.gradients`.
     """
     excluded = masks.get_excluded_var_mask_for_grad(layout.var_weight_hparams, layout.task.learner)
     written = {name: mdl_vars[name] for name in step_fns.FORWARD_COLLECTIONS if name in mdl_vars}
@@ -226,7 +226,7 @@ def _transposed(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 class Outputs:
-    """Splits a step's output into sums to reduce and arrays to concatenate by row, and joins it again.
+    """Splits a minibatch's output into sums to add up and arrays to concatenate, and makes the batch's output from the totals.
 
     clu metrics of the minibatches are concatenated like rows, and merged at the end by the metrics' own merge.
 
@@ -242,12 +242,12 @@ class Outputs:
         self._scalars: Callable[[dict[str, Pair]], step_fns.WeightedScalars]
 
     def take(self, output: StepFnOutput, real: jax.Array, num_rows: int) -> tuple[dict[str, Any], list[jax.Array]]:
-        """Splits an output into sums and arrays by row.
+        """Splits the output of one minibatch into sums to add up and arrays to concatenate.
 
         Args:
-          output: the output of one minibatch.
-          real: scalar; 0.0 where the minibatch is padding, else 1.0.
-          num_rows: rows of the minibatch.
+          output: the output of the minibatch.
+          real: scalar; 0.0 if all rows of the minibatch are padding, else 1.0.
+          num_rows: number of rows of the minibatch.
 
         Returns:
           {'loss', 'scalars', 'summaries', 'others': (sum, weight) pairs}, and arrays to concatenate: the leaves of
@@ -270,13 +270,13 @@ class Outputs:
         return sums, [*rows, *(jnp.asarray(x)[None] for x in clu)]
 
     def put_back(self, sums: dict[str, Any], by_row: list[jax.Array], num_devices: int, num_rows: int) -> StepFnOutput:
-        """Joins what `take` returned into the output over the global batch.
+        """Makes the output over the global batch from the results of `take` for all minibatches.
 
         Args:
-          sums: sums of `take`, added up over minibatches, averaged over devices.
-          by_row: arrays of `take`, concatenated: [padded rows, ...], for clu metrics [minibatches of all devices, ...].
+          sums: the sums that `take` returned, added up over minibatches, and averaged over devices.
+          by_row: the concatenated arrays of `take`: [padded rows, ...], and [minibatches of all devices, ...] for clu metrics.
           num_devices: the number of devices that `sums` were averaged over.
-          num_rows: rows of the global batch without padding.
+          num_rows: number of rows of the global batch without padding.
         """
         mean = weighted_mean
         rows, others = iter(by_row), iter(sums["others"])
@@ -296,7 +296,7 @@ class Outputs:
 
 
 def check_count(num_minibatches: int, num_rows: int) -> None:
-    """Checks that a batch divides into minibatches.
+    """Checks that a batch can be divided into minibatches of equal size.
 
     Raises:
       ValueError: `num_minibatches` doesn't divide `num_rows`; the message lists the divisors.

@@ -1,4 +1,4 @@
-"""Moves a live train state to another mesh or layout, whose padding may differ, without disk and without a full copy.
+"""Moves a live train state to another mesh or layout, whose padding may differ, without a checkpoint or a full second copy.
 
 new_state = move_state(state, old.layout, new.layout)      # elastic training: other devices
 decode_vars = move_state(variables, train.layout.without_opt_states(), decode.layout.without_opt_states())   # another layout
@@ -22,11 +22,11 @@ from spmd_trainer.train_states import TrainState
 def move_state(state: TrainState, old: Layout, new: Layout, *, donate: bool = True) -> TrainState:
     """Moves a state from one layout to another. Logical values stay bit-identical; new padding holds zeros.
 
-    A variable with the same padded shape in both layouts moves unchanged. A variable with different padding is padded on the old
-    mesh to a shape that both meshes divide, moved, and sliced to its new shape on the new mesh. It stays split all the time.
+    A variable with the same padded shape in both layouts moves unchanged. A variable with different padding is padded on the
+    old mesh to a shape that both meshes divide, moved, and sliced to its new shape on the new mesh. It is never gathered.
 
     Args:
-      state: padded state on the old mesh.
+      state: the padded state on the old mesh.
       old: the layout of `state`.
       new: the layout of the same variables on the new mesh.
       donate: delete each buffer of the old state as soon as it has moved.
@@ -35,7 +35,7 @@ def move_state(state: TrainState, old: Layout, new: Layout, *, donate: bool = Tr
       The padded state on the new mesh.
 
     Raises:
-      ValueError: `old` and `new` describe different variables; the message names the first that differs.
+      ValueError: `old` and `new` describe different variables; the message names the first variable that differs.
     """
     check_same_variables(old, new)
     treedef = jax.tree.structure(state)
@@ -57,7 +57,7 @@ def check_same_variables(old: Layout, new: Layout) -> None:
     """Checks that two layouts describe the same variables.
 
     Raises:
-      ValueError: a path, logical shape or dtype differs; the message names the first variable.
+      ValueError: a path, logical shape or dtype differs; the message names the first variable that differs.
     """
     before, after = ({v.path: (v.logical_shape, v.dtype) for v in m.records()} for m in (old, new))
     for path in [*before, *after]:
@@ -69,7 +69,7 @@ def check_same_variables(old: Layout, new: Layout) -> None:
 
 
 def _common_shape(a: VariableSpec, b: VariableSpec, old: Layout, new: Layout) -> tuple[int, ...]:
-    """Returns a variable's shape while it moves: its padded shape if both layouts agree, else the least that both divide."""
+    """Returns a variable's shape while it moves: its padded shape if both agree, else the smallest that both meshes divide."""
     if a.padded_shape == b.padded_shape:
         return a.padded_shape
     rank = len(a.logical_shape)
@@ -88,7 +88,7 @@ def _resized(
     *,
     donate: bool,
 ) -> list[jax.Array]:
-    """Returns `leaves` in the given padded shapes and shardings; resizes those of another shape in one jitted program."""
+    """Returns `leaves` in the given padded shapes and shardings; leaves of other shapes are resized in one jitted program."""
     which = [i for i, x in enumerate(leaves) if x.shape != shapes[i]]
     if not which:
         return leaves

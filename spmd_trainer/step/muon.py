@@ -1,11 +1,11 @@
-"""Muon: momentum, orthogonalised by Newton-Schulz iterations, for a model's matrices; Adam for everything else.
+"""Muon: updates a model's matrices by momentum orthogonalised with Newton-Schulz iterations, all other variables by Adam.
 
     learner.optimizer = Config(st.Muon, learning_rate=3e-4, lr_schedule=..., weight_decay=0.1)
 
 Muon was published by Jordan et al. (https://kellerjordan.github.io/posts/muon/). The scaling of updates to the size of Adam's is
 from Liu et al. 2025 (arXiv:2502.16982). The momentum, its bias correction and Nesterov's form are those of `optax.contrib.muon`.
 
-See `matrix_optimizer` for the choice of the matrices and the devices on which the iterations run.
+See `matrix_optimizer` for how the matrices are chosen and on which devices the iterations run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spmd_trainer.step.matrix_optimizer import MatrixOptimizer, MatrixVariable
 from spmd_trainer.step.whole_matrices import Matrices
 
 # (a, b, c) of X <- a X + (b A + c A A) X with A = X X', for each iteration. The last of a list serves all further iterations.
-# Polar Express: Amsel et al. 2025 (arXiv:2505.16932, algorithm 1), whose polynomials but the last are for X / 1.01.
+# Polar Express: Amsel et al. 2025 (arXiv:2505.16932, algorithm 1); all its polynomials except the last are for X / 1.01.
 _POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -52,7 +52,7 @@ _ADAM_RMS = 0.2
 class Muon(MatrixOptimizer):
     """Muon for matrices, Adam for all other variables.
 
-    For the choice of the matrices and for Adam's fields see `MatrixOptimizer`.
+    See `MatrixOptimizer` for how the matrices are chosen, and for Adam's fields.
 
     Attributes:
       momentum: decay of the moving average of gradients.
@@ -61,9 +61,9 @@ class Muon(MatrixOptimizer):
       coefficients: 'polar_express', 'keller' (the same quintic in each iteration), or a list with (a, b, c) for each iteration;
         the last entry is used for all further iterations.
       scale: factor of the orthogonal matrix in an update. 'match_rms': 0.2 * sqrt(max(rows, columns)), so that updates have the
-        root mean square of Adam's, and Adam's rate and decay suit both. 'original': sqrt(max(1, columns / rows)), where columns
-        are outputs.
-      epsilon: added to the norm that a matrix is divided by.
+        root mean square of Adam's updates, and a learning rate and weight decay tuned for Adam suit Muon too. 'original':
+        sqrt(max(1, columns / rows)), where columns are outputs.
+      epsilon: added to the Frobenius norm by which a matrix is divided before the iterations.
       iteration_dtype: dtype of the iterations and of the arrays that are communicated for them: 'float32' or 'bfloat16'. None:
         float32 on CPUs, bfloat16 on other devices.
     """
@@ -96,7 +96,7 @@ class Muon(MatrixOptimizer):
             raise UserError(f"Muon.num_iterations is {self.num_iterations}; it is at least 1, usually 5")
 
     def size(self, rows: float, cols: float) -> float:
-        """Returns the size of the update of a [rows, cols] matrix: all its singular values are close to this."""
+        """Returns the size (spectral norm) of a [rows, cols] matrix's update, whose singular values are all close to it."""
         if self.scale == "match_rms":
             return _ADAM_RMS * math.sqrt(max(rows, cols))
         return math.sqrt(max(1.0, cols / rows))
@@ -126,7 +126,7 @@ class Muon(MatrixOptimizer):
         return steps
 
     def _looking_ahead(self, m: jax.Array, g: jax.Array, count: jax.Array) -> jax.Array:
-        """Returns the bias-corrected momentum, with Nesterov's look-ahead if set; it is orthogonalised next."""
+        """Returns the bias-corrected momentum, with Nesterov's look-ahead if `nesterov` is set, before it is orthogonalised."""
         beta, steps = self.momentum, (count + 1).astype(jnp.float32)
         if not self.nesterov:
             return m / (1 - beta**steps)
@@ -136,10 +136,10 @@ class Muon(MatrixOptimizer):
 def orthogonalized(
     x: jax.Array, coefficients: str | Sequence[Sequence[float]], num_iterations: int, epsilon: float = 1e-8
 ) -> jax.Array:
-    """Returns an approximation of the nearest matrix with orthonormal rows, by Newton-Schulz iterations.
+    """Returns the matrix with orthonormal rows that is nearest to `x`, approximated by Newton-Schulz iterations.
 
     Args:
-      x: [..., m, n] with m <= n, in the dtype of the iterations. Rows and columns of zeros stay zero.
+      x: matrices [..., m, n] with m <= n, in the dtype of the iterations. Rows and columns of zeros stay zero.
       coefficients, num_iterations, epsilon: see `Muon`.
     """
     numbers = COEFFICIENTS[coefficients] if isinstance(coefficients, str) else coefficients

@@ -1,10 +1,10 @@
-"""muP: transfers learning rate, initialisation and weight decay that were tuned at a small width, the base, to a wide model.
+"""muP: transfers learning rate, initialisation and weight decay tuned on a narrow model, called the base, to a wide model.
 
     task_p.mup = Config(st.Mup, base={"MODEL_DIMS": 64, "HIDDEN_DIMS": 256, "NUM_HEADS": 4, "NUM_KV_HEADS": 4})
 
-The maximal update parametrisation of Yang et al. 2022 (arXiv:2203.03466), in the form of their table 3, which needs no change of
-the model. The base is the same experiment with smaller widths; each variable's shape is compared with its shape at the base. Let
-r be the growth factor of the dimensions that the variable's product contracts (fan-in), and c that of the others (fan-out):
+The maximal update parametrisation of Yang et al. 2022 (arXiv:2203.03466), in the form of their table 3, which needs no change
+of the model. The base is the same experiment with smaller widths. Let r be the growth factor, relative to the base, of the
+dimensions that a variable's matrix product contracts (fan-in), and c that of its other dimensions (fan-out). muP multiplies:
 
 | variable | standard deviation | Adam's update | SGD's update |
 |---|---|---|---|
@@ -14,12 +14,12 @@ r be the growth factor of the dimensions that the variable's product contracts (
 
 All three rows are one formula: standard deviation r ** -0.5 * min(1, (c / r) ** 0.5) (the spectral condition, arXiv:2310.17813);
 gradients are multiplied by c before the optimizer, updates by 1 / r after it (the abcd parametrisation, arXiv:2308.01814). So
-the formula holds for every elementwise optimizer, and Adam's epsilon keeps its meaning. The optimizer sees variables times r, so
-decoupled weight decay shrinks a variable by the share rate * decay in each step at every width, as arXiv:2405.13698 recommends.
-Muon's matrices get an update whose spectral norm grows by (c / r) ** 0.5.
+the formula holds for every elementwise optimizer, and Adam's epsilon keeps its meaning. The optimizer sees variables times r,
+so decoupled weight decay shrinks a variable by the fraction learning rate * decay per step at every width, as arXiv:2405.13698
+recommends. Muon's matrices get an update whose spectral norm grows by (c / r) ** 0.5.
 
-muP also changes factors inside the model, such as 1 / d instead of 1 / sqrt(d) in attention. A factor a is folded into a variable
-before it: the variable's initial value, its updates and its gradient are multiplied by a.
+muP also changes factors inside the model, such as 1 / d instead of 1 / sqrt(d) in attention. Such a factor a is folded into a
+variable that is applied before it: the variable's initial value, its updates and its gradient are multiplied by a.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from spmd_trainer.train_states import NestedJTensor, NestedWeightHParams, PyTree
 if TYPE_CHECKING:
     from spmd_trainer.tasks_lib import SingleTask
 
-# Beginning of the collection with a variable's `Scale`.
+# Prefix of the note with a variable's `Scale` in its `collections`.
 _SCALE = "_mup:"
-# The variables before attention's logits, of which a head's width is the last dimension, and before a tied output matrix.
+# Variables before attention's logits, whose last dimension is a head's width, and norms before a tied output matrix.
 _QUERY, _FUSED_QUERY = re.compile(r"(^|/)query(_norm)?/\w+$"), re.compile(r"(^|[/_])qkv\w*(/|$)")
 _LAST_NORM = re.compile(r"(^|/)(final|last|out(put)?)_?(layer_?)?(norm|ln)/|/ln_f/|/norm_f/")
 # Optimizers whose updates depend on the sizes of variables, or on whole matrices.
@@ -59,7 +59,7 @@ _BY_SIZE = ("Lamb", "Lars", "DistributedShampoo", "ShardedDistributedShampoo")
 
 @dataclasses.dataclass(frozen=True)
 class BaseModel:
-    """A box of the base model's config. It hides the config, so that the resolved experiment doesn't list the model twice."""
+    """Holds the base model's config, hidden from `repr`, so that a listing of the experiment doesn't show the model twice."""
 
     config: Any = dataclasses.field(repr=False)
 
@@ -68,14 +68,14 @@ class Mup(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]  # 
     """Settings of muP.
 
     Attributes:
-      base: settings that differ at the base: {class attribute of the experiment, or path such as 'task.model...': value}.
+      base: settings in which the base differs: {class attribute of the experiment, or path such as 'task.model...': value}.
       rules: (regex, form) pairs. The first pair whose regex is found in a variable's path gives the role of each dimension,
-        without those of repeated layers: 'rows' (contracted), 'cols' (kept) or 'stack', such as 'rows,rows,rows,cols' for a
+        without those of repeated layers: 'rows' (fan-in), 'cols' (fan-out) or 'stack', such as 'rows,rows,rows,cols' for a
         convolution. The roles of all other variables are found by tracing the model.
-      multipliers: (regex, power) pairs. The first pair whose regex is found in a variable's path folds the factor c ** power into
-        the variable, where c is the growth of its fan-out. Factors are built in for the norm before a tied output matrix (power
-        -1), for praxis' `scale_sqrt_depth`, and for queries whose heads grow in width (growth of the width to the power -0.5).
-      base_model: the model at the base; set from `base` when the experiment is resolved.
+      multipliers: (regex, power) pairs. The first pair whose regex is found in a variable's path folds the factor c ** power
+        into the variable, where c is the growth of its fan-out. Factors are built in for the norm before a tied output matrix
+        (power -1), for praxis' `scale_sqrt_depth`, and for queries whose heads grow in width (width growth ** -0.5).
+      base_model: the base model's config; set from `base` when the experiment is resolved.
     """
 
     base: Mapping[str, Any] = pax_fiddle.instance_field(default_factory=dict)
@@ -96,8 +96,8 @@ class Scale:
     Attributes:
       rows: growth factor of the fan-in, r.
       cols: growth factor of the fan-out, c.
-      folded: the factor inside the model that is folded into the variable.
-      update: factor of the optimizer's updates.
+      folded: the factor of the model that is folded into the variable; 1 if there is none.
+      update: the factor by which the optimizer's updates are multiplied.
     """
 
     rows: float
@@ -107,17 +107,17 @@ class Scale:
 
     @property
     def gradient(self) -> float:
-        """Factor of the gradient before the optimizer."""
+        """The factor by which the gradient is multiplied before the optimizer."""
         return self.cols * self.folded
 
     @property
     def std(self) -> float:
-        """Factor of the initial standard deviation."""
+        """Ratio of the initial standard deviation to that of the base."""
         return self.folded / math.sqrt(self.rows) * min(1.0, math.sqrt(self.cols / self.rows))
 
     @property
     def kind(self) -> str:
-        """Name of the variable's kind, for logs, such as 'hidden' or 'output'."""
+        """Name of the variable's kind in the muP table, for logs, such as 'hidden' or 'output'."""
         if self.rows == 1:
             return "does not grow" if self.cols == 1 else "input or vector"
         return "output" if self.cols == 1 else "hidden"
@@ -131,7 +131,7 @@ def base_task(task: SingleTask) -> SingleTask:
     """Returns a copy of the task with the base model.
 
     Raises:
-      UserError: the base is unknown, the task has adapters, or muP doesn't hold for its optimizer.
+      UserError: `task.mup.base_model` is not set, the task has adapters, or muP doesn't hold for its optimizer.
     """
     if task.mup.base_model is None:
         raise UserError(
@@ -164,7 +164,7 @@ def with_scales(
       uses: how the model uses the variables, by path; see `matrix_dims.find_uses`.
 
     Raises:
-      UserError: the base differs in more than widths, the role of a dimension is unknown, or a factor can't be folded.
+      UserError: the base differs in more than widths, a dimension's role is unknown, or a model's factor can't be folded.
     """
     growth = _growth(dict(masks.with_paths(hparams)), dict(masks.with_paths(base)))
     powers = [*task.mup.multipliers, *_of_embeddings(task, uses, growth)]
@@ -191,7 +191,7 @@ def with_scales(
 
 
 def scales_of(hparams: NestedWeightHParams) -> dict[str, Scale]:
-    """Returns {path: `Scale`}, read from WeightHParams of `with_scales`; empty without muP."""
+    """Returns {path: `Scale`} as `with_scales` has noted it in the WeightHParams; empty without muP."""
     return {
         path: Scale(*map(float, name.removeprefix(_SCALE).split(",")))
         for path, p in masks.with_paths(hparams)
@@ -255,11 +255,11 @@ def _roles(
 def _of_embeddings(
     task: SingleTask, uses: Mapping[str, Uses], growth: Mapping[str, Sequence[float]]
 ) -> list[tuple[str, float]]:
-    """Returns `Mup.multipliers` for praxis' embeddings and tied output matrices. Raises UserError if such a matrix has no norm
-    before it, which takes the factor."""
+    """Returns (regex, power) pairs as `Mup.multipliers` has, for praxis' embeddings and for norms before tied output matrices.
+    Raises UserError if no norm is found before such a matrix."""
     lm_p, found = getattr(task.model, "lm_tpl", None), []
     for field, name in (("softmax_tpl", "softmax"), ("separate_embedding_tpl", "embedding_lookup")):
-        # Such a layer multiplies what it looks up by the root of the width.
+        # Such a layer multiplies the embeddings that it looks up by the root of the width.
         if getattr(getattr(lm_p, field, None), "scale_sqrt_depth", False):
             found.append((f"(^|/){name}/.*(?<!/b)$", -0.5))
     for path, use in uses.items():
@@ -282,7 +282,7 @@ def _folded(path: str, growth: Sequence[float], cols: float, use: Uses, powers: 
     if power is not None:
         return float(cols**power)
     heads = growth[-1] if growth else 1.0
-    # Of a matrix [width, heads x head], the last dimension doesn't tell.
+    # The last dimension of a matrix [width, heads x head] doesn't show how a head's width grows.
     is_flat = any(len(dims.outputs) < 2 for dims in use.products)
     if heads != 1 and not is_flat and _FUSED_QUERY.search(path):
         raise UserError(
@@ -293,7 +293,7 @@ def _folded(path: str, growth: Sequence[float], cols: float, use: Uses, powers: 
 
 
 def _of_matrix(optimizer: Any, matrix: matrix_dims.Matrix, growth: Sequence[float]) -> float:
-    """Returns the factor of a matrix optimizer's update, so that its spectral norm grows by the root of (fan-out / fan-in)."""
+    """Returns the factor with which the spectral norm of a matrix's update grows by sqrt(fan-out growth / fan-in growth)."""
     rows, cols = (math.prod(growth[dim] for dim in side) for side in (matrix.dims.inputs, matrix.dims.outputs))
     of_base = optimizer.size(matrix.sides[0] / rows, matrix.sides[1] / cols)
     return float(math.sqrt(cols / rows) * of_base / optimizer.size(*matrix.sides))
@@ -302,7 +302,7 @@ def _of_matrix(optimizer: Any, matrix: matrix_dims.Matrix, growth: Sequence[floa
 def grad_transformation(
     optimizer: Any, hparams: NestedWeightHParams, *, include_ema: bool = True
 ) -> optimizers.ShardedGradientTransformation:
-    """Returns `optax_bridge.grad_transformation`, with muP's factors if the WeightHParams have scales.
+    """Returns `optax_bridge.grad_transformation` of an optimizer, with muP's factors if the WeightHParams hold any.
 
     The optimizer sees each variable divided by its update factor; moving averages see the variables themselves.
     """
@@ -330,7 +330,7 @@ def grad_transformation(
     with_ema = optimizers.sharded_chain(scaled, optimizers.apply_ema_weights(optimizer.ema_decay))
     if not optax_bridge.sees_stacks(optimizer):
         return with_ema
-    # praxis' specs of moving averages are of one layer.
+    # praxis' specs of moving averages are those of a single layer.
     return dataclasses.replace(
         with_ema, init_partition_spec=lambda p: optax.MaskedState(optax_bridge.derived_specs(with_ema, p))
     )
@@ -341,10 +341,10 @@ def rescaled(
     of_base: Callable[[jax.Array], NestedJTensor],
     hparams: NestedWeightHParams,
 ) -> Callable[[jax.Array], NestedJTensor]:
-    """Returns an initialiser with the standard deviations of the base times `Scale.std`.
+    """Returns an initialiser whose standard deviations are those of the base times `Scale.std`.
 
-    The growth of the model's own standard deviations is measured: its initialisers are called at both widths, with a PRNG that
-    returns the same bits for each element.
+    How the model's own standard deviations grow with the width is measured, and undone: its initialisers are called at both
+    widths, with a PRNG that returns the same bits for each element.
 
     Args:
       init_variables: `variables_initialiser` of the task.
@@ -354,7 +354,7 @@ def rescaled(
     scales = scales_of(hparams)
 
     def initialise(prng_key: jax.Array) -> NestedJTensor:
-        with jax.ensure_compile_time_eval():  # numbers, although the initialiser is being traced
+        with jax.ensure_compile_time_eval():  # concrete values, although the initialiser is being traced
             own, base = _typical(init_variables), _typical(of_base)
 
         def one(keys: tuple[Any, ...], x: jax.Array) -> jax.Array:
@@ -373,7 +373,7 @@ def rescaled(
 
 
 def _typical(init_variables: Callable[[jax.Array], NestedJTensor]) -> dict[str, float]:
-    """Returns {path: first element} of the variables, initialised with the same random bits for each element."""
+    """Returns {path: first element of the variable}; all elements are initialised with the same random bits."""
     key = jax.random.key(0, impl=_SAME_BITS)
 
     def first() -> PyTree:

@@ -1,8 +1,8 @@
 """Storage of optimizer states in 16 or 8 bits between steps. The optimizer computes with float32 (`stored`, `loaded`).
 
 'bfloat16' keeps the upper half of a float32. '8bit' keeps one byte for each element, and for each row (the last dimension) one
-float32 scale, the row's largest magnitude. Rows take the place of the blocks of Dettmers et al. 2022 (arXiv:2110.02861), because
-they are the same on every mesh. The byte is a logarithmic code with eight levels per power of two.
+float32 scale, the row's largest magnitude. Dettmers et al. 2022 (arXiv:2110.02861) have blocks instead of rows; rows are the
+same on every mesh. The byte is a logarithmic code with eight levels per power of two.
 
 Arrays that are initialised with values of the variables, such as moving averages and schedule-free's `z`, stay float32: they are
 variables, not moments, and change too slowly for few bits. The preconditioners of `soap.Soap` stay float32 too.
@@ -41,21 +41,21 @@ from spmd_trainer.train_states import PyTree
 
 FLOAT32, BFLOAT16, EIGHT_BITS = "float32", "bfloat16", "8bit"
 DTYPES = (FLOAT32, BFLOAT16, EIGHT_BITS)
-# The last part of the paths of `Bytes`.
+# Ends of the paths of the two arrays of `Bytes`.
 CODES, SCALE = "/codes_8bit", "/scale_8bit"
-# Smaller states stay float32, as in Dettmers et al.: they need no memory, and norms and biases are sensitive.
+# Smaller arrays stay float32, as in Dettmers et al.: they need little memory, and norms and biases are sensitive.
 LEAST_ELEMENTS = 4096
-# Levels of the code for a factor of two, and their values between 1 and 2.
+# Levels of the 8-bit code per power of two, and their values between 1 and 2.
 _PER_OCTAVE = 8
 _ROOTS = (2.0 ** (np.arange(_PER_OCTAVE) / _PER_OCTAVE)).astype(np.float32)
-# Parts of a state that are never negative, by praxis' and optax' names: they use the sign's bit for their range.
+# praxis' and optax' names of state arrays that are never negative: their codes use the sign bit for a larger range.
 _SECOND_MOMENTS = frozenset({"v", "vr", "vc", "nu", "nu_max", "v_row", "v_col", "sum_of_squares"})
 _step: contextvars.ContextVar[jax.Array | int] = contextvars.ContextVar("step")
 # Name of the state of moving averages.
 _AVERAGES = "ema"
-# Parts of `soap.Soap`: averages of products of gradients, and their eigenvectors.
+# State arrays of `soap.Soap`: averages of products of gradients, and their eigenvectors.
 GRAM_ROWS, GRAM_COLS, BASIS_ROWS, BASIS_COLS = "gram_rows", "gram_cols", "basis_rows", "basis_cols"
-# They stay float32: eigenvectors that are rounded are not orthogonal, and small eigenvalues are lost beside large ones.
+# They stay float32: rounded eigenvectors are not orthogonal, and small eigenvalues are lost beside large ones.
 _PRECONDITIONERS = frozenset({GRAM_ROWS, GRAM_COLS, BASIS_ROWS, BASIS_COLS})
 
 
@@ -95,13 +95,13 @@ def check(learner: Any) -> None:
 
 
 def changes(learner: Any) -> bool:
-    """Returns True if the learner's settings store an array of the optimizer state in fewer bits than it is computed with."""
+    """Returns True if the learner's settings may store an array of the optimizer state in fewer bits than float32."""
     return learner.opt_state_dtype != FLOAT32 or bool(learner.opt_state_dtype_rules)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One layer of the optimizer state of repeated layers: an index of dimension 0 of all its arrays.
+    """One layer of the optimizer state of repeated layers: an index of dimension 0 of all arrays of that state.
 
     Attributes:
       state: the path of the repeated layers' state in the whole optimizer state.
@@ -114,7 +114,7 @@ class Row:
     count: int
 
     def path(self, path: str) -> str:
-        """Returns the path in the whole optimizer state, for a path in the state of the repeated layers."""
+        """Returns an array's path in the whole optimizer state. `path`: its path in the state of the repeated layers."""
         return f"{self.state}/{path}"
 
 
@@ -136,7 +136,7 @@ def initial(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -
 
 
 def kept_dtypes(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> dict[str, str]:
-    """Returns {path: dtype} of the state's arrays that the learner stores in fewer bits. Arguments as for `initial`.
+    """Returns {path: dtype} of the state arrays that the learner stores in fewer bits than float32. Arguments as for `initial`.
 
     Only arrays that the optimizer itself initialises in float32 are included.
     """
@@ -148,12 +148,12 @@ def kept_dtypes(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTre
 
 @contextlib.contextmanager
 def rounding_for(step: jax.Array | int) -> Iterator[None]:
-    """Within the block, states are rounded with the random bits of a training step.
+    """Context manager: optimizer states that are stored inside it are rounded with the random bits of a training step.
 
-    `Learner.update_states` has Pax's arguments, and the step is none of them.
+    `Learner.update_states` can't take the step as an argument, because it has Pax's arguments.
 
     Args:
-      step: uint32 scalar, the number of the step.
+      step: uint32 scalar, the number of the training step.
     """
     token = _step.set(step)
     try:
@@ -168,11 +168,11 @@ def stored(dtypes: Mapping[str, str], state: PyTree, row: Row | None = None) -> 
     Args:
       dtypes: `kept_dtypes` of the whole state.
       state: the state that the optimizer returned.
-      row: the layer to which `state` belongs, if it is the state of one layer of repeated layers. The result is bit-identical to
-        this layer of the whole stored state.
+      row: the layer, if `state` is that of one repeated layer; None for the whole state. The result is bit-identical to this
+        layer of the whole stored state.
 
     Raises:
-      RuntimeError: an array is to be rounded, and the call is not in `rounding_for`.
+      RuntimeError: arrays must be rounded, and the call is not inside `rounding_for`.
     """
     if not dtypes:
         return state
@@ -205,7 +205,7 @@ def loaded(dtypes: Mapping[str, str], state: PyTree, row: Row | None = None) -> 
 
 
 def warn_of_unused_rules(learner: Any, init: Callable[[PyTree], PyTree], variables: PyTree) -> None:
-    """Warns of each rule that matches no array of the state that can be stored in fewer bits. Arguments as for `initial`."""
+    """Warns of each dtype rule that matches no state array that can be stored in fewer bits. Arguments as for `initial`."""
     if not learner.opt_state_dtype_rules:
         return
     shapes, may_change = _parts(init, variables)
@@ -221,7 +221,7 @@ def warn_of_unused_rules(learner: Any, init: Callable[[PyTree], PyTree], variabl
 
 
 def scale_spec(codes: VariableSpec) -> VariableSpec:
-    """Returns the VariableSpec of the scales [..., 1] for the VariableSpec of the codes [..., n]."""
+    """Returns the VariableSpec of the scales [..., 1] of `Bytes` for the VariableSpec of the codes [..., n]."""
     return dataclasses.replace(
         codes,
         path=codes.path.removesuffix(CODES) + SCALE,
@@ -235,7 +235,7 @@ def scale_spec(codes: VariableSpec) -> VariableSpec:
 def encode(
     path: str, x: jax.Array, dtype: str, step: jax.Array | int, row: jax.Array | None = None
 ) -> jax.Array | Bytes:
-    """Returns the stored form of one array of an optimizer state. `encode` of a decoded array returns the same stored array.
+    """Returns the stored form of one array of an optimizer state. Encoding a decoded array gives the same stored array again.
 
     Args:
       path: the array's path in the whole optimizer state, without the field names of `Bytes`.
@@ -246,7 +246,7 @@ def encode(
     """
     if dtype == BFLOAT16:
         bits, drawn = lax.bitcast_convert_type(x, jnp.uint32), _random_bits(path, x.shape, step, row) >> 16
-        # The lower half of the bits says how probable the upper neighbour is. NaN and infinities stay.
+        # The lower 16 bits are the probability of rounding up. NaN and infinities stay.
         upper = jnp.where(jnp.isfinite(x), bits + drawn, bits) & jnp.uint32(0xFFFF0000)
         return lax.bitcast_convert_type(upper, jnp.float32).astype(jnp.bfloat16)
     if dtype == EIGHT_BITS:
@@ -259,7 +259,7 @@ def encode(
 
 
 def decode(x: jax.Array | Bytes) -> jax.Array:
-    """Returns an array of `encode` in float32. Arrays of dtypes other than bfloat16 are returned unchanged."""
+    """Returns the float32 array for a result of `encode`; returns arrays of dtypes other than bfloat16 unchanged."""
     if not isinstance(x, Bytes):
         return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
     codes = x.codes_8bit.astype(jnp.int32)
@@ -270,8 +270,8 @@ def decode(x: jax.Array | Bytes) -> jax.Array:
 def _rounded_level(size: jax.Array, scale: jax.Array, drawn: jax.Array, signed: bool) -> jax.Array:
     """Returns the levels (int32 magnitude codes, without sign) of an array, rounded stochastically.
 
-    It does not compute logarithms: the compiler's logarithm differs for the last elements of an array, so results would depend on
-    the mesh.
+    The function computes no logarithms: the compiler's logarithm differs for the last elements of an array, so results would
+    depend on the mesh.
 
     Args:
       size: float32 magnitudes.
@@ -286,7 +286,7 @@ def _rounded_level(size: jax.Array, scale: jax.Array, drawn: jax.Array, signed: 
     most = _most(signed)
     low = jnp.clip(most + _PER_OCTAVE * ((bits >> 23) - 127) + eighths, 0, most)
     below, above = (_value(level, signed=signed) * scale for level in (low, low + 1))
-    # Of a level itself, exactly 0 or 1: also if the rounding of the division made `low` the level below.
+    # For a value that is itself a level, exactly 0 or 1, even if the rounding of the division made `low` the level below.
     part = (size - below) / jnp.where(above > below, above - below, 1.0)
     level = low + ((drawn >> 8).astype(jnp.float32) * 2.0**-24 < part).astype(jnp.int32)
     # A second moment must not become zero: the step divides by its root.
@@ -294,7 +294,7 @@ def _rounded_level(size: jax.Array, scale: jax.Array, drawn: jax.Array, signed: 
 
 
 def _value(level: jax.Array, *, signed: bool) -> jax.Array:
-    """Returns the magnitude of a level as a share of the row's largest magnitude: 0 for level 0, 1 for the highest level."""
+    """Returns a level's magnitude as a fraction of the row's largest magnitude: 0 for level 0, 1 for the highest level."""
     below = level - _most(signed)
     root = jnp.full(level.shape, _ROOTS[0], jnp.float32)
     for eighth in range(1, _PER_OCTAVE):
@@ -308,7 +308,7 @@ def _most(signed: bool) -> int:
 
 
 def _random_bits(path: str, shape: tuple[int, ...], step: jax.Array | int, row: jax.Array | None = None) -> jax.Array:
-    """Returns uint32 [*shape]: a hash (MurmurHash3's finaliser, twice) of the path, the step and the element's index."""
+    """Returns random bits, uint32 [*shape]: each element's hash (MurmurHash3's finaliser, twice) of path, step and index."""
     index = jnp.full(shape, 0 if row is None else row, jnp.uint32)
     for dim, size in enumerate(shape):
         index = index * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, dim)
@@ -323,7 +323,7 @@ def _mixed(x: jax.Array) -> jax.Array:
 
 
 def is_signed(path: str) -> bool:
-    """Returns False for the path of a second moment, such as 'no_prefix/v/params/lm/softmax/w'."""
+    """Returns False for the path of a second moment (never negative), e.g. 'no_prefix/v/params/lm/w'; else True."""
     return _part_name(path) not in _SECOND_MOMENTS
 
 
@@ -333,18 +333,17 @@ def is_average(path: str) -> bool:
 
 
 def _part_name(path: str) -> str:
-    """Returns the part of a path before the variable's path, such as 'v' of 'no_prefix/v/params/lm/w'; '' if there is none."""
+    """Returns the name just before the variable's path, such as 'v' in 'no_prefix/v/params/lm/w'; '' if there is none."""
     before, collection, _ = path.partition(f"/{base_layer.PARAMS}/")
     return before.rpartition("/")[2] if collection else ""
 
 
 def _whole_path(keys: tuple[Any, ...], row: Row | None) -> str:
-    """Returns the array's path in the whole optimizer state. `row`: see `stored`."""
     return path_str(keys) if row is None else row.path(path_str(keys))
 
 
 def _parts(init: Callable[[PyTree], PyTree], variables: PyTree) -> tuple[PyTree, dict[str, tuple[int, ...]]]:
-    """Returns ShapeDtypeStructs of an optimizer's state, and {path: shape} of the arrays that can be stored in fewer bits."""
+    """Returns ShapeDtypeStructs of the optimizer state, and {path: shape} of its arrays that can be stored in fewer bits."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), variables)
     program, state = jax.make_jaxpr(init, return_shape=True)(shapes)
     parts = zip(masks.with_paths(state), _from_inputs(program.jaxpr, [True] * len(program.in_avals)), strict=True)
@@ -356,7 +355,7 @@ def _parts(init: Callable[[PyTree], PyTree], variables: PyTree) -> tuple[PyTree,
 
 
 def _from_inputs(program: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Returns for each output of a jaxpr True if it depends on values, not only shapes, of the inputs marked in `given`."""
+    """Returns a bool per output of a jaxpr: True if it depends on values (not only shapes) of inputs marked True in `given`."""
     inside = {var for var, is_given in zip(program.invars, given, strict=True) if is_given}
 
     def of(values: Sequence[Any]) -> list[bool]:

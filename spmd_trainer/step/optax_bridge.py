@@ -1,8 +1,8 @@
 """Gives praxis, praxis-on-optax and plain optax optimizers one interface: `init`, `update`, `init_partition_spec`.
 
-`init_partition_spec(hparams)` returns WeightHParams with the split of each array of the state, in the structure of `init(vars)`
-wrapped in an `optax.MaskedState`, as in praxis' chains. `optax.masked` wraps the state in the same way, so specs and state of
-masked chains have the same structure.
+`init_partition_spec(hparams)` returns WeightHParams with the sharding of each array of the state, in the structure of
+`init(vars)` wrapped in an `optax.MaskedState`, as in praxis' chains. `optax.masked` wraps the state in the same way, so these
+WeightHParams and the state of masked chains have the same structure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spmd_trainer.sharding.variables import path_str
 
 @dataclasses.dataclass(frozen=True)
 class OptaxTransformation:
-    """A plain optax transformation as a praxis optimizer. The transformation includes learning rate, clipping and decay.
+    """A plain optax transformation as a praxis optimizer. It must itself include learning rate, clipping and weight decay.
 
     For praxis' clipping, weight decay or EMA around an optax transformation, use `praxis.optimizers.OptaxOptimizer`.
     """
@@ -87,9 +87,9 @@ def as_optimizer(optimizer: Any) -> Any:
 
 
 def sees_stacks(optimizer: Any) -> bool:
-    """Returns True for an optimizer that gets the stacked variables of repeated layers.
+    """Returns True for an optimizer that gets the stacked variables of repeated layers as they are.
 
-    Other optimizers see one layer at a time, because praxis maps them over the layers.
+    All other optimizers see one layer at a time, because praxis maps them over the layers.
     """
     return bool(getattr(optimizer, "sees_stacks", False))
 
@@ -105,7 +105,7 @@ def grad_transformation(
       include_ema: True to include the moving averages of a praxis optimizer with `ema_decay`.
     """
     grad_tx = optimizer.get_grad_transformation(var_weight_hparams, include_ema=include_ema)
-    # praxis' own specs, e.g. of moving averages, are of one layer.
+    # praxis' own specs, e.g. of moving averages, are those of a single layer.
     declared = None if sees_stacks(optimizer) else getattr(grad_tx, "init_partition_spec", None)
 
     def init_partition_spec(hparams: Any) -> optax.MaskedState:
@@ -146,7 +146,7 @@ def derived_specs(
     Args:
       grad_tx: a transformation with optax' `init`.
       var_weight_hparams: WeightHParams of the variables.
-      declared: WeightHParams of arrays that are not split like their variable, by 'name of the array/path of the variable'.
+      declared: {'name of the array/path of the variable': WeightHParams} of arrays that are not split like their variable.
 
     Returns:
       WeightHParams in the structure of `grad_tx.init(vars)`. An array of the state is split like a variable if its path contains
@@ -179,7 +179,7 @@ def variable_of(path: tuple[Any, ...], variables: Container[tuple[Any, ...]]) ->
       variables: the paths of the variables.
 
     Returns:
-      The variable's path found inside `path` that ends nearest the end of `path`; the longest if several end there; or None.
+      The path in `variables` that occurs inside `path` and ends last, the longest of several that end there; None if none does.
     """
     parts = ((start, end) for end in range(len(path), -1, -1) for start in range(end + 1))
     return next((path[start:end] for start, end in parts if path[start:end] in variables), None)
@@ -211,12 +211,12 @@ def extract_ema(opt_states: Any, mdl_vars: Any) -> Any:
 
 
 def keeps_schedule_free(opt_states: Any) -> bool:
-    """Returns True if an optimizer state, or a tree of its structure, contains a state of optax' `schedule_free`."""
+    """Returns True if an optimizer state, or a tree with its structure, contains a state of optax' `schedule_free`."""
     return any(map(_is_schedule_free, jax.tree.leaves(opt_states, is_leaf=_is_schedule_free)))
 
 
 def extract_schedule_free(opt_states: Any, mdl_vars: Any) -> Any:
-    """Returns the variables for evaluation with optax' `schedule_free`: the averages x. (Training uses the variables y.)
+    """Returns the variables to evaluate with optax' `schedule_free`: the averaged variables x. (Training uses the variables y.)
 
     Args:
       opt_states: a train state's `opt_states`, logical or padded, with or without repeated layers.
@@ -249,7 +249,7 @@ def reset_ema(opt_states: Any, mdl_vars: Any) -> Any:
 
 
 def _x_of_schedule_free(y: jax.Array, z: jax.Array, b1: jax.Array) -> jax.Array:
-    """Returns the average x of one variable. `b1` has a dimension for each dimension over which its layers are repeated."""
+    """Returns the averaged variable x for a variable y. `b1` has one dimension for each dimension of repeated layers."""
 
     def evaluated(b1: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
         state = optax.contrib.ScheduleFreeState(b1, None, None, None, None, z)

@@ -27,12 +27,12 @@ Packed: TypeAlias = tuple[jax.Array, CluMetrics]
 
 # praxis appends the type of a summary to its name; a layer that is applied several times appends a number after that.
 _KIND = re.compile(r"_(aggregate_)?scalar(?=(/\d+)*$)")
-# End of the names of summaries with the tokens of experts.
+# End of the names of summaries with the number of tokens of each expert.
 _LOAD_KEY = f"/{masks.LOAD}_histogram"
 
 
 def summary_name(key: str) -> str:
-    """Returns 'layer/norm' for praxis' key 'layer/norm_aggregate_scalar'."""
+    """Returns a praxis summary's key without its type: 'layer/norm' for 'layer/norm_aggregate_scalar'."""
     return _KIND.sub("", key)
 
 
@@ -104,7 +104,7 @@ def _scalar(what: str, value: Any) -> jax.Array:
 
 
 class SummaryNames:
-    """Names of a step's summaries, in the order of their values. All steps share one instance, which caches look-ups."""
+    """Names of a step's summaries, in the order of the values. All steps share one instance, which caches look-ups of names."""
 
     def __init__(self, names: Sequence[str] = ()):
         self.names = tuple(names)
@@ -119,7 +119,7 @@ class SummaryNames:
 
 
 class Scalars(Mapping[str, float]):
-    """One step's scalars on the host: {name: float} of loss, weighted scalars, clu metrics and summaries.
+    """One step's scalars on the host, a mapping {name: float} of loss, weighted scalars, clu metrics and summaries.
 
     Attributes:
       loss: mean loss; None in decoding.
@@ -150,7 +150,7 @@ class Scalars(Mapping[str, float]):
 
     @functools.cached_property
     def summaries(self) -> dict[str, float]:
-        """Scalar summaries by name. Computed on first use, because a deep model has thousands and most steps don't read them."""
+        """{name: scalar summary}, made on first use: a deep model has thousands of summaries, which few steps read."""
         return dict(zip(self._names.names, self._values, strict=True))
 
     @functools.cached_property

@@ -29,7 +29,7 @@ from spmd_trainer.train_states import NestedPartitionSpec, NestedShapeDtypeStruc
 if TYPE_CHECKING:
     from spmd_trainer.tasks_lib import SingleTask
 
-# What happens to the global batch on fewer devices: each device holds more rows; the same rows in more minibatches; fewer rows.
+# What happens to the global batch on fewer devices: each device holds more rows, has more minibatches, or the batch is smaller.
 ElasticBatch: TypeAlias = Literal["whole", "accumulate", "scale"]
 
 
@@ -57,9 +57,8 @@ class Partitioner(abc.ABC):
         Args:
           mesh: the mesh; None for the one that the task's model declares.
           devices: the devices for the mesh that the model declares; None for all.
-          num_minibatches: number of minibatches into which a train step divides the global batch, or each device's rows. They are
-            computed one after the other.
-          elastic: the run asks its experiment after each step which devices are available, and continues on them.
+          num_minibatches: number of minibatches into which a train step divides the global batch, or each device's rows.
+          elastic: True if the run asks its experiment after each step which devices are available, and continues on those.
           elastic_batch: on n times fewer devices, each device holds n times the rows ('whole'), or processes its rows in n
             times the minibatches ('accumulate'), or the global batch is n times smaller with the same learning rate ('scale').
 
@@ -100,7 +99,7 @@ class Partitioner(abc.ABC):
 
     @abc.abstractmethod
     def rows_to_split(self, num_rows: int, num_devices: int) -> int:
-        """Returns the number of rows that `num_minibatches` must divide.
+        """Returns the number of rows that `num_minibatches` must divide: those of the global batch, or of one device.
 
         Args:
           num_rows: rows of the global batch.
@@ -127,16 +126,16 @@ class Partitioner(abc.ABC):
         row_padding: RowPadding,
         plan: state_layout.Plan | None = None,
     ) -> Layout:
-        """Checks the task's `inputs_split_mapping`, and returns its layout, for `setup`.
+        """Checks the task's `inputs_split_mapping`, and returns the task's layout. `setup` calls this.
 
         Args:
           task: the built task.
           inputs_shape_dtype: ShapeDtypeStructs of the global training batch.
-          row_padding: fills the rows that are added to a batch up to a multiple of the device count; see `Layout`.
-          plan: decides the sharding of every variable, instead of the layers; see `state_layout.build`.
+          row_padding: how to fill the rows that are added to a batch, up to a multiple of the device count; see `Layout`.
+          plan: a function that decides the sharding of every variable, instead of the layers; see `state_layout.build`.
 
         Raises:
-          ValueError: a split mapping doesn't fit the mesh or a variable; the message has its path.
+          ValueError: a split mapping doesn't fit the mesh, an input or a variable; the message names the path.
         """
         # An AbstractMesh has what a layout needs; nothing can be compiled for it.
         mesh = cast(Mesh, self._mesh) if self._mesh is not None else mesh_from_model(task.model, self._devices)
@@ -155,7 +154,7 @@ class Partitioner(abc.ABC):
 
     @property
     def metadata(self) -> Layout:
-        """The layout, under Pax's name for it."""
+        """The same as `layout`; Pax's name for it is `metadata`."""
         return self.layout
 
     @property
@@ -169,7 +168,7 @@ class Partitioner(abc.ABC):
         return self.layout.mesh
 
     def mesh_shape(self) -> Mapping[str, int]:
-        """Returns the size of each mesh axis, by name."""
+        """Returns {name: size} of the mesh axes."""
         return dict(self.mesh.shape)
 
     def init_fn(self, *, with_opt_states: bool = True) -> jax.stages.Wrapped:
@@ -183,7 +182,7 @@ class Partitioner(abc.ABC):
             mdl_vars = base_layer.maybe_unbox_value(layout.init_variables(prng_key))
             return layout.pad(state_layout.create_train_state(layout, mdl_vars, with_opt_states=with_opt_states))
 
-        # It runs once, so compiling it must be cheap: on CPU this level halves the compile time and gives the same values.
+        # `init` runs once, so compiling it must be cheap: on CPU, this level halves the compile time and gives the same values.
         on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
         options: dict[str, Any] | None = {"xla_backend_optimization_level": 1} if on_cpu else None
         return jax.jit(init, out_shardings=layout.shardings, compiler_options=options)
@@ -195,7 +194,7 @@ class Partitioner(abc.ABC):
 
 
 def batch_notes(inputs: NestedShapeDtypeStruct, specs: NestedPartitionSpec, sizes: Mapping[str, int]) -> list[str]:
-    """Returns a sentence for each batch dimension that its mesh axes don't divide: the cost of padding, and sizes without cost.
+    """Returns a sentence for each batch dimension that its mesh axes don't divide: what padding costs, which sizes need none.
 
     Args:
       inputs: ShapeDtypeStructs of the global batch.
@@ -214,7 +213,7 @@ def batch_notes(inputs: NestedShapeDtypeStruct, specs: NestedPartitionSpec, size
             what = f"the batch has {size} rows" if dim == 0 else f"dimension {dim} of input {path!r} has size {size}"
             only_padding = f", and {idle} of {shards} parts hold nothing but padding" if idle else ""
             below = f"{held - shards} or " if held > shards else ""
-            # Inputs share their rows, so that they are named once.
+            # All inputs have the same rows, which are therefore named once.
             found.setdefault(
                 (dim, size, axes) if dim == 0 else (dim, id(x), axes),
                 f"{what}, which {axes_text(axes, sizes)} does not divide: each step computes {held} "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PjitPartitioner(Partitioner):
-    """Partitions a task's steps over its mesh with `jax.jit`. Settings, attributes and methods: see `Partitioner`."""
+    """Partitions a task's steps over its mesh with `jax.jit`. See `Partitioner` for settings, attributes and methods."""
 
     def setup(self, task: SingleTask, inputs_shape_dtype: NestedShapeDtypeStruct) -> None:
         """See `Partitioner.setup`. The layers or `task.train.sharding_strategy` decide the sharding of variables."""
@@ -54,12 +54,12 @@ def create_partitioner(
     Args:
       jax_task: not used; `setup` takes the task.
       init_is_eval: not used; `task.train.always_use_train_for_model_init` decides how variables are initialised.
-      reshard_inputs: not used: inputs are always resharded by rank.
+      reshard_inputs: not used; inputs are always resharded by `task.train.inputs_split_mapping`.
       auto_sharding_mode: must be None.
       auto_sharding_input_params: must be None.
 
     Raises:
-      UserError: auto-sharding is asked for.
+      UserError: one of the two auto-sharding arguments is not None.
     """
     del jax_task, init_is_eval, reshard_inputs
     if auto_sharding_mode is not None or auto_sharding_input_params is not None:

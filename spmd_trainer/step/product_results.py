@@ -1,14 +1,14 @@
-"""Analyses a jaxpr's use of the results of matrix products, to find routers and the dimensions that count experts.
+"""Analyses how a jaxpr uses the results of matrix products, to find routers and the dimensions that count experts.
 
 `matrix_uses` follows weights to their products. This module follows a product's result until the next product reads it. For each
 dimension of an array it tracks the variable dimensions with the same index, called the columns of the dimension:
 
-- A matrix routes (belongs to a router) if a softmax, a top_k, a sort or an argmax over its columns reads its results.
+- A matrix routes (belongs to a router) if a softmax, top_k, sort or argmax over its columns reads the results of its products.
 - Two dimensions are aligned if an operation or a product pairs them element by element. A dimension of a weight that is aligned
   with the columns of a router counts experts.
 - A column dimension is read one by one if the program reads single indices of it, such as the queries, keys and values of one
   product.
-- A matrix may route if a sigmoid of its results weighs whole vectors. (A sigmoid alone is also the gate of a feed-forward layer.)
+- A matrix may route if a sigmoid of its products' results scales whole vectors. (A sigmoid alone may be a feed-forward gate.)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from spmd_trainer.step import tracked_dims as dims_lib
 
 # (path of a variable, one of its dimensions)
 Column: TypeAlias = tuple[str, int]
-# For each dimension of an array, the columns that it counts.
+# For each dimension of an array, the columns with the same index.
 Columns: TypeAlias = tuple[frozenset[Column], ...]
 
 _NONE: frozenset[Column] = frozenset()
 _CHOICES = frozenset({"top_k", "approx_top_k", "sort", "argmax", "argmin"})
 _CUTS = frozenset({"slice", "dynamic_slice", "split"})
 _MOVES = _CUTS | {"transpose", "squeeze", "reshape", "unstack"}
-# Of exponentials and sigmoids, these return exponentials and sigmoids.
+# The result of these operations counts as an exponential or a sigmoid if an operand is one.
 _KEEP_FUNCTION = dims_lib.SAME_DIMENSIONS | {"convert_element_type", "select_n", "stop_gradient", "div"}
 _BY_ELEMENT = ELEMENTWISE | _KEEP_FUNCTION | {"sort", "cumsum"}
 
@@ -57,7 +57,7 @@ class Uses:
       rank: number of dimensions of the variable.
       products: the roles of the variable's dimensions (rows, columns or stack) in the products; equal entries are listed once.
       others: names of other operations that read the variable.
-      is_lookup: True if a product is with one-hot vectors, which is a lookup of rows.
+      is_lookup: True if the other operand of a product is a one-hot array, so that the product looks up rows.
       is_read_on: True if the other operand of a later product, possibly in another layer, is computed from the products' results.
       routes: True if a softmax, top_k, sort or argmax reads the products' results.
       may_route: True if a sigmoid of the products' results scales whole vectors, as a router's weights scale experts' outputs.
@@ -115,12 +115,12 @@ def of_weight(path: str, dims: dims_lib.Dims) -> Result:
 
 
 def of_product(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) -> Result:
-    """Returns the `Result` of a `dot_general`, and records in `notes` the columns that it aligns.
+    """Returns the `Result` of a `dot_general`, and records in `notes` the columns that the product aligns.
 
     Args:
       eqn: the equation of the jaxpr.
-      values: the `Result`s of its operands.
-      notes: {path: uses}, to be updated.
+      values: the `Result`s of the equation's operands.
+      notes: {path: `Uses`}, which the function updates.
     """
     contract, batch = eqn.params["dimension_numbers"]
     left, right = (_columns(value, var) for value, var in zip(values, eqn.invars, strict=True))
@@ -138,7 +138,7 @@ def of_product(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) ->
 
 
 def of_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, Uses]) -> list[Result]:
-    """Returns the `Result`s of an operation without weights as operands, and records in `notes` the uses that it shows.
+    """Returns the `Result`s of an operation that reads no weights, and records in `notes` the uses that the operation shows.
 
     Arguments as for `of_product`.
     """
@@ -192,7 +192,7 @@ def _of_two_activations(eqn: Any, values: Sequence[Result], notes: Mapping[str, 
         _weigh(value, notes)
     found = of_product(eqn, values, notes)
     contract, batch = eqn.params["dimension_numbers"]
-    # Each index of these columns has products for itself: of batch dimensions, and heads whose own columns are contracted.
+    # Columns with a separate product for each index: batch dimensions, and heads whose own columns are contracted.
     apart = frozenset().union(*found.columns[: len(batch[0])])
     for value, var, dims in zip(values, eqn.invars, contract, strict=True):
         groups = _columns(value, var)
@@ -239,7 +239,7 @@ def _moved(eqn: Any, number: int, values: Sequence[Result]) -> Columns | None:
 
 
 def _weighing(eqn: Any, values: Sequence[Result], columns: Columns) -> Iterator[Result]:
-    """Yields the operands whose elements weigh whole vectors: a dimension after their columns is broadcast from size 1."""
+    """Yields the operands whose elements scale whole vectors: a dimension after their columns is broadcast from size 1."""
     made = eqn.outvars[0].aval.shape
     last = max((i for i, group in enumerate(columns) if group), default=len(columns))
     for value, var in zip(values, eqn.invars, strict=True):
@@ -254,7 +254,7 @@ def _weighing(eqn: Any, values: Sequence[Result], columns: Columns) -> Iterator[
 
 
 def _completed(columns: Columns, shape: Sequence[int], chosen: Iterable[tuple[Column, int]]) -> Columns:
-    """Returns `columns`, where each dimension without columns gets the columns in `chosen` that have its size."""
+    """Returns `columns` with each dimension that has no columns filled by the columns in `chosen` that have its size."""
     return tuple(
         group or frozenset(column for column, count in chosen if count == size)
         for group, size in zip(columns, shape, strict=True)
@@ -274,7 +274,7 @@ def _cut(columns: Columns, given: Sequence[int], made: Sequence[int], notes: Map
 
 
 def leave(value: Result, notes: Mapping[str, Uses]) -> None:
-    """Records in `notes` that the analysis of the value's columns ends here (`Uses.elsewhere`)."""
+    """Records in `Uses.elsewhere` that the analysis of a value's columns ends at an operation that it can't follow."""
     for path, dim in frozenset().union(*value.columns):
         notes[path].elsewhere.add(dim)
 

@@ -16,7 +16,7 @@ from praxis import schedules
 
 from spmd_trainer.errors import require_one_of
 
-# Share of the way down, for the share of the decay that is over.
+# {form of the decay: fraction of the total decrease as a function of the fraction of the decay steps that are over}
 _DECAYS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "linear": lambda x: x,
     "cosine": lambda x: (1 - jnp.cos(jnp.pi * x)) / 2,
@@ -31,10 +31,10 @@ class WarmupStableDecay(schedules.BaseSchedule):  # type: ignore[misc]  # untype
     arXiv:2404.06395). The decay 'sqrt', 1 - sqrt(fraction of the decay steps), is from Hägele et al. 2024 (arXiv:2405.18392).
 
     Attributes:
-      total_steps: number of training steps; the decay ends here.
+      total_steps: total number of training steps; the decay ends at this step.
       warmup_steps: number of warm-up steps; 0 for no warm-up.
       decay_steps: number of decay steps; 0 for no decay.
-      min_ratio: value after the decay.
+      min_ratio: value of the schedule after the decay.
       decay: form of the decay: 'linear', 'cosine' or 'sqrt'.
     """
 
@@ -54,7 +54,7 @@ class WarmupStableDecay(schedules.BaseSchedule):  # type: ignore[misc]  # untype
             )
 
     def value_at(self, step: jax.Array) -> jax.Array:
-        """Returns the value at a step, scalar float32. `step`: integer scalar."""
+        """Returns the schedule's value at a training step, as a float32 scalar. `step`: integer scalar."""
         step = jnp.asarray(step, jnp.float32)
         up = jnp.minimum(step / self.warmup_steps, 1.0) if self.warmup_steps else jnp.float32(1.0)
         if not self.decay_steps:
@@ -64,14 +64,14 @@ class WarmupStableDecay(schedules.BaseSchedule):  # type: ignore[misc]  # untype
 
 
 class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untyped
-    """Piecewise linear interpolation of values over the number of trained tokens.
+    """Piecewise linear interpolation of values over the number of tokens that the model has been trained on.
 
-    The value is constant before the first and after the last count. Two values at the same count make a jump.
+    The schedule is constant before the first and after the last number of tokens. Two values at the same number make a jump.
 
     Attributes:
-      tokens: numbers of tokens trained on so far, ascending.
-      values: value at each number of tokens.
-      tokens_per_step: tokens of a global batch, with padding: rows times length. With a `batch_ramp`, {first step: tokens}.
+      tokens: ascending numbers of tokens at which `values` are given.
+      values: the schedule's value at each number of tokens.
+      tokens_per_step: tokens in a global batch with padding (rows times length); with a `batch_ramp`, {first step: tokens}.
     """
 
     tokens: Sequence[float] = ()
@@ -99,7 +99,7 @@ class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untype
             )
 
     def value_at(self, step: jax.Array) -> jax.Array:
-        """Returns the value at a step, scalar float32. `step`: integer scalar."""
+        """Returns the schedule's value at a training step, as a float32 scalar. `step`: integer scalar."""
         at, values = (jnp.asarray(numbers, jnp.float32) for numbers in self._by_steps())
         step = jnp.asarray(step, jnp.float32)
         after = jnp.searchsorted(at, step, side="right")
@@ -108,10 +108,10 @@ class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untype
         return jnp.where(after == 0, values[0], values[left] + share * (values[right] - values[left]))
 
     def _by_steps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps at which the schedule's slope changes, ascending, and its values there, both float64.
+        """Returns the training steps at which the schedule's slope changes, ascending, and its values there, both float64.
 
-        The interpolation uses steps, because numbers of tokens exceed int32 and float32 is less exact for them. The slope over
-        steps also changes where the tokens per step change.
+        The interpolation is over steps, because numbers of tokens exceed int32, and float32 holds them less exactly. The slope
+        over steps also changes where the tokens per step change.
         """
         begins, sizes = (np.array(one, np.float64) for one in zip(*self.step_sizes.items(), strict=True))
         before = np.append(0.0, np.cumsum(sizes[:-1] * np.diff(begins)))
@@ -125,10 +125,10 @@ class PiecewiseByTokens(schedules.BaseSchedule):  # type: ignore[misc]  # untype
 
 
 class OptaxSchedule(schedules.BaseSchedule):  # type: ignore[misc]  # untyped
-    """A schedule of optax, e.g. `Config(OptaxSchedule, schedule=Config(optax.warmup_cosine_decay_schedule, ...))`.
+    """An optax schedule as a praxis schedule: `Config(OptaxSchedule, schedule=Config(optax.cosine_decay_schedule, ...))`.
 
     Attributes:
-      schedule: a function step -> value, or a config of such a function. Fields of a config can be overridden by flags.
+      schedule: a function step -> value, or a config of such a function. Command-line flags can override a config's fields.
     """
 
     schedule: optax.Schedule | None = None
@@ -142,6 +142,6 @@ class OptaxSchedule(schedules.BaseSchedule):  # type: ignore[misc]  # untyped
             )
 
     def value_at(self, step: jax.Array) -> jax.Array:
-        """Returns the value at a step, scalar float32. `step`: integer scalar."""
+        """Returns the schedule's value at a training step, as a float32 scalar. `step`: integer scalar."""
         assert self.schedule is not None  # checked above
         return jnp.asarray(self.schedule(step), jnp.float32)

@@ -1,9 +1,9 @@
 """`ShardMapPartitioner`: data parallelism and FSDP under `jax.shard_map`, with all collectives written out.
 
-`ShardMapPartitioner` runs the forward and backward pass of the same pure step on each device's own rows. All communication
-between devices is in `shard_map_passes.py` and `collectives.py`. The learner then runs on the reduced gradients under
-ordinary jit. It is elementwise, and communicates only the scalars of its norms. Besides these scalars, the compiled train step
-contains:
+`ShardMapPartitioner` runs the forward and backward pass of a pure step on each device's own rows. All communication between
+devices is in `shard_map_passes.py` and `collectives.py`. The learner then runs on the reduced gradients under ordinary jit. The
+learner works element by element, and communicates only the scalars of its norms. Besides these scalars, the compiled train step
+contains these collectives:
 
 - with 'dp' (parameters replicated): one all-reduce per step, of all gradients and metrics together, for any number of
   minibatches. (The compiler may split it if it exceeds the compiler's limit for combined collectives.)
@@ -16,7 +16,7 @@ With `gather='layer'` a parameter is gathered where its layer reads it (`Gathere
 blocks itself (praxis' repeated layers, or other models with `remat=True`) the gathered copy is freed when the block ends;
 parameters outside these blocks (embedding, softmax) stay gathered from their first use to their last use in the backward
 pass. A model without rematerialisation runs under a `jax.checkpoint` policy that does not keep gathered parameters for
-the backward pass, and recomputes only them and plain data movement. (Outside loops, the CPU compiler undoes this: it
+the backward pass, and recomputes only these and plain data movement. (Outside loops, the CPU compiler undoes this: it
 merges equal values across `jax.checkpoint`'s barriers.) With `gather='step'` all parameters are gathered once per step and
 unsplit gradients are accumulated: one all-gather and one reduce-scatter per parameter and step, for any number of minibatches.
 The peak memory then includes the whole model and its gradients.
@@ -28,7 +28,7 @@ parameters of an `nnx.remat` block stay gathered until its backward pass. For la
 
 The loss is the mean over the global batch: sums and weights are reduced first and divided afterwards. Functions of the rows other
 than weighted means (batch normalisation, load-balancing losses of experts) see the rows of one minibatch on one device, as is
-usual in data-parallel training. A metric of constant weight is the mean over all minibatches and devices.
+usual in data-parallel training. A metric whose weight is constant is averaged over all minibatches and devices.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ if TYPE_CHECKING:
 
 
 class ShardMapPartitioner(Partitioner):
-    """Partitions a task's train and eval steps with `jax.shard_map`; decoding is left to the compiler.
+    """Partitions a task's train and eval steps with `jax.shard_map`; the compiler partitions decoding.
 
     The batch is split over all axes of the mesh. Split mappings of layers and the task's `sharding_strategy` and
     `inputs_split_mapping` have no effect on training and evaluation. The sharding report gives the reason for each variable's
-    sharding. Dropout masks differ between devices, and therefore depend on the mesh. Attributes and methods: see `Partitioner`.
+    sharding. Dropout masks differ between devices, and so depend on the mesh. See `Partitioner` for attributes and methods.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class ShardMapPartitioner(Partitioner):
         elastic: bool = False,
         elastic_batch: ElasticBatch = "whole",
     ):
-        """Stores the settings; the module's docstring explains them.
+        """Stores the settings. The module's docstring explains their effects.
 
         Args:
           sharding: 'dp' (replicated parameters) or 'fsdp' (split parameters).
           axis_name: the mesh axes over which 'fsdp' splits parameters; None for all axes of the mesh.
-          min_weight_size: 'fsdp' replicates parameters with fewer elements.
+          min_weight_size: 'fsdp' replicates parameters with fewer elements than this.
           num_minibatches: number of minibatches into which each device divides its rows; they are computed one after the other.
           gather: 'fsdp' gathers parameters where a layer reads them ('layer'), or all of them once per step ('step'). None:
             'layer' with one minibatch, 'step' with several.
@@ -109,7 +109,7 @@ class ShardMapPartitioner(Partitioner):
 
     @property
     def gather(self) -> Literal["layer", "step"]:
-        """'layer' if parameters are gathered where a layer reads them, 'step' if once per step (always with 'dp')."""
+        """'layer' if parameters are gathered where a layer reads them; 'step' if once per step (always so with 'dp')."""
         once_per_step = self.sharding == "dp" or self.num_minibatches > 1
         return self._requested_gather or ("step" if once_per_step else "layer")
 
@@ -163,7 +163,7 @@ class ShardMapPartitioner(Partitioner):
         return plan
 
     def partition(self, step_fn: StepFn, inputs_shape_dtype: NestedShapeDtypeStruct, is_eval: bool) -> CompiledStep:
-        """See `Partitioner.partition`. The step gets a `grad_fn` or `eval_fn` of `shard_map_passes`, bound to padded arrays.
+        """See `Partitioner.partition`. The step's `grad_fn` or `eval_fn` runs `shard_map_passes` on the padded arrays.
 
         Raises:
           ValueError: the job has several processes, and the device count doesn't divide the rows.

@@ -1,7 +1,7 @@
 """Forward and backward pass of a step on each device's own rows, with all communication between devices written out.
 
 `gradients` and `evaluate` are versions of `grad_fn` and `eval_fn` of `step_fns.py` for padded variables and inputs; read
-`gradients` first. `shard_map.py` lists their collectives, and tells when to use them.
+`gradients` first. The docstring of `shard_map.py` lists the collectives in them, and says when to use them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class PassSettings:
     Attributes:
       layout: the layout of the state; the batch is split over the whole mesh.
       num_rows: rows of the global batch without padding.
-      num_minibatches: number of parts that each device divides its rows into in training.
-      gather_on_use: in training, True gathers parameters where a layer reads them, False all of them once per step.
+      num_minibatches: number of minibatches into which each device divides its rows in training.
+      gather_on_use: in training, gather parameters where a layer reads them (True), or all of them once per step (False).
     """
 
     layout: Layout
@@ -64,13 +64,13 @@ def gradients(
     """Runs the forward and backward pass under `jax.shard_map`.
 
     Args:
-      settings: layout, minibatches and gathering of parameters.
+      settings: the settings of the pass.
       mdl_vars: padded variables.
       prng_key: the step's PRNG key.
       inputs: the padded global batch.
 
     Returns:
-      As `step_fns.gradients`; gradients have logical (unpadded) shapes and are split like their variables.
+      The same as `step_fns.gradients`. Gradients have logical (unpadded) shapes, and are split like their variables.
     """
     layout = settings.layout
     excluded = masks.get_excluded_var_mask_for_grad(layout.var_weight_hparams, layout.task.learner)
@@ -173,7 +173,7 @@ def _on_each_device(settings: PassSettings, run: Callable[..., Any], out_specs: 
 
 
 def _no_ambient_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Unsets the ambient mesh, so that sharding constraints of layers have no effect under `jax.shard_map`."""
+    """Context manager: unsets the ambient mesh, so that layers' sharding constraints have no effect in `jax.shard_map`."""
     # The device stays known: attention kernels are chosen for it.
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
@@ -198,7 +198,7 @@ def _gathered(
         return shards, lambda grads: grads, _gather_on_use(settings)
 
     def reduce_scatter(grads: NestedJTensor) -> NestedJTensor:
-        # The backward pass of gathering pieces that have the gradients' dtype, which may not be the variables'.
+        # Runs the backward pass of gathering shards in the gradients' dtype, which may differ from the variables' dtype.
         pieces = jax.tree.map(lambda shard, g: jnp.zeros(shard.shape, g.dtype), shards, grads)
         _, pullback = jax.vjp(lambda pieces: collectives.gather_params(pieces, trainable), pieces)
         return pullback(grads)[0]
@@ -224,7 +224,7 @@ def _agree(new: NestedJTensor, real: jax.Array, axes: tuple[str, ...]) -> Nested
 
 
 def _divided(settings: PassSettings, inputs: NestedJTensor, requested: int) -> tuple[int, int]:
-    """Returns the division of each device's rows into minibatches: the requested number, or more if rows and padding would mix.
+    """Divides each device's rows into the requested number of minibatches, or more if a minibatch would mix rows and padding.
 
     Returns:
       The number of minibatches on each device, and the rows of each.
@@ -256,7 +256,7 @@ def _divided(settings: PassSettings, inputs: NestedJTensor, requested: int) -> t
 def _is_real(settings: PassSettings, count: int, size: int, index: jax.Array | int) -> jax.Array:
     """Returns 1.0 if minibatch `index` of this device holds rows of the batch, 0.0 if it holds padding.
 
-    Padding is at the end of the global batch. `count` and `size`: from `_divided`.
+    Padding is at the end of the global batch. `count` and `size` are from `_divided`.
     """
     first = (lax.axis_index(settings.axes) * count + index) * size
     return (first < settings.num_rows).astype(jnp.float32)

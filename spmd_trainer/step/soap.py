@@ -1,16 +1,16 @@
-"""SOAP: Adam in the eigenbases of Shampoo's preconditioners, for a model's matrices; Adam for everything else.
+"""SOAP: updates a model's matrices by Adam in the eigenbases of Shampoo's preconditioners, all other variables by plain Adam.
 
     learner.optimizer = Config(st.Soap, learning_rate=3e-3, lr_schedule=..., weight_decay=0.01)
 
 Published by Vyas et al. 2024 (arXiv:2409.11321, algorithm 3), with code (https://github.com/nikhilvyas/SOAP).
 
-See `matrix_optimizer` for the choice of the matrices and the devices on which they are computed.
+See `matrix_optimizer` for how the matrices are chosen and on which devices their updates are computed.
 
-Each matrix is computed whole, on one device, in float32. So equal gradients give equal updates on all meshes, up to the rounding
-of products. But gradients differ between meshes by rounding, and bases amplify these differences where eigenvalues are nearly
-equal, because eigenvectors of equal eigenvalues are arbitrary. With the first gradient G [m, n], m < n, G' G has at most m
-nonzero eigenvalues, so n - m vectors of the first basis of the longer side are arbitrary. Until the averages have full rank,
-losses on two meshes are equally good, but may differ by more than rounding.
+Each matrix's update is computed whole, on one device, in float32. So equal gradients give equal updates on all meshes, up to
+the rounding of products. But gradients differ between meshes by rounding, and bases amplify these differences where eigenvalues
+are nearly equal, because eigenvectors of equal eigenvalues are arbitrary. For the first gradient G [m, n], m < n, G' G (G' is G
+transposed) has at most m nonzero eigenvalues, so n - m vectors of the first basis of the longer side are arbitrary. Until the
+averages have full rank, losses on two meshes are equally good, but may differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _Side: TypeAlias = tuple[jax.Array, ...]
 class Soap(MatrixOptimizer):
     """SOAP for matrices, Adam for all other variables.
 
-    For the choice of the matrices and for Adam's fields see `MatrixOptimizer`. The update of a matrix with gradient G is
-    -rate * QL N QR'. QL and QR are the eigenvectors (bases) of the moving averages of G G' and G' G, and N is Adam's step for the
-    rotated gradient QL' G QR. Adam's first moment is stored unrotated, its second moment rotated. Bases are replaced every
-    `precondition_frequency` steps, by one power iteration and a QR decomposition.
+    See `MatrixOptimizer` for how the matrices are chosen, and for Adam's fields. A matrix with gradient G is updated by minus
+    the learning rate times QL N QR'. QL and QR are the eigenvectors (bases) of the moving averages of G G' and G' G (G' is G
+    transposed), and N is Adam's step for the rotated gradient QL' G QR. Adam's first moment is stored unrotated, its second
+    moment rotated. Bases are replaced every `precondition_frequency` steps, by one power iteration and a QR decomposition.
 
     As in the published code, the first step only initialises averages and bases and does not change matrices, so that no gradient
     is rotated into its own basis. Bases are replaced at the end of a step. Unlike the published code, epsilon is added to the
@@ -58,7 +58,7 @@ class Soap(MatrixOptimizer):
       beta1, beta2: decays of the first and second moment of matrices.
       shampoo_beta: decay of the averages of G G' and G' G; None for `beta2`.
       epsilon: added to the root of the second moment.
-      precondition_frequency: number of steps between two replacements of the bases.
+      precondition_frequency: number of training steps between two replacements of the bases.
       max_precond_dim: sides (rows or columns) longer than this are not rotated, and have neither average nor basis.
     """
 
@@ -109,7 +109,7 @@ class Soap(MatrixOptimizer):
         return found
 
     def notes(self, choices: Mapping[str, Choice]) -> str:
-        """Returns text with the bytes of the preconditioners, and the variables with unrotated sides. See `MatrixOptimizer`."""
+        """Returns text for the log: the bytes of the preconditioners, and the variables with unrotated sides."""
         matrices = {path: choice.matrix for path, choice in choices.items() if choice.matrix}
         elements = sum(math.prod(shape) for matrix in matrices.values() for shape in self._squares(matrix).values())
         text = f"\n{4 * elements:,} bytes of float32 preconditioners, over all devices together, besides two moments"
@@ -150,11 +150,11 @@ class Soap(MatrixOptimizer):
         """Computes SOAP's step for a batch of whole matrices of equal shape.
 
         Args:
-          count: int32 scalar, the number of steps taken before.
-          batch: gradient, first moment and second moment [N, m, n]; for each rotated side, average and basis.
+          count: int32 scalar, the number of training steps before this one.
+          batch: gradient, first moment and second moment [N, m, n] of N matrices; for each rotated side, average and basis.
 
         Returns:
-          Step and new second moment; for each rotated side, new average and basis.
+          The step and the new second moment; for each rotated side, the new average and basis.
         """
         steps = jnp.maximum(count, 1).astype(jnp.float32)
         (g, m, v), rows, cols = batch.arrays, batch.of_rows, _transposed(batch.of_cols)
@@ -163,7 +163,7 @@ class Soap(MatrixOptimizer):
         mean, second = _rotated(m, rows, cols) / (1 - self.beta1**steps), v / (1 - self.beta2**steps)
         step = _rotated(mean / (jnp.sqrt(second) + self.epsilon), _transposed(rows), _transposed(cols))
         rows, cols = self._averaged(rows, g), self._averaged(cols, g.mT)
-        # 0: bases stay, 1: the first ones, 2: they are replaced.
+        # 0: keeps the bases, 1: makes the first bases, 2: replaces the bases.
         kind = jnp.where(count == 0, 1, jnp.where(count % self.precondition_frequency == 0, 2, 0))
         v, rows, cols = lax.switch(kind, [lambda *x: x, _first, _replaced], v, rows, cols)
         return Family((step, v), rows, _transposed(cols))
@@ -182,7 +182,7 @@ class Soap(MatrixOptimizer):
 
 
 def _first(v: jax.Array, rows: _Side, cols: _Side) -> tuple[jax.Array, _Side, _Side]:
-    """Returns the arguments with the averages' eigenvectors as new bases, in descending order of eigenvalues."""
+    """Returns the arguments with the eigenvectors of the averages as bases, in descending order of eigenvalues."""
     rows, cols = (side and (side[0], jnp.flip(jnp.linalg.eigh(side[0])[1], axis=-1)) for side in (rows, cols))
     return v, rows, cols
 
@@ -195,7 +195,7 @@ def _replaced(v: jax.Array, rows: _Side, cols: _Side) -> tuple[jax.Array, _Side,
 
 
 def _iterated(side: _Side, v: jax.Array) -> tuple[_Side, jax.Array]:
-    """Returns a side with a new basis, and the second moment `v` [N, m, n] with its rows reordered like the basis vectors."""
+    """Returns `side` with a new basis, and the second moment `v` [N, m, n] with its rows reordered like the basis vectors."""
     if not side:
         return side, v
     gram, basis = side

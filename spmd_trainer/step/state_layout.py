@@ -33,14 +33,14 @@ from spmd_trainer.train_states import NestedJTensor, NestedShapeDtypeStruct, Nes
 if TYPE_CHECKING:
     from spmd_trainer.tasks_lib import SingleTask
 
-# VariableSpecs, in the structure of the variables or of the state.
+# VariableSpecs, in the structure of the variables or of the train state.
 NestedVariableSpec: TypeAlias = PyTree
-# Decides the layout of every variable: (the task and its variables, mesh) -> VariableSpecs, same structure.
+# A `Plan` decides the sharding of every variable: (task and WeightHParams of its variables, mesh) -> VariableSpecs.
 Result = TypeVar("Result")
 Plan: TypeAlias = Callable[[LogicalLayout, Mesh], NestedVariableSpec]
 DECLARED = "declared"
 NOT_DECLARED = "replicated: no split mapping; task.train.sharding_strategy=[...] gives one"
-# Where the train state, and so the sharding report, has the variables. Rules of a strategy are matched without it.
+# Prefix of the variables' paths in the train state and the sharding report. A strategy's rules match paths without this prefix.
 _REPORT_PREFIX = "mdl_vars/"
 
 
@@ -51,7 +51,7 @@ def build(
     mesh: Mesh,
     plan: Plan | None = None,
 ) -> tuple[NestedWeightHParams, TrainState]:
-    """Returns the WeightHParams of all variables, and PartitionSpec, padding and reason for each array of the train state.
+    """Returns the WeightHParams of all variables, and the VariableSpec (sharding, padding, reason) of each train state array.
 
     A variable has the spec that its layer declares. If the layer declares none, `task.train.sharding_strategy` decides;
     without a strategy the variable is replicated. Optimizer states are split like their variable, and adapters (`task.lora`) like
@@ -62,7 +62,7 @@ def build(
       init_variables: `variables_initialiser` of the task.
       inputs_shape_dtype: ShapeDtypeStructs of the global batch.
       mesh: the device mesh.
-      plan: decides the sharding of every variable, instead of layers and strategy.
+      plan: a function that decides the sharding of every variable, instead of layers and strategy.
 
     Returns:
       The variables' WeightHParams, and a TrainState of VariableSpecs.
@@ -72,7 +72,7 @@ def build(
     """
     host_states.check_devices(task, mesh)
     if task.lora is None:
-        # The context mesh stays unset here: inside it, praxis' circular pipelines refuse their own constraints.
+        # The context mesh stays unset here: with it, praxis' circular pipelines refuse their own sharding constraints.
         layout = LogicalLayout(task, abstract_hparams(init_variables))
         hparams, reasons = _planned(layout, mesh, plan)
     else:
@@ -123,13 +123,13 @@ def _matrix_notes(
     opt_states: PyTree,
     with_uses: Callable[[], NestedWeightHParams],
 ) -> dict[str, str]:
-    """Returns notes for the sharding report on the variables of a matrix optimizer; checks optax' Muon.
+    """Returns notes for the sharding report on a matrix optimizer's variables. Checks optax' Muon, if that is the optimizer.
 
     Args:
       task: the task.
       hparams: WeightHParams of the variables that are trained.
       opt_states: the optimizer states.
-      with_uses: returns the WeightHParams with the uses of each variable (`matrix_dims.with_uses`).
+      with_uses: returns the WeightHParams with notes on each variable's use (`matrix_dims.with_uses`).
 
     Returns:
       {end of a first moment's path: note}, see `matrix_dims.log_choices`; empty without a `MatrixOptimizer`.
@@ -226,8 +226,8 @@ def _planned(layout: LogicalLayout, mesh: Mesh, plan: Plan | None) -> tuple[Nest
         return _apply_plan(plan(layout, mesh), hparams, reasons, mesh, also_declared=True)
     if strategy is None:
         return hparams, reasons
-    # Rules see a repeated layer's variable as one layer has it. So the same rules serve with and without repetition, and the
-    # dimension of the layers, which a loop runs over, is never split by accident.
+    # Rules see a repeated layer's variable in the shape for one layer. So the same rules serve with and without repetition, and
+    # the dimension of the layers, which a loop runs over, is never split by accident.
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(tuple(p.shape), p.dtype), hparams)
     planned = sharding.plan_sharding(shapes, strategy, mesh)
     _check_rules(strategy, shapes)
@@ -237,12 +237,12 @@ def _planned(layout: LogicalLayout, mesh: Mesh, plan: Plan | None) -> tuple[Nest
 def _with_adapters(
     task: SingleTask, init_variables: Callable[[jax.Array], NestedJTensor], mesh: Mesh, plan: Plan | None
 ) -> tuple[NestedWeightHParams, PyTree]:
-    """As `_planned` for a model with adapters: plans the base model as without them, and splits each adapter like its weight.
+    """Like `_planned`, for a model with adapters: plans the base model without them, and splits each adapter like its weight.
 
     Raises:
       ValueError: `task.lora.rank_axis` is not an axis of the mesh.
     """
-    from spmd_trainer.decoder import lora  # here, so that models without adapters train without that room
+    from spmd_trainer.decoder import lora  # here, because models without adapters don't need the decoder package
 
     with lora.traced_on(mesh):
         hparams = abstract_hparams(init_variables)
@@ -280,7 +280,7 @@ def _check_rules(strategy: Strategy, variables: PyTree) -> None:
     """Warns about each rule of a sharding strategy that matches no variable.
 
     Raises:
-      ValueError: an unmatched rule contains the report's prefix 'mdl_vars/', which the paths for rules don't have.
+      ValueError: such a rule contains 'mdl_vars/', which only paths in the sharding report begin with.
     """
     paths = [path for path, _ in masks.with_paths(variables)]
     for number, (regex, _) in enumerate(strategy, start=1):
@@ -337,7 +337,7 @@ def _declared_spec(mesh: Mesh, hparams: base_layer.WeightHParams) -> PartitionSp
 
 
 def _unmask(opt_hparams: NestedWeightHParams) -> NestedWeightHParams:
-    """Removes the MaskedState wrapper that praxis adds to the specs but not to the state."""
+    """Removes the MaskedState wrappers that praxis adds to the WeightHParams of an optimizer state but not to the state."""
     return jax.tree.map(
         lambda x: x.inner_state if isinstance(x, optax.MaskedState) else x,
         opt_hparams,
@@ -348,10 +348,10 @@ def _unmask(opt_hparams: NestedWeightHParams) -> NestedWeightHParams:
 def _apply_plan(
     planned: NestedVariableSpec, hparams: NestedWeightHParams, reasons: PyTree, mesh: Mesh, *, also_declared: bool
 ) -> tuple[NestedWeightHParams, PyTree]:
-    """Returns WeightHParams and reasons with the planned split mappings, for variables without a declared mapping.
+    """Returns WeightHParams and reasons in which variables without a declared split mapping have the planned mapping.
 
-    With `also_declared`, all variables get the planned mapping. If a plan omits the repeated dimensions of a repeated layer's
-    variable, their mapping stays as declared.
+    With `also_declared`, all variables have the planned mapping. If a plan omits the repeated dimensions of a repeated layer's
+    variable, the mapping of these dimensions stays as declared.
     """
 
     def merge(p: base_layer.WeightHParams, reason: str, plan: VariableSpec) -> tuple[base_layer.WeightHParams, str]:

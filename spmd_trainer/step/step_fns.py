@@ -1,7 +1,7 @@
 """The computation of one step, on logical (unpadded) shapes, independent of mesh, padding and devices.
 
-`train_step`, `eval_step` and `decode_step` are pure functions of their arguments. `step/compiled_step.py` wraps them: it
-splits the inputs, slices the padding off the state before the step, pads the new state, and jits.
+`train_step`, `eval_step` and `decode_step` are pure functions of their arguments. `step/compiled_step.py` wraps and jits them:
+there, inputs are split, padding is sliced off the state before the step, and the new state is padded.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FORWARD_COLLECTIONS = (base_layer.NON_TRAINABLE, *base_layer.NON_PAX_VAR_COLLECT
 
 @struct.dataclass
 class StepFnOutput:
-    """The outputs of a step besides the new state.
+    """The outputs of a step other than the new state.
 
     Attributes:
-      loss: float32 scalar, the mean loss over the global batch; None in decode.
-      weighted_scalars: {name: (mean value, weight)}, scalars over the global batch.
+      loss: float32 scalar, the mean loss over the global batch; None in decoding.
+      weighted_scalars: {name: (mean value, weight)} of scalar metrics over the global batch.
       per_example_out: arrays with the batch as dimension 0.
-      summary_tensors: {name: array}, forward and backward summaries.
+      summary_tensors: {name: array}, the summaries of the model and, in training, of the learner.
       clu_metrics: {name: clu metric} over the global batch, or None. clu Averages are in `weighted_scalars` instead.
     """
 
@@ -67,7 +67,7 @@ def gradients(
     """Runs the forward and backward pass on the whole batch at once.
 
     Args:
-      layout: the task and the WeightHParams of `mdl_vars`, same structure.
+      layout: the task, and the WeightHParams in the structure of `mdl_vars`.
       mdl_vars: the variables, of logical shapes.
       prng_key: the step's PRNG key.
       inputs: the global batch.
@@ -96,11 +96,11 @@ def train_step(
     """Runs one training step: forward pass, backward pass, learner.
 
     Args:
-      layout: the task and the WeightHParams of `state.mdl_vars`, same structure.
-      state: the state after n steps, of logical shapes.
-      prng_key: the run's PRNG key, the same for every step; the step number is folded in here.
+      layout: the task, and the WeightHParams in the structure of `state.mdl_vars`.
+      state: the train state after n steps, of logical shapes.
+      prng_key: the run's PRNG key, the same for every step; `train_step` folds the step number in.
       inputs: the global batch.
-      grad_fn: the forward and backward pass, if a partitioner has its own; None for `gradients`.
+      grad_fn: the partitioner's own forward and backward pass; None for `gradients`.
 
     Returns:
       The state after n + 1 steps, and the step's outputs.
@@ -119,11 +119,11 @@ def train_step(
 def eval_step(
     layout: LogicalLayout, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, eval_fn: EvalFn | None = None
 ) -> tuple[None, StepFnOutput]:
-    """Evaluates the model on one global batch. Returns None for the state, and the outputs.
+    """Evaluates the model on one global batch. Returns (None, outputs): there is no new state.
 
     Args:
       layout, state, prng_key, inputs: as in `train_step`.
-      eval_fn: the forward pass, if a partitioner has its own; None for `forward`.
+      eval_fn: the partitioner's own forward pass; None for `forward`.
     """
     key = jax.random.fold_in(prng_key, state.step)
     if eval_fn is None:
@@ -136,13 +136,13 @@ def eval_step(
 def decode_step(
     layout: LogicalLayout, state: TrainState, prng_key: jax.Array, inputs: NestedJTensor, eval_fn: EvalFn | None = None
 ) -> tuple[None, StepFnOutput]:
-    """Decodes one global batch with `model.decode`. Returns None for the state, and the outputs.
+    """Decodes one global batch with `model.decode`. Returns (None, outputs): there is no new state.
 
     Randomness depends only on the key and the step, so the same seed gives the same text on any mesh.
 
     Args:
       layout, state, prng_key, inputs: as in `train_step`.
-      eval_fn: not used. Partitioners pass it to every inference step, and decoding is always split by the compiler.
+      eval_fn: not used: the compiler always partitions decoding. Partitioners pass this argument to eval and decode steps.
     """
     del eval_fn
     task = layout.task
@@ -183,7 +183,7 @@ def forward(
     """Runs the model and reads the loss from its outputs.
 
     Args:
-      layout: the task and the WeightHParams of `mdl_vars`, same structure.
+      layout: the task, and the WeightHParams in the structure of `mdl_vars`.
       mdl_vars: the variables.
       prng_key: the step's PRNG key.
       inputs: the batch, or the rows of a minibatch.
@@ -231,7 +231,7 @@ def _with_task_metrics(task: SingleTask, output: StepFnOutput) -> StepFnOutput:
 def _learn(
     layout: LogicalLayout, state: TrainState, grads: NestedJTensor, forward_vars: NestedJTensor
 ) -> tuple[NestedJTensor, PyTree]:
-    """Returns the new variables and the new optimizer state for gradients."""
+    """Runs the learner on gradients. Returns the new variables and the new optimizer state."""
     learner, train = layout.task.learner, layout.task.train
     excluded_for_grad = masks.get_excluded_var_mask_for_grad(layout.var_weight_hparams, learner)
     excluded_for_opt = masks.get_excluded_var_mask_for_opt(layout.var_weight_hparams, learner)
@@ -267,7 +267,7 @@ def _learn(
 
 
 def _variable_norms(variables: NestedJTensor) -> Iterator[tuple[str, jax.Array]]:
-    """Yields ('vars/PATH', root mean square, a float32 scalar) of every variable."""
+    """Yields ('vars/PATH', root mean square as a float32 scalar) for every variable."""
     for path, value in named_leaves(variables):
         yield f"vars/{path}", jnp.sqrt(jnp.mean(jnp.square(value.astype(jnp.float32))))
 
@@ -279,14 +279,14 @@ def _update_ratios(
     new_vars: NestedJTensor,
     grads: NestedJTensor,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yields (summary name, float32 norms) of every variable with a gradient.
+    """Yields (summary name, float32 norms) for every variable with a gradient.
 
     Norms of a repeated layer's variable are an array [*repeat_prefix], one number for each layer. Norms of all other variables
-    are scalars. Padding that models keep themselves (of a vocabulary) is zero and adds nothing.
+    are scalars. A model's own padding, e.g. of a vocabulary, is zero and adds nothing to the norms.
 
     Args:
       no_grad: tree of bools; True for the variables without a gradient.
-      var_weight_hparams: WeightHParams, same structure.
+      var_weight_hparams: WeightHParams, in the structure of `no_grad`.
       old_vars: the variables before the step.
       new_vars: the variables after the step.
       grads: the gradients before clipping; leaves where `no_grad` is True are ignored.
@@ -312,7 +312,7 @@ def _update_ratios(
 
 
 def _norm(x: jax.Array, stacked: int) -> jax.Array:
-    """Returns the L2 norm over all dimensions except the first `stacked` ones, float32."""
+    """Returns the L2 norm over all dimensions except the first `stacked` ones, as float32."""
     return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=tuple(range(stacked, x.ndim))))
 
 
@@ -321,7 +321,7 @@ def to_fprop_dtype(
 ) -> tuple[NestedJTensor, NestedJTensor]:
     """Casts float32 variables and inputs to bfloat16 if the model's `fprop_dtype` is bfloat16.
 
-    Variables that disallow it keep float32. Inputs of a `ModuleModel` are not cast, because it casts them itself.
+    Variables that disallow this cast stay float32. Inputs of a `ModuleModel` are not cast, because the model casts them itself.
 
     Raises:
       ValueError: `fprop_dtype` is neither float32 nor bfloat16.
@@ -338,7 +338,7 @@ def to_fprop_dtype(
     def cast_var(hparams: base_layer.WeightHParams, x: jax.Array) -> jax.Array:
         return x if base_layer.var_disallow_bfloat16_conversion(hparams) else cast(x)
 
-    # Models of other libraries cast what they call their module with; their loss gets the batch as it is.
+    # Models of other libraries cast the arguments of their module themselves; their loss gets the batch as it is.
     rows = inputs if isinstance(layout.task.model, ModuleModel) else jax.tree.map(cast, inputs)
     return jax.tree.map(cast_var, layout.var_weight_hparams, mdl_vars), rows
 

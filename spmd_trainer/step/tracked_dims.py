@@ -1,7 +1,8 @@
 """Tracks a weight's dimensions through transpositions, slices and reshapes, until a matrix product reads the weight.
 
-Each dimension has a name and the variable's dimensions from which it comes. So the variable dimensions in each role of the matrix
-product are known. The recorded edits cut the factors of adapters (`task.lora`) in the same way as the weight.
+Each dimension of the weight is tracked by a name and by the variable's dimensions from which it comes. So the role of each
+variable dimension in the matrix product is known. Slices and reshapes are recorded as edits, which are then applied to the
+factors of adapters (`task.lora`) in the same way as to the weight.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Dim:
 
     Attributes:
       name: unique among the weight's dimensions.
-      origins: the variable's dimensions from which it comes; empty for an added dimension of size 1.
+      origins: the variable's dimensions from which this dimension comes; empty for an added dimension of size 1.
     """
 
     name: Name
@@ -37,14 +38,14 @@ Dims: TypeAlias = tuple[Dim, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """An edit: slices the dimension `name`.
+    """A recorded operation on a weight (an edit): slices the dimension `name`.
 
     Attributes:
       name: the dimension.
       start: first index; None for a dynamic slice.
       size: number of indices between start and end, before the stride.
       stride: distance between two indices.
-      operand: for a dynamic slice, the dimension's place among the operation's start indices.
+      operand: for a dynamic slice, the position of this dimension's start index among the operation's start indices.
     """
 
     name: Name
@@ -56,14 +57,14 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Squeeze:
-    """An edit: removes the dimension `name` of size 1."""
+    """A recorded operation on a weight (an edit): removes the dimension `name`, of size 1."""
 
     name: Name
 
 
 @dataclasses.dataclass(frozen=True)
 class Reshape:
-    """An edit: reshapes the adjacent dimensions `old` to the dimensions `new` of `sizes`."""
+    """A recorded operation on a weight (an edit): reshapes adjacent dimensions `old` to dimensions `new` of these `sizes`."""
 
     old: tuple[Name, ...]
     new: tuple[Name, ...]
@@ -79,7 +80,7 @@ class Move:
 
     Attributes:
       dims: the dimensions of the result.
-      edits: edits, in order, that have the same effect on an array with only some of the dimensions, such as an adapter's factor.
+      edits: the edits, in order, that do the same to an array with only some of the dimensions, such as an adapter's factor.
     """
 
     dims: Dims
@@ -187,7 +188,7 @@ def _reshape(dims: Dims, shape: Sequence[int], new: Sequence[int]) -> Move | Non
 
 
 def _group(old: Sequence[int], new: Sequence[int], i: int, j: int) -> tuple[int | None, int]:
-    """Returns the ends of the smallest groups old[i:end] and new[j:end] of equal size; the first is None if there are none."""
+    """Returns the ends of the shortest `old[i:end]` and `new[j:end]` with equal products; the first is None if none exist."""
     last, end = i + 1, j + 1
     while (have := math.prod(old[i:last])) != (want := math.prod(new[j:end])):
         if have < want:

@@ -1,11 +1,11 @@
-"""Applies functions to whole matrices of split variables: the matrices are distributed over the devices by all-to-alls.
+"""Applies functions to whole matrices of split variables: all-to-alls distribute the matrices over the devices.
 
-Matrices of equal shape, of all variables and stacks, (m, n) and (n, m) together, form one batch. The batch is divided over all
-devices of the mesh. For each batch:
+All matrices of equal shape form one batch, across variables and stacks; (m, n) and (n, m) count as equal. Each batch is divided
+over all devices of the mesh:
 
-- each replica takes its part of the batch;
-- one all-to-all, over the axes that split the matrices, gives each device whole matrices;
-- the function computes on them, without communication between devices;
+- each replica of the variables takes its part of the batch;
+- one all-to-all, over the mesh axes that split the matrices, gives each device whole matrices;
+- the function computes on the whole matrices, without communication between devices;
 - one all-to-all returns the shards of the results, and one all-gather gives all replicas the whole batch.
 
 Companions of an array, such as its moments and the preconditioners of its rows and columns, are moved by the same all-to-alls.
@@ -37,9 +37,9 @@ class Family(NamedTuple):
     """Arrays that belong to the same stack of matrices [m, n].
 
     Attributes:
-      arrays: arrays with an [m, n] matrix for each matrix: the matrices, and e.g. their moments.
-      of_rows: arrays with a square [m, m] matrix for each matrix.
-      of_cols: arrays with a square [n, n] matrix for each matrix.
+      arrays: the matrices themselves, and further arrays with an [m, n] matrix for each of them, such as moments.
+      of_rows: arrays with a square [m, m] matrix for each matrix of the stack.
+      of_cols: arrays with a square [n, n] matrix for each matrix of the stack.
     """
 
     arrays: tuple[jax.Array, ...] = ()
@@ -52,19 +52,19 @@ class Family(NamedTuple):
         return len(self.arrays), len(self.of_rows), len(self.of_cols)
 
     def turned(self) -> Family:
-        """Returns the family with `of_rows` and `of_cols` swapped; the arrays themselves are not transposed."""
+        """Returns the family with `of_rows` and `of_cols` swapped. Transposes no array."""
         return Family(self.arrays, self.of_cols, self.of_rows)
 
 
 class Matrices(NamedTuple):
-    """An array of matrices.
+    """An array that holds matrices, and its companions: arrays that are moved together with it, such as moments.
 
     Attributes:
       array: the array, of its logical shape.
-      dims: its stack, row (input) and column (output) dimensions.
-      spec: its PartitionSpec on the ambient mesh.
+      dims: the array's stack, row (input) and column (output) dimensions.
+      spec: the array's PartitionSpec on the ambient mesh.
       companions: `arrays` have the array's shape and spec; `of_rows` and `of_cols` have the shapes [*stack, m, m] and
-        [*stack, n, n] and the spec of `square_axes`.
+        [*stack, n, n] and are split over the axes that `square_axes` returns.
     """
 
     array: jax.Array
@@ -81,8 +81,8 @@ class Matrices(NamedTuple):
 def square_axes(dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Returns the mesh axes of each dimension of a companion [*stack, m, m] or [*stack, n, n].
 
-    The second last dimension is split over the axes of the variable's rows, the last dimension over the axes of its columns. So
-    each device has the same share of the companion as of the variable.
+    The second-to-last dimension is split over the mesh axes of the variable's rows, the last dimension over those of its
+    columns. So each device has the same fraction of the companion as of the variable.
 
     Args:
       dims: the roles of the variable's dimensions.
@@ -95,11 +95,11 @@ def square_axes(dims: MatrixDims, axes: Sequence[tuple[str, ...]]) -> list[tuple
 def apply(
     fn: Callable[[jax.Array], jax.Array], given: Sequence[Matrices], dtype: jax.typing.DTypeLike
 ) -> list[jax.Array]:
-    """Applies a function to every matrix of arrays without companions.
+    """Applies a function to every matrix of arrays that have no companions.
 
     Args:
-      fn: batch of N matrices [N, m, n] with m <= n -> the same shape and dtype. It must treat each matrix separately, map zeros
-        to zeros, and commute with transposition, because matrices may be transposed.
+      fn: batch of N matrices [N, m, n] with m <= n -> results of the same shape and dtype. It must treat each matrix
+        separately, map zeros to zeros, and commute with transposition, because matrices may be transposed.
       given, dtype: as in `apply_to_families`.
 
     Returns:
@@ -120,7 +120,7 @@ def apply_to_families(
         family of zeros. It must commute with transposition, because matrices may be transposed: for transposed arrays and squares
         and swapped `of_rows` and `of_cols`, it must return the transposed and swapped results.
       given: the arrays, split over the ambient mesh. Without a mesh, `fn` runs on the local device.
-      dtype: dtype of the batches, also for communication.
+      dtype: dtype in which batches are communicated and given to `fn`.
       num_arrays: number of [N, m, n] batches that `fn` returns.
 
     Returns:
@@ -167,8 +167,8 @@ def apply_to_families(
 
 
 class _Dim(NamedTuple):
-    """A dimension of a matrix, or several adjacent dimensions that can be merged without a transposition: the mesh axes that
-    split it, its number of shards, the size of a shard with padding, and the size of the whole without padding."""
+    """A dimension of a matrix, or adjacent dimensions merged into one: the mesh axes that split it, the number of shards, the
+    size of a shard with padding, and the size of the whole dimension without padding."""
 
     axes: tuple[str, ...]
     parts: int
@@ -178,10 +178,10 @@ class _Dim(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """The division of a matrix into the shards of the devices.
+    """How a matrix is divided into the devices' shards.
 
     Attributes:
-      short, long: dimensions of the shorter and of the longer side of the matrix; the shorter side is first.
+      short, long: the dimensions of the matrix's shorter side, which comes first, and of its longer side.
     """
 
     short: tuple[_Dim, ...]
@@ -189,7 +189,7 @@ class _Block:
 
     @property
     def dims(self) -> tuple[_Dim, ...]:
-        """All dimensions."""
+        """The dimensions of both sides, those of the shorter side first."""
         return (*self.short, *self.long)
 
     @property
@@ -205,7 +205,7 @@ class _Block:
         return short, long
 
     def whole(self, x: jax.Array, share: int) -> jax.Array:
-        """Returns the matrices [share, short, long] for all their shards [shards * share, width]; `share`: number of matrices."""
+        """Puts `share` matrices [share, short, long] together from all of their shards [shards * share, width]."""
         count = len(self.dims)
         x = x.reshape([*(dim.parts for dim in self.dims), share, *(dim.local for dim in self.dims)])
         x = x.transpose([count, *(axis for i in range(count) for axis in (i, count + 1 + i))])
@@ -214,7 +214,7 @@ class _Block:
         return x.reshape(share, *(math.prod(dim.size for dim in side) for side in (self.short, self.long)))
 
     def parts(self, x: jax.Array) -> jax.Array:
-        """Inverts `whole`."""
+        """Divides matrices into their shards; inverts `whole`."""
         share, count = len(x), len(self.dims)
         x = x.reshape(share, *(dim.size for dim in self.dims))
         x = _padded(x, (0, *(dim.parts * dim.local - dim.size for dim in self.dims)))
@@ -225,12 +225,12 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """Matrices of equal shape that are split in the same way, with companions of the same kinds.
+    """Matrices of equal shape that are split in the same way, with equally many companions of each kind.
 
     Attributes:
       block: the division of a matrix into shards.
       counts: `Family.counts`, with the shorter side as rows.
-      replicas: mesh axes that split neither matrices nor stacks.
+      replicas: the mesh axes that split neither matrices nor stacks.
       num_replicas: product of the sizes of `replicas`.
     """
 
@@ -245,8 +245,8 @@ class _Group:
         return tuple(axis for dim in self.block.dims for axis in dim.axes)
 
     def there(self, pieces: jax.Array) -> Family:
-        """Exchanges shards of all N families, [N, elements of a shard], for this device's share of n whole families: [n, short,
-        long], [n, short, short] and [n, long, long]. Runs under `jax.shard_map`.
+        """Exchanges this device's shards of all N families, [N, elements per shard], for n whole families: [n, short, long],
+        [n, short, short] and [n, long, long]. Runs under `jax.shard_map`.
         """
         num_parts = math.prod(dim.parts for dim in self.block.dims)
         share = -(-len(pieces) // (num_parts * self.num_replicas))
@@ -261,7 +261,7 @@ class _Group:
         return _family([block.whole(part, share) for block, part in zip(blocks, parts, strict=True)], self.counts)
 
     def back(self, found: Family) -> jax.Array:
-        """Inverts `there`: returns the shards of all families; families that were added to fill up the batch are at the end."""
+        """Inverts `there`: returns this device's shards of all families. Families added to fill up the batch are at the end."""
         blocks, arrays = self._blocks(found.counts), jax.tree.leaves(found)
         x = _side_by_side([block.parts(part) for block, part in zip(blocks, arrays, strict=True)])
         if self.axes:
@@ -275,12 +275,12 @@ class _Group:
 
 @dataclasses.dataclass(frozen=True)
 class _Member:
-    """An array of a group, and its companions.
+    """One of the arrays in a group, and its companions.
 
     Attributes:
-      number: its index among the arrays.
+      number: the array's index among all arrays of `apply_to_families`.
       order: the array's dimensions in the group's order: stacks, short side, long side.
-      turned: True if its columns are the short side.
+      turned: True if the array's columns are the short side.
       count: number of stacked matrices on a device.
       shapes: shard shapes in the group's order: of the array, and of squares of the short and of the long side.
     """
@@ -292,13 +292,13 @@ class _Member:
     shapes: tuple[tuple[int, ...], ...]
 
     def pieces(self, parts: Family) -> jax.Array:
-        """Returns a device's shards of a family as one array [matrices, elements]."""
+        """Returns a device's shards of a family as one array [stacked matrices, elements per shard]."""
         squares = jax.tree.leaves((parts.turned() if self.turned else parts)[1:])
         arrays = [*(x.transpose(self.order) for x in parts.arrays), *map(self._turn, squares)]
         return _side_by_side([x.reshape(self.count, -1) for x in arrays])
 
     def put_back(self, pieces: jax.Array, counts: tuple[int, int, int]) -> Family:
-        """Returns a device's shards of the results as a family. `counts`: the results' `Family.counts` in the group."""
+        """Inverts `pieces` for a device's shards of the results. `counts`: the results' `Family.counts` in the group."""
         shapes = [shape for shape, count in zip(self.shapes, counts, strict=True) for _ in range(count)]
         columns = _columns(pieces, [math.prod(shape) // self.count for shape in shapes])
         parts = _family([x.reshape(shape) for x, shape in zip(columns, shapes, strict=True)], counts)
@@ -352,12 +352,12 @@ def _merged(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
 
 
 def _kept(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> PartitionSpec:
-    """Returns the spec without axes that are missing in `sizes`, the axes of size > 1."""
+    """Returns the spec without mesh axes of size 1. `sizes`: {axis: size} of all other axes."""
     return PartitionSpec(*(tuple(a for a in over if a in sizes) or None for over in axes_by_dim(spec, rank)))
 
 
 def _specs(given: Matrices, spec: PartitionSpec, num_arrays: int) -> PyTree:
-    """Returns the PartitionSpecs of a family with `num_arrays` arrays of the matrices' shape, in its structure."""
+    """Returns the PartitionSpecs of a family with `num_arrays` arrays of the matrices' shape, as a Family."""
     _, num_rows, num_cols = given.family.counts
     square = PartitionSpec(*(over or None for over in square_axes(given.dims, axes_by_dim(spec, given.array.ndim))))
     specs: tuple[PyTree, ...] = ((spec,) * num_arrays, (square,) * num_rows, (square,) * num_cols)

@@ -11,7 +11,7 @@ device_watch.py  measures now and then the seconds that the devices take for a s
 slow.py          finds which process is slow, and in which part, given the measurements ("windows") of all processes
 watchdog.py      sends beats, reports a run that makes no progress, and ends it (--hang_seconds)
 progress.py      logs the progress lines
-replica_check.py, repeat_check.py   compare devices' copies of the state, and a step that is taken twice
+replica_check.py, repeat_check.py   compare devices' copies of the state, and the results of a step that is taken twice
 invalid_batches.py, loss_spikes.py  keep the batches of invalid steps for --mode=replay; count loss spikes
 profiler.py      profiles some steps
 run_times.py     writes where a run's time goes to run_times.jsonl

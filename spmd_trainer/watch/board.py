@@ -22,11 +22,11 @@ from spmd_trainer.watch.slow import SlowProcesses
 from spmd_trainer.watch.stuck import Beat, Seen, not_yet
 
 _PREFIX = "spmd_trainer/health"
-# A job may train several times, in a notebook. Every process counts alike.
+# Number of each run within the job: a notebook may train several times. All processes count in the same way.
 _runs = itertools.count()
-# How long `close` waits for what may not answer any more.
+# How many seconds `close` waits for the thread, which may be blocked.
 _CLOSE_SECONDS = 2.0
-# Processes behind whose stacks are published.
+# The digest has the stacks of at most this many of the processes that are behind.
 _WITH_STACKS = 3
 
 
@@ -37,9 +37,9 @@ class Digest:
     Attributes:
       still: seconds since the last progress of any process.
       behind: the processes that are behind; see `stuck.Verdict`.
-      text: the same in words.
-      stacks: {process: its Python stacks}, for the first processes that are behind.
-      first: the last beat of process 0, for processes that stop hearing from it.
+      text: a clause that says which processes are behind, and where all processes are.
+      stacks: {process: its Python stacks}, for up to three of the processes that are behind.
+      first: the last beat of process 0. Other processes use it when they no longer hear from process 0.
     """
 
     still: float
@@ -59,7 +59,7 @@ class Digest:
 
 
 class Table:
-    """The last beat of each process, and when the process was last heard of and last made progress."""
+    """For each process: its last beat, when this beat arrived, and when the process last made progress."""
 
     def __init__(self, count: int, now: float):
         """Starts without beats.
@@ -74,7 +74,7 @@ class Table:
         self._turned = now
 
     def note(self, beat: Beat, now: float) -> None:
-        """Stores a process' beat. A beat that is stored already changes nothing."""
+        """Stores a beat of a process that arrived at the time `now`. A beat that is stored already changes nothing."""
         before = self._beats.get(beat.process)
         if before is None:
             return
@@ -87,8 +87,8 @@ class Table:
     def turn(self, now: float, longest: float) -> None:
         """Begins a round of beats at the time `now`.
 
-        If the last round began more than `longest` seconds ago, this process was stopped itself, or its interpreter was held.
-        It has heard nothing since, so the time since then doesn't count.
+        If the last round began more than `longest` seconds ago, this process itself was stopped, or C code held its interpreter.
+        It received no beats meanwhile, so this time doesn't count as silence of the other processes.
         """
         gap, self._turned = now - self._turned, now
         if gap > longest:
@@ -109,7 +109,7 @@ class Table:
 
         Args:
           silent_after: seconds without a new beat after which a process counts as silent.
-          processes: the processes that this process hears of; None for all.
+          processes: the processes that the digest covers; None for all.
         """
         seen = [one for one in self.seen(now) if processes is None or one.beat.process in processes]
         verdict = stuck.find(seen, silent_after)
@@ -159,7 +159,7 @@ class Board:
         self._beat, self._clock = beat, clock
         self._period, self._silent_after = period, silent_after
         self._keys = f"{_PREFIX}/{next(_runs)}"
-        # Process 0 fills it with what it reads. The others keep their own beats and process 0's, for when that falls silent.
+        # Process 0 stores all beats in it. The other processes store their own and process 0's, in case process 0 falls silent.
         self._table = Table(count, clock())
         self._latest: tuple[Digest, float] | None = None
         self._began = clock()
@@ -172,7 +172,7 @@ class Board:
         self._thread.start()
 
     def latest(self) -> Digest | None:
-        """Returns the last digest of process 0; None before the first. Never waits."""
+        """Returns the newest digest from process 0; None before the first one. Never waits."""
         return None if self._latest is None else self._latest[0]
 
     def conclusion(self) -> Digest | None:
@@ -194,7 +194,7 @@ class Board:
         return dataclasses.replace(latest[0], still=latest[0].still + now - latest[1])
 
     def last_beat(self, process: int) -> str:
-        """Returns `Table.last_beat` of a process. Processes other than 0 know only process 0 and themselves. Never waits."""
+        """Returns `Table.last_beat` of a process. Other processes than 0 know only process 0 and themselves. Never waits."""
         return self._table.last_beat(process, self._clock())
 
     def close(self) -> None:
@@ -221,7 +221,7 @@ class Board:
             client.key_value_set(f"{self._keys}/digest", digest.to_json(), allow_overwrite=True)
 
     def _take(self, text: str | None) -> None:
-        """Reads process 0's digest. If it differs from the one kept, keeps it with the time of its arrival."""
+        """Parses a digest from process 0. If it differs from the stored one, stores it with the time of its arrival."""
         digest = None if text is None else Digest.from_json(text)
         if digest is not None and (self._latest is None or digest != self._latest[0]):
             self._latest = digest, self._clock()

@@ -2,8 +2,8 @@
 
 In a synchronous job the devices of all processes finish a step together, because they wait for each other in its collectives. So
 a step's time shows how fast the slowest device is, but not which device it is. A small program that every process runs alone
-shows that: its time grows where a device is throttled, shared or damaged. MegaScale (Jiang et al., 2024, section 5) compares the
-times of forward computations of all machines in the same way.
+shows which: it takes longer where a device is throttled, shared or damaged. MegaScale (Jiang et al., 2024, section 5) compares
+the times of forward computations of all machines in the same way.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# How many of its last looks a watch keeps.
+# Number of measurements that a `DeviceWatch` keeps: the last ones.
 KEPT = 20
-# All looks together may take this share of the steps' time.
+# All measurements together may take this share of the training time.
 _SHARE = 0.002
 _CLOSE_SECONDS = 2.0
 _MATRIX, _PRODUCTS = 2048, 8
@@ -32,7 +32,7 @@ Clock = Callable[[], float]
 
 
 class DeviceProbe:
-    """Probe for accelerators: a chain of bfloat16 matrix products on each device, 0.14 TFLOP (0.5 ms on a current one)."""
+    """Probe for accelerators: a chain of bfloat16 matrix products on each device, 0.14 TFLOP (0.5 ms on a current device)."""
 
     def __init__(self, devices: Sequence[jax.Device], size: int = _MATRIX):
         matrix = jnp.eye(size, dtype=jnp.bfloat16)
@@ -40,7 +40,7 @@ class DeviceProbe:
         self._programs = [jax.jit(_products).lower(one).compile() for one in self._matrices]
 
     def dispatch(self) -> list[jax.Array]:
-        """Dispatches the program to the devices, which run it after the programs that were dispatched before."""
+        """Dispatches the probe to the devices, which run it after all programs that were dispatched earlier."""
         return [program(matrix) for program, matrix in zip(self._programs, self._matrices, strict=True)]
 
     def finish(self, arrays: Sequence[jax.Array]) -> None:
@@ -59,7 +59,7 @@ class HostProbe:
         return []
 
     def finish(self, arrays: Sequence[jax.Array]) -> None:
-        """Hashes the bytes. The GIL is released meanwhile."""
+        """Hashes 64 KiB. The GIL is released meanwhile."""
         del arrays
         hashlib.sha256(_HASHED)
 
@@ -72,13 +72,13 @@ def _products(matrix: jax.Array) -> jax.Array:
 
 
 class DeviceWatch:
-    """Measures some of the steps in a separate thread, so rarely that it takes 0.2% of the time. The loop never waits for it.
+    """Measures some training steps in a separate thread. This takes 0.2% of the time, and the training loop never waits for it.
 
     Attributes:
-      steps: seconds that the devices took for each of the last measured steps, from their possible start to the result.
-      probes: seconds of the probe after each of these steps.
-      dry: 1.0 for each of these steps that was dispatched after the devices had finished the step before, else 0.0. Empty for
-        host devices: host work takes cores from them, so device work never hides it.
+      steps: seconds that the devices took for each of the last measured steps, from when they could begin until the result.
+      probes: seconds that the probe took after each of these steps.
+      dry: for each of these steps, 1.0 if the devices were idle when it was dispatched, else 0.0. Empty for host (CPU) devices,
+        where device work never hides host work, because they share the cores.
     """
 
     def __init__(self, probe: DeviceProbe | HostProbe, clock: Clock = time.monotonic):
@@ -102,8 +102,8 @@ class DeviceWatch:
 
         Args:
           began: the time at which the step's dispatch began, in seconds of the clock.
-          before: an output of the step before, a tree of arrays.
-          packed: an output of this step.
+          before: an output of the previous step: a pytree of arrays.
+          packed: an output of this step: a pytree of arrays.
           step_seconds: approximate duration of a step in seconds.
         """
         self._left -= 1
@@ -117,7 +117,7 @@ class DeviceWatch:
         self._looks.put((began, None if is_dry else before, packed, probes, step_seconds, self._clock() - entered))
 
     def close(self) -> None:
-        """Ends the thread. If the devices hang, stops waiting for it after 2 seconds."""
+        """Ends the thread. If the devices hang, stops waiting for the thread after 2 seconds."""
         self._looks.put(())
         self._thread.join(_CLOSE_SECONDS)
 

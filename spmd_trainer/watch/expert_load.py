@@ -11,16 +11,17 @@ from spmd_trainer.callbacks import Callback, Run
 from spmd_trainer.sharding.messages import count_text
 from spmd_trainer.step.packing import Scalars
 
-# The directory below `summaries` with the load of each layer.
+# The directory below `summaries` with the load of each layer's experts.
 EXPERTS = "experts"
 # An expert is dead after this many steps in a row without a token.
 DEAD_AFTER = 100
-# Most layers that a warning names.
+# Maximum number of layers that a warning names.
 _MOST_LAYERS = 20
 
 
 class ExpertLoad(Callback):
-    """Summarises the load of experts, without padding. Warns once of a dead expert, and again only after it has had a token.
+    """Writes summaries of the load of experts (how many tokens chose them, without padding). Warns about an expert that no
+    token has chosen for `DEAD_AFTER` steps: once, and again only if the expert has had a token in between.
 
     The training summaries have `experts/max_over_mean`, the highest load of an expert divided by the mean load of its layer
     (maximum over layers), and `experts/without_tokens`, the number of experts of all layers that no token of the step chose.
@@ -36,7 +37,7 @@ class ExpertLoad(Callback):
         self._interval = run.task.train.summary_interval_steps
 
     def on_start(self, run: Run) -> None:
-        """Makes TensorBoard drop earlier values of the steps that this run takes again."""
+        """Makes TensorBoard drop earlier values of the steps that this start of the run repeats."""
         run.summaries.replace_from(EXPERTS, run.first_step + 1)
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
@@ -53,7 +54,7 @@ class ExpertLoad(Callback):
 
     def _newly_dead(self, name: str, load: np.ndarray) -> Iterator[str]:
         """Yields 'LAYER: expert, ...' for layers with experts that have just reached `DEAD_AFTER` steps without a token."""
-        # A step whose batch has no weight says nothing.
+        # A step without any tokens doesn't count.
         idle = np.where(load > 0, 0, self._idle.get(name, np.zeros(load.shape, int)) + load.any(axis=-1, keepdims=True))
         is_new = (idle == DEAD_AFTER) & load.any(axis=-1, keepdims=True)
         self._idle[name] = idle
@@ -88,7 +89,7 @@ def _write(run: Run, step: int, loads: Mapping[str, np.ndarray]) -> None:
 
 
 def _by_layer(name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields each layer's name and its part [experts] of an array. Repetitions of a layer are named 'NAME/0', 'NAME/1', ..."""
+    """Yields each layer's name and its values [experts] from an array [..., experts]. Repeated layers are named 'NAME/0', ..."""
     for index in np.ndindex(array.shape[:-1]):
         yield "/".join((name, *map(str, index))), array[index]
 

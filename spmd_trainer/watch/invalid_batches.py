@@ -19,19 +19,19 @@ from spmd_trainer.storage.run_files import names_in
 from spmd_trainer.train_states import PyTree
 from spmd_trainer.training.invalid_steps import is_finite, is_valid
 
-# A run's directory gets the batches of so many steps.
+# Maximum number of batches that are written to a run's directory.
 MAX_BATCHES = 5
-# Of those, steps with a finite loss and gradient, which was too large for the learner, may take so many: a NaN comes later.
+# Steps with finite loss and gradients (too large for the learner) write only while there are fewer batches: a NaN may follow.
 _MAX_FINITE = 3
-# Before the names in a file: NumPy has arguments of its own, such as 'file'.
+# Prefix of the array names in a file, because `np.savez` has arguments of its own, such as 'file'.
 _PREFIX = "batch/"
 
 
 class InvalidBatches(Callback):
     """Keeps the batches of dispatched steps, and writes the batch of a step that turns out to be invalid.
 
-    A valid step costs only an entry in a list. Each process writes its own rows: `replay/step_N/process_I.npz`. A run's directory
-    gets at most `MAX_BATCHES` batches; later invalid steps are replayed from the input.
+    Each process writes its own rows to `replay/step_N/process_I.npz` in the run's directory. At most `MAX_BATCHES` batches are
+    written; to replay later invalid steps, `--mode=replay` reads their batches from the input.
     """
 
     turn = Turn.FIRST  # before the callback that may end the run at an invalid step
@@ -103,7 +103,9 @@ def write(job_log_dir: epath.Path, step: int, batch: PyTree) -> epath.Path:
 
 
 def read(job_log_dir: epath.Path, step: int, like: PyTree) -> PyTree | None:
-    """Reads a file of `write`. Returns numpy arrays in the structure of `like`; None if there is no such file.
+    """Returns this process' rows of a step's batch, as `write` stored them; None if there is no such file.
+
+    The result is a pytree of numpy arrays with the same structure as `like`, whose leaves have the expected dtypes.
 
     Raises:
       ValueError: the file was written for another input, or is damaged.
@@ -133,6 +135,6 @@ def read(job_log_dir: epath.Path, step: int, like: PyTree) -> PyTree | None:
 
 
 def local_rows(x: jax.Array) -> np.ndarray:
-    """Returns this process' rows of an array that is split on dimension 0; waits for the devices."""
+    """Returns this process' rows of a global array that is split on dimension 0. Waits for the devices."""
     shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return np.concatenate([jax.device_get(shards[start]) for start in sorted(shards)])

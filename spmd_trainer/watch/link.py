@@ -1,7 +1,7 @@
-"""Link between the command line and a training run: how a process leaves its job, and the last beat of another process.
+"""Link between the command line and a training run: how a process leaves its job, and another process's last beat (heartbeat).
 
-The run knows when it hangs, and what each process did last. The command line holds the connections between the job's processes,
-over which they tell each other why they leave. The two do not import each other.
+The training run knows when it hangs, and what each process did last. The command line holds the connections between the job's
+processes, over which these tell each other why they leave. The modules of the two do not import each other.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NoReturn
 from spmd_trainer.errors import terminal
 from spmd_trainer.training.callback_list import within
 
-# Exit status of a process that has made no progress for --hang_seconds. Of several processes only the one that is behind has it,
-# or all of them if nobody can be named.
+# Exit status after --hang_seconds without progress. Of several processes, only those that are behind end with it, or all of them
+# if it is not known which process is behind.
 STATUS_HANG = 4
 _LOGS_SECONDS = 10.0
 
@@ -25,11 +25,11 @@ class JobLink:
     """Link between the command line and a training run; see the module.
 
     Attributes:
-      leaving: set once this process is ending because of a hang. Errors after that are not the reason for its end.
-      before_leaving: called when `leaving` is set; from then on the loss of another process need not be reported.
-      say_why: tells the other processes why this process leaves.
+      leaving: event that is set once this process is ending because of a hang. Errors after that are not the reason for its end.
+      before_leaving: function that is called when `leaving` is set. From then on, lost processes need not be reported.
+      say_why: function that tells the other processes why this process leaves.
       status_of_others: the exit status of a process that is not behind.
-      last_beat: returns the last beat of a process, as a clause for a message; '' if it is not known.
+      last_beat: function that describes the last beat of a given process, as a clause for a message; '' if it is not known.
     """
 
     def __init__(self) -> None:

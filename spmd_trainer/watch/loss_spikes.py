@@ -11,17 +11,17 @@ from spmd_trainer.callbacks import Callback, Run
 from spmd_trainer.step.packing import Scalars
 from spmd_trainer.training.invalid_steps import is_valid
 
-# Losses of valid steps that a step is compared with, and how many there must be.
+# A step's loss is compared with the losses of at most the first, and at least the second number of earlier valid steps.
 _WINDOW = 100
 _WARM_UP = 30
-# A spike begins this many deviations above the median, and is over when the loss is below the second number again.
+# A spike begins when the loss is above the median by this many deviations, and ends when it is above by less than the second.
 _BEGINS = 8.0
 _ENDS = 3.0
-# The standard deviation of a normal distribution, in its median absolute deviations.
+# Standard deviation of a normal distribution, divided by its median absolute deviation.
 _OF_MAD = 1.4826
 # The least deviation, as a part of the median: a loss that hardly varies would make a spike of every step.
 _LEAST = 0.01
-# A spike is so many times as far from the median as this part of the losses is: one batch in ten may be harder than the others.
+# A spike is this many times as far above the median as this quantile of the losses: one batch in ten may be harder than others.
 _USUAL, _ABOVE_USUAL = 0.95, 3.0
 # Each of the first spikes is warned of; after that, one in a hundred.
 _LOGGED_EACH = 20
@@ -32,13 +32,13 @@ class LossSpikes(Callback):
     """Counts loss spikes, and warns of them.
 
     A step is a spike if its loss is more than 8 deviations above the median of the last 100 valid losses. A deviation is 1.4826
-    times the median absolute deviation, and at least 1% of the median. Unlike mean and standard deviation, the two hardly change
-    with earlier spikes. The loss must also be more than three times as far above the median as the 95th percentile of these
-    losses, so that a harder batch, one in ten, is not a spike. A loss that stays high is one spike. The summaries have the count
-    as `loss_spikes`.
+    times the median absolute deviation, and at least 1% of the median. Unlike mean and standard deviation, median and median
+    absolute deviation hardly change with earlier spikes. The loss must also be more than three times as far above the median as
+    the 95th percentile of these losses, so that there are no spikes if one batch in ten is harder than the others. A loss that
+    stays high is one spike. The summaries have the count as `loss_spikes`.
 
     Attributes:
-      count: spikes since the run was started.
+      count: number of spikes since the run was started.
     """
 
     def __init__(self) -> None:

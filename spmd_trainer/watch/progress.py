@@ -23,24 +23,24 @@ _SHOWN = {
     "accuracy": "accuracy",
     "fraction_of_correct_next_step_preds": "next-token accuracy",
 }
-# A line is also logged when the last line is this many seconds old.
+# A progress line is also logged when the last one is this many seconds old.
 LONGEST_SILENCE = 30.0
-# The live line uses the current interval's step time once the interval is this many seconds old.
+# The terminal's live status line uses the current interval's step time once the interval is this many seconds old.
 _ENOUGH_SECONDS = 2.0
 
 
 class Progress:
-    """Logs one line per interval of steps, and one in between if the last line is `LONGEST_SILENCE` seconds old.
+    """Logs one progress line per interval of steps, and one in between if the last line is `LONGEST_SILENCE` seconds old.
 
     The step time is the mean over the steps since the last interval ended, without evaluations and saves.
 
     Attributes:
       items_per_step: number of tokens (or examples) in a global batch.
       flops_per_item: the model's FLOPs per token (or example), as the function `flops_per_item` returns them; {} if unknown.
-      peak_flops: peak FLOP/s of all devices; None if unknown. If both are known, the line shows the model FLOPs
-        utilization.
-      memory: memory of this process's devices, for the live line; None if unknown.
-      shown: the step of the newest line.
+      peak_flops: peak FLOP/s of all devices; None if unknown. If `peak_flops` and `flops_per_item` are known, the progress line
+        shows the model FLOPs utilization.
+      memory: memory use of this process's devices, for the terminal's live status line; None if unknown.
+      shown: the step of the newest progress line; 0 before the first line.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Progress:
         self._last_line = 0.0
         self.memory: Memory | None = None
         self.shown = 0
-        # For the live line, which reads them on its own thread.
+        # For the live status line, which reads them on its own thread.
         self._latest: tuple[int, float, float | None] | None = None
         self._seconds: float | None = None
 
@@ -77,7 +77,7 @@ class Progress:
         self._since = (step, self._last_line)
 
     def report(self, step: int, scalars: Scalars) -> dict[str, float]:
-        """Logs the line of a finished step if it is due. Returns timing scalars at the end of an interval, otherwise {}."""
+        """Logs a progress line for a finished step if one is due. Returns timing scalars at the end of an interval, else {}."""
         now = self._clock()
         self._latest = (step, now, scalars.loss)
         ends_interval = step % self._interval == 0 or step == self._num_steps
@@ -114,7 +114,7 @@ class Progress:
         )
 
     def _log(self, step: int, scalars: Scalars, seconds: float) -> dict[str, float]:
-        """Logs a step's line. Returns the timing scalars."""
+        """Logs the progress line of a step. Returns the timing scalars."""
         self._seconds, self.shown = seconds, step
         parts = [f"step {step}/{self._num_steps}", f"loss {scalars.loss:.4f}"]
         parts += [f"{text} {scalars.means[name]:.3f}" for name, text in _SHOWN.items() if name in scalars.means]
@@ -132,19 +132,20 @@ class Progress:
         return timing
 
     def _utilization(self, rate: float) -> dict[str, float]:
-        """Returns the model FLOPs utilization at a rate of items per second, for each count of FLOPs; {} if unknown."""
+        """Returns the model FLOPs utilization at `rate` items per second for each count in `flops_per_item`; {} if unknown."""
         peak = self.peak_flops
         return {name: rate * flops / peak for name, flops in self.flops_per_item.items()} if peak else {}
 
 
 class ProgressLines(Callback):
-    """Logs the first step, then one line per `log_train_output_interval_steps`, with throughput and the time left."""
+    """Logs that the first step is done, then a progress line with throughput and time left every few steps; see `Progress`."""
 
     def __init__(self, upcoming: Callable[[int], Mapping[str, int]] = lambda step: {}) -> None:
         """Stores the argument.
 
         Args:
-          upcoming: given a step, returns {event: the next step at which it is due}, for the live line; see `Schedule.upcoming`.
+          upcoming: given a step, returns {event: the next step at which the event is due}; see `Schedule.upcoming`. The
+            terminal's live status line shows these.
         """
         self._progress: Progress | None = None
         self._batch: PyTree = None
@@ -177,7 +178,7 @@ class ProgressLines(Callback):
         self._progress.start(step)
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Logs the line if it is due, and passes its timing to the summaries."""
+        """Logs a progress line if one is due, and adds its throughput to the run's summaries."""
         if self._is_first:
             self._is_first = False
             took = format_duration(time.monotonic() - run.began)
@@ -211,18 +212,18 @@ class ProgressLines(Callback):
 
 
 def items_per_step(run: Run) -> tuple[int, str]:
-    """Returns the number of tokens (or examples) in a global batch, and their unit."""
+    """Returns the number of tokens in a global batch and 'tokens'; for batches without tokens, of examples and 'examples'."""
     tokens = run.batch.get("ids") if hasattr(run.batch, "get") else None
     return (run.num_rows, "examples") if tokens is None else (math.prod(tokens.shape), "tokens")
 
 
 def flops_per_item(run: Run) -> dict[str, float]:
-    """Returns the model's training FLOPs per token, in two counts: {'mfu': ..., 'mfu_6n': ...}.
+    """Returns the model's training FLOPs per token, counted in two ways: {'mfu': ..., 'mfu_6n': ...}.
 
     'mfu_6n' is `kernels.chips.model_flops`. 'mfu' counts the computed matrix products: only the chosen experts, and causal
     attention over half of all keys, without embedding lookups and rematerialisation. 'mfu' is left out for models without
-    `matrix_flops`, e.g. other models than `DecoderLanguageModel`. A row of several texts counts as one text.
-    Empty for a run without tokens, or if `kernels.chips` is not installed.
+    `matrix_flops`, e.g. other models than `DecoderLanguageModel`. A row that holds several texts counts as one text.
+    Returns {} for a run without tokens, or if `kernels.chips` is not installed.
     """
     if items_per_step(run)[1] != "tokens" or (chips := rooms.find("kernels.chips")) is None:
         return {}
@@ -240,7 +241,7 @@ def _peak_flops(run: Run) -> float | None:
 
 
 def _memory(run: Run) -> Memory | None:
-    """Returns the memory of this process's fullest device; None if the backend doesn't report memory, as on CPU."""
+    """Returns the memory use of this process's fullest device; None if the backend doesn't report it, as on CPU."""
     found = [stats for device in run.mesh.local_devices if (stats := device.memory_stats())]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""Takes a training step twice from the same state now and then, and compares the bits (--check_repeat_every).
+"""Takes every Nth training step twice from the same state, and compares the bits of the two results (--check_repeat_every=N).
 
 A sound device gives the same bits for the same program and the same numbers. So a difference means that a device, a link or the
 memory is broken, or that the program is not deterministic.
@@ -30,18 +30,18 @@ class RepeatError(ReplicaError):
 class RepeatCheck:
     """Wraps the train step, and takes each step whose number is a multiple of `every` twice.
 
-    The step's own compiled program runs both times: first on a copy of the state, then as in every other step. So training
-    continues as without the check. At such a step the devices need memory for one more state.
+    The same compiled program runs both times: first on a copy of the state, then as in every other step. So training continues
+    as it would without the check. At such a step, the devices need memory for a second copy of the state.
     """
 
     def __init__(self, every: int):
         self._every = every
 
     def around(self, fn: StepFn, run: Run) -> StepFn:
-        """Returns the function that the loop calls instead of the compiled train step `fn`. Every process calls it.
+        """Returns the function that the loop calls instead of the compiled train step `fn`, in every process.
 
         If the step after `run.step` is to be checked, the function takes it twice, and raises RepeatError on all processes if the
-        bits differ. Other steps go straight to `fn`.
+        bits differ. For other steps, the function only calls `fn`.
         """
         if not self._every:
             return fn

@@ -1,9 +1,9 @@
-"""Compares the copies of the state on different devices every N steps (--check_replicas_every): a device whose copy differs
+"""Compares the copies of the train state on different devices every N steps (--check_replicas_every): a device whose copy differs
 computes or stores wrong numbers.
 
-Several devices hold the same part of a variable: all of them if it is replicated, otherwise those along the axes that don't split
-it. Their bits must be equal, because they ran the same program. Each device computes a checksum of the bits that it holds, in one
-program; the host compares the checksums of equal parts.
+Several devices hold the same shard of a variable: all of them if the variable is replicated, otherwise those along the mesh axes
+that don't split it. These copies must have equal bits, because the devices ran the same program. Each device computes a checksum
+of the bits that it holds; the host compares the checksums of copies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.sharding.messages import named_text
 from spmd_trainer.sharding.variables import named_leaves
 
-# Differences that the message names.
+# Maximum number of differences that an error message names.
 _NAMED = 5
 
 
@@ -37,7 +37,7 @@ class ReplicaError(UserError):
 
 
 class ReplicaCheck(Callback):
-    """Ends the run if devices that hold the same part of a variable have different bits. Such a state is not saved."""
+    """Ends the run if devices that hold the same shard of a variable have different bits. Such a state is not saved."""
 
     def __init__(self, every: int):
         self._every = every
@@ -48,7 +48,7 @@ class ReplicaCheck(Callback):
         return bool(self._every) and step % self._every == 0 and step > 0
 
     def on_pause(self, run: Run, step: int) -> None:
-        """Compares the copies once if a check is due at this step. Also called before a state is saved.
+        """Compares the devices' copies if a check is due at this step and was not done yet. Also called before each save.
 
         Raises:
           ReplicaError: copies differ. The message names the devices and the variables.
@@ -73,7 +73,7 @@ class ReplicaCheck(Callback):
 
 
 def rows_text(rows: Sequence[object]) -> str:
-    """Returns the first rows as lines of an error message, and the number of further rows."""
+    """Returns the first `_NAMED` rows as lines of an error message, and a line with the number of further rows."""
     more = [f"and {len(rows) - _NAMED} more"] if len(rows) > _NAMED else []
     return "".join(f"\n  {row}" for row in (*rows[:_NAMED], *more))
 
@@ -84,11 +84,11 @@ DeviceChecksum: TypeAlias = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A part of a variable of which the devices' copies differ.
+    """A shard of a variable whose copies on several devices differ.
 
     Attributes:
-      devices: the devices outside of the largest group of equal copies; all that hold the part if two groups are largest.
-      others: the devices of the largest group; empty if two groups are largest.
+      devices: the devices whose copies are outside of the largest group of equal copies; in case of a tie, all with a copy.
+      others: the devices of the largest group of equal copies; empty in case of a tie.
     """
 
     path: str
@@ -103,9 +103,9 @@ class Difference:
 
 
 def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:
-    """Returns the parts of arrays of which the devices' copies differ. All arrays are on one mesh.
+    """Returns the array shards whose copies on several devices differ. All arrays must be on one mesh.
 
-    Called by every process; all of them get the same result.
+    Must be called by every process; all processes get the same result.
     """
     sums = device_checksums(arrays)
     found = []
@@ -129,7 +129,7 @@ def differences(arrays: Mapping[str, jax.Array]) -> list[Difference]:
 def device_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, dict[jax.Device, DeviceChecksum]]:
     """Returns the checksum of the bits that each device holds of each array. Waits for the devices.
 
-    Called by every process; all of them get the same result.
+    Must be called by every process; all processes get the same result. All arrays must be on one mesh.
 
     Returns:
       {path: {device: checksum}}, for all devices of the mesh.
@@ -148,7 +148,7 @@ def device_checksums(arrays: Mapping[str, jax.Array]) -> dict[str, dict[jax.Devi
 
 @functools.lru_cache(maxsize=8)
 def _checksums(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.stages.Wrapped:
-    """Returns a jitted function: arrays -> replicated uint32 [devices, arrays, 2]."""
+    """Returns a jitted function: tuple of arrays -> checksums of all devices' shards, uint32 [devices, arrays, 2], replicated."""
 
     def local(arrays: Sequence[jax.Array]) -> jax.Array:
         sums = jax.numpy.stack([bits_checksum(x) for x in arrays])

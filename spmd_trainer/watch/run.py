@@ -43,12 +43,12 @@ def of_run(job: Job) -> list[Callback]:
 
 
 class RunPage(Callback):
-    """Writes `run.html` into the run's directory. If that fails, logs a warning, and the run does not fail."""
+    """Writes `run.html` into the run's directory when the run ends. An error only logs a warning."""
 
     turn = Turn.WRITES
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Writes the page of a run that has failed, if it had begun."""
+        """Writes the page of a run that has failed, if this start of the run had taken a step."""
         del error
         if run.step > run.first_step:
             self.on_end(run)

@@ -1,4 +1,4 @@
-"""Accounts for a run's time: seconds per part of each start of the run, kept in `run_times.jsonl`."""
+"""Accounts for a run's time: for each start of the run, the seconds spent on each part of the work, in `run_times.jsonl`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from spmd_trainer.storage.run_files import has_run
 TIMES_FILE = "run_times.jsonl"
 # How a start of a run can end, if it was not killed.
 ENDS = ("finished", "stopped", "failed")
-# Summaries may be written at every step. The times are not: a kill may cost the record this many seconds, or this share of all.
+# At a step with summaries, times are written if the last line is older than these seconds and than this share of the run's time.
 _SECONDS_BETWEEN_LINES = 2.0
 _SHARE_BETWEEN_LINES = 0.005
 
 
 class TimeRecord(Callback):
-    """Writes the times after each pause (the start, saves, evaluations, decodes), now and then with a summary, and at the end.
+    """Writes the run's times to `run_times.jsonl`: after each pause (start, save, evaluation, decode), at some of the steps with
+    a summary, and at the end.
 
-    A restarted run writes a line at once. Otherwise the last line would say, until the first step, how the start before ended.
-
-    The file stays small: within months of training it gets some thousand lines, besides those of the pauses.
+    A restarted run also writes a line at once. Otherwise, until its first step, the last line would be about the previous start.
 
     Attributes:
       ended: how the run has ended, one of `ENDS`; '' while it runs.
@@ -46,7 +45,7 @@ class TimeRecord(Callback):
         self.ended = ""
 
     def on_open(self, run: Run) -> None:
-        """Records on process 0 when the run began."""
+        """Prepares the file on process 0, and writes the first line of a restarted run."""
         # Reading a field of a config costs as much as waking a thread, so it isn't done at every step.
         self._interval = run.task.train.summary_interval_steps
         if jax.process_index() == 0:
@@ -57,12 +56,12 @@ class TimeRecord(Callback):
                 self.write(run)
 
     def on_start(self, run: Run) -> None:
-        """Notes that the run has a state, and so a first step."""
+        """Notes that the state is restored or initialised, so that later lines have steps."""
         del run
         self._has_state = True
 
     def after_step(self, run: Run, step: int, scalars: Scalars) -> None:
-        """Writes the times at a step with a summary, if the last line is old enough."""
+        """Writes the times if the step has a summary and the last line is old enough."""
         del scalars
         if step % self._interval:
             return
@@ -95,7 +94,7 @@ class TimeRecord(Callback):
 
 
 class LastTimes(Callback):
-    """Makes a `TimeRecord` write the times again at the very end, with the time that the page and the trackers took."""
+    """Makes a `TimeRecord` write the times again at the very end, including the time that the page and the trackers took."""
 
     turn = Turn.LAST
 
@@ -112,15 +111,16 @@ class LastTimes(Callback):
 
 @dataclasses.dataclass(frozen=True)
 class StartTimes:
-    """Times of one start of a run so far.
+    """Times of one start of a run, from the start's last record. A restarted run has several starts.
 
     Attributes:
-      start: its beginning, in seconds since 1970; identifies the start.
-      seconds: {part: seconds}, of all `PARTS`.
-      first_step: step of its initial state.
-      time: time of this record, in seconds since 1970.
-      ended: one of `ENDS`; '' while it runs, and if it was killed.
-      starting: True until its state is restored or initialised. Until then, its steps are the last step of the start before.
+      start: when this start began, in seconds since 1970; identifies the start.
+      seconds: seconds spent so far on each part of the work: {part: seconds}, with all of `callbacks.PARTS`.
+      first_step: step of the state with which this start began.
+      time: time of the record, in seconds since 1970.
+      ended: how this start ended, one of `ENDS`; '' while it runs, and if it was killed.
+      starting: True until the state is restored or initialised. Until then, `first_step` and `step` are the last step of the
+        previous start.
     """
 
     start: float
@@ -138,7 +138,7 @@ class StartTimes:
 
     @property
     def total(self) -> float:
-        """Seconds of all parts."""
+        """Total seconds of all parts of the work."""
         return math.fsum(self.seconds.values())
 
 
@@ -146,7 +146,7 @@ class RunTimesFile:
     """Appends the times of a start to the run's `run_times.jsonl`. Only process 0 may use it."""
 
     def __init__(self, job_log_dir: epath.Path, start: float):
-        """`start` is as in `StartTimes`. The first write creates the file."""
+        """`start`: when this start began, in seconds since 1970. The first write creates the file."""
         self._path = job_log_dir / TIMES_FILE
         self._start = start
         self._file: GrowingFile | None = None
@@ -157,7 +157,7 @@ class RunTimesFile:
 
         Args:
           seconds: see `RunTimes.seconds`.
-          first_step, step, ended: see `StartTimes`. `first_step` is None while the start has no state.
+          first_step, step, ended: see `StartTimes`. `first_step` is None until the state is restored or initialised.
         """
         steps: dict[str, int] = {"starting": True}
         if first_step is not None:
@@ -182,7 +182,7 @@ class RunTimesFile:
 
 
 def read_run_times(job_log_dir: epath.PathLike) -> list[StartTimes]:
-    """Returns the last record of each start, earliest first. Skips unreadable lines, e.g. cut short by a kill."""
+    """Returns the last record of each start of a run, earliest start first. Skips unreadable lines, e.g. one cut by a kill."""
     last: dict[float, StartTimes] = {}
     reached = 0
     for line in read_joined(epath.Path(job_log_dir) / TIMES_FILE).splitlines():
@@ -211,11 +211,11 @@ class Goodput:
     """Share of a run's time spent on steps that count.
 
     Attributes:
-      seconds: total time of all starts, without the time between them.
+      seconds: total time of all starts, without the time between two starts.
       productive: seconds of steps whose result the run has kept.
       redone: seconds of steps that a later start repeated from an earlier checkpoint.
       redone_steps: number of steps that were repeated.
-      away: seconds between the last record of each start and the beginning of the next.
+      away: total seconds between the last record of each start and the beginning of the next start.
     """
 
     seconds: float

@@ -1,14 +1,15 @@
 """Finds which process of a run is slow, and in which part of a step.
 
-A process's own time for a step is the sum of its input, its dispatch and its device time. The device time is an estimate, because
-devices wait for each other: the shortest device time of any process, times this process's time for a small program (see
-`device_watch.py`), divided by the median process's time for it. A window has 20 steps. A process is slow if
+A process's own time for a step is the sum of its input, dispatch and device times. The device time is an estimate, because
+devices wait for each other: the shortest device time of any process, multiplied by this process's time for a small program (see
+`device_watch.py`), and divided by the median process's time for this program. Processes are compared over windows of 20 steps.
+A process is slow if
 
 - 15 of its 20 own times are over 1.2 times the median of all processes' medians;
 - 17 of its 20 own times exceed 17 of the 20 times of the median process, which noise doesn't cause;
 - and its median is 1 ms over that of the others, because a smaller excess can come from a line of Python in a script.
 
-With two processes, a median is not robust, so each process is compared with the other one. Then the slower process is named,
+With two processes, a median is not robust, so each is compared with the other one. Then the slower process counts as slow,
 although the other process may be unusually fast.
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 
 from spmd_trainer.watch.step_parts import WINDOW
 
-# How much slower than the median a process must be, and how near to it it counts as fast again.
+# A process is slow above SLOW times the median, and fast again below FAST times the median.
 SLOW, FAST = 1.2, 1.1
 _LEAST_SECONDS = 0.001
 PARTS = ("input", "dispatch", "device")
@@ -36,11 +37,11 @@ class Verdict:
       part: the part with the largest excess over the other processes, one of `PARTS`.
       seconds: the process's median time for that part.
       others: the median of the other processes' median times for that part, in seconds.
-      ratio: the process's own time divided by the median of all processes.
+      ratio: the process's median own time divided by the median of all processes' median own times.
       is_slow: True if the process is slow; see the module.
       steps: the first and the last step of the window.
       processes: number of processes that were compared.
-      is_hidden: True if the part runs on the host while the devices still work on the step before, so no step waits for it.
+      is_hidden: True if the part runs on the host while the devices are busy with the previous step, so no step waits for it.
     """
 
     process: int
@@ -94,7 +95,7 @@ def judge(told: Mapping[int, Mapping[str, Any] | None], newer_than: int = 0) -> 
 
 
 def _device_times(device: float, probes: Mapping[int, Sequence[float] | None]) -> dict[int, list[float]]:
-    """Returns each process's device seconds per step, as the four values of `spread`: `device`, or more if its probe is slow."""
+    """Returns {process: device seconds per step}, four values as from `spread`: `device`, or more if its probe is slow."""
     found = {p: [device] * 4 for p in probes}
     known = {p: probe for p, probe in probes.items() if probe is not None}
     if len(known) < len(probes):
@@ -107,7 +108,7 @@ def _device_times(device: float, probes: Mapping[int, Sequence[float] | None]) -
 
 
 def _typical(spreads: Mapping[int, Sequence[float]], process: int, which: int) -> float:
-    """Returns the median over all processes; if there are only two, the other process's value."""
+    """Returns the median of all processes' values at index `which`; if there are only two processes, the other one's value."""
     values = {p: spread[which] for p, spread in spreads.items()}
     if len(values) == 2:
         del values[process]
@@ -142,20 +143,20 @@ def _verdict(process: int, told: Mapping[str, Any], times: Mapping[int, Mapping[
 
 
 class SlowProcesses:
-    """Reports a process when it becomes slow, when its slow part changes, and when it is as fast as the others again."""
+    """Reports when a process becomes slow, when the slow part of its steps changes, and when it is as fast as others again."""
 
     def __init__(self) -> None:
         self._judged = 0
-        # By process: the part that was named, and the last step of the window that it was slow in.
+        # {process: (the slow part that was reported, the last step of the last window in which this part was slow)}
         self._named: dict[int, tuple[str, int]] = {}
 
     def update(self, told: Mapping[int, Mapping[str, Any] | None]) -> list[str]:
-        """Judges the newest window that all processes have measured, once, and returns lines for the log; see `judge`."""
+        """Returns lines for the log about the newest window that all processes have measured, unless it was judged before."""
         lines = []
         for verdict in judge(told, self._judged):
             self._judged = verdict.steps[1]
             part, since = self._named.get(verdict.process, ("", 0))
-            # Windows overlap; a change is told of the first that has nothing in common with the one before the change.
+            # Windows overlap: a change is reported only for a window without steps of the window before the change.
             is_new = not part or verdict.steps[0] > since
             if verdict.is_slow and (not part or (verdict.part != part and is_new)):
                 lines.append(verdict.text)

@@ -1,4 +1,4 @@
-"""Python stacks of this process."""
+"""Python stacks of this process, also while C code holds the interpreter."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from etils import epath
 
 from spmd_trainer.storage import is_remote, reading
 
-# What another process is told of a process's stacks: more would not fit a log either.
+# Maximum number of characters of stacks that a process sends to other processes: more would not fit a log either.
 LONGEST = 12_000
 # Beginnings of the names of the trainer's threads that only watch and wait.
 _WATCHING = ("watchdog", "beats", "heartbeat", "phase:", "lock", "peer-watch", "run-log")
 
 
 def stacks(longest: int | None = None) -> str:
-    """Returns the stacks of Python threads, innermost call first: main thread, threads that read input, other threads.
+    """Returns the stacks of this process's Python threads: first the main thread, then threads that read input, then others.
 
-    Threads that only watch are left out. The stacks have only names and line numbers, because reading source files could hang.
+    Each stack begins with the innermost call. It has file names, line numbers and function names, but no source lines, because
+    reading source files could hang. The trainer's threads that only watch and wait are left out.
 
     Args:
       longest: maximum number of characters; None for no limit.
@@ -53,7 +54,7 @@ class HeldInterpreter:
     """
 
     def __init__(self, path: epath.Path, seconds: float):
-        """Opens the file. In place of one in an object store, which can't be appended to, opens a local temporary file.
+        """Opens the file. If it is in an object store, where files can't be appended to, opens a local temporary file instead.
 
         Args:
           path: the file; its directory is created.
@@ -67,7 +68,7 @@ class HeldInterpreter:
         self._made_directory = False
         self._file: IO[str]
         if is_remote(path):
-            self._file = tempfile.NamedTemporaryFile("a", prefix=f"{path.stem}.", suffix=path.suffix, delete=False)  # noqa: SIM115
+            self._file = tempfile.NamedTemporaryFile("a", prefix=f"{path.stem}.", suffix=path.suffix, delete=False)  # noqa:SIM115
             self._path = epath.Path(self._file.name)
         else:
             self._made_directory = not path.parent.exists()
@@ -79,7 +80,7 @@ class HeldInterpreter:
         faulthandler.dump_traceback_later(self._seconds, file=self._file)
 
     def close(self) -> None:
-        """Stops. If nothing was written, removes the file, and its directory if that was created for it."""
+        """Stops the time limit. If nothing was written, removes the file, and its directory if `__init__` created that."""
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
         with contextlib.suppress(OSError):

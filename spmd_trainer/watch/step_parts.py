@@ -1,8 +1,9 @@
 """Measures the time of each part of a training step on this process: input, dispatch and devices.
 
-All processes of a synchronous job take equally long for a step, so a step's time doesn't show which process is slow. The parts
-show it. Input is the time that the loop waited for its own next batch. Dispatch is the time of the host's own work, from
-callbacks to the call of the compiled step. Waiting for the devices, or for other processes' input, belongs to neither of them.
+All processes of a synchronous job take equally long for a step, so a step's time doesn't show which process is slow. The times
+of its parts show it. Input is the time that the loop waited for this process's own next batch. Dispatch is the time of the
+host's own work, from callbacks to the call of the compiled step. Neither includes waiting for the devices or for other
+processes' input.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from spmd_trainer.step.packing import Scalars
 from spmd_trainer.watch.device_watch import Clock, DeviceWatch
 from spmd_trainer.watch.repeat_check import RepeatCheck
 
-# Steps of a window.
+# Number of steps in a window.
 WINDOW = 20
-# A window ends at every fifth step. Processes tell their windows at different moments, perhaps hundreds of steps apart. So the
-# last two windows that end at multiples of each of these are told: then all processes have one in common.
+# Processes report windows at different moments, perhaps hundreds of steps apart. So for each of these numbers, a process reports
+# the last two windows that end at a multiple of the number: then all processes have a window in common.
 STRIDES = (5, 20, 80, 320)
 _KEPT = 2 * STRIDES[-1] + WINDOW
 
 
 class Parts(NamedTuple):
-    """One training step on this process, in seconds.
+    """Times of one training step on this process, in seconds.
 
     Attributes:
       input: time that the loop waited for this process's own batch.
@@ -47,7 +48,7 @@ class Parts(NamedTuple):
 def spread(values: Iterable[float]) -> list[float]:
     """Returns the 15th, 25th, 50th and 85th percentiles of times in seconds, rounded to microseconds.
 
-    Of 20 times, 17 are at least as large as the first result. A slow garbage collection, or a burst of load, changes no result.
+    Up to three outliers among 20 times, e.g. from garbage collections or bursts of load, do not show in the results.
     """
     ordered = sorted(values)
     count = len(ordered)
@@ -61,7 +62,7 @@ def spread(values: Iterable[float]) -> list[float]:
 
 
 class StepParts(Callback, StepWatch):
-    """Measures the parts of the training loop's steps. Each method reads a clock once or twice."""
+    """Measures the times of the parts of training steps. The training loop calls its methods, which each read a clock."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class StepParts(Callback, StepWatch):
         """Starts without measurements.
 
         Args:
-          repeats: takes the steps, some of them twice; None takes each step once.
+          repeats: runs the training steps, and some of them twice; None: each step runs once.
           watch: measures the devices; closed at the end of the run. None: `on_open` makes one if there are several processes.
           clock: returns the time in seconds, as `time.monotonic`.
           cpu_clock: returns the CPU seconds of the calling thread, as `time.thread_time`.
@@ -104,7 +105,7 @@ class StepParts(Callback, StepWatch):
     on_failure = on_end
 
     def begin(self, began: float, for_others: float) -> None:
-        """Notes that the step before has ended, and that the loop asks for the next batch.
+        """Notes that the previous step has ended, and that the loop asks for the next batch.
 
         Args:
           began: the current time, in seconds of the clock.
@@ -122,7 +123,7 @@ class StepParts(Callback, StepWatch):
             self._own_input, self._waited = own, wait - own
 
     def around(self, fn: StepFn, run: Run) -> StepFn:
-        """Returns the function that takes the steps; see `RepeatCheck.around`."""
+        """Returns the function that the loop calls instead of the compiled step `fn`; see `RepeatCheck.around`."""
         return self._repeats.around(fn, run)
 
     def dispatching(self) -> None:
@@ -132,11 +133,12 @@ class StepParts(Callback, StepWatch):
         """Notes that the call of the compiled step has returned.
 
         Args:
-          packed: an output of the step that isn't donated to the next one, a tree of arrays.
+          step: number of the dispatched step.
+          packed: an output of the step that isn't donated to the next step: a pytree of arrays.
         """
         called = self._mark
         taken = self._clock() - called
-        # Host devices let the call wait for the step before, without a word. What the thread computed in it is the host's own.
+        # With host (CPU) devices, the call may wait for the previous step. Only this thread's CPU time is the host's own work.
         self._waited += max(0.0, taken - (self._cpu_clock() - self._cpu_mark))
         self._step = step
         if self._watch is not None:
@@ -149,7 +151,7 @@ class StepParts(Callback, StepWatch):
         self._mark = self._clock()
 
     def reports(self, report: Callable[[int, Scalars], object]) -> Callable[[int, Scalars], None]:
-        """Wraps `report`, which takes a step's scalars when they have arrived. Its time counts as the host's own work."""
+        """Wraps `report`, which is called with a step's scalars, so that its time counts as the host's own work."""
 
         def timed(step: int, scalars: Scalars) -> None:
             self._waited += self._clock() - self._mark
@@ -169,16 +171,16 @@ class StepParts(Callback, StepWatch):
         self._step_seconds = whole if not self._step_seconds else min(whole, 1.1 * self._step_seconds)
 
     def steps(self) -> list[Parts]:
-        """Returns the last steps, the oldest first. Any thread may call this."""
+        """Returns the times of the last steps, oldest step first. Any thread may call this."""
         return list(self._steps)
 
     def window(self) -> dict[str, object] | None:
         """Returns the last windows of 20 steps for `slow.judge`; None before the first is full. Any thread may call this.
 
         Returns:
-          JSON: 'host', the host's name; 'device' and 'probe', `spread` of the times of `DeviceWatch`, or None; 'dry', the share
-          of its measurements that found the devices idle; 'windows', for each window 'step', its last step, and `spread` of
-          'input', 'dispatch', 'own' (sum of both) and 'whole'. Times are in seconds.
+          JSON: 'host', the host's name; 'device' and 'probe', `spread` of `DeviceWatch`'s times, or None; 'dry', the share of
+          the measured steps for which the devices were idle, or None; 'windows', for each window 'step', its last step, and the
+          `spread` of 'input', 'dispatch', 'own' (input + dispatch) and 'whole'. Times are in seconds.
         """
         steps = self.steps()
         windows = [_window(steps[end - WINDOW : end]) for end in _ends(steps)]
@@ -195,7 +197,7 @@ class StepParts(Callback, StepWatch):
 
 
 def _ends(steps: Sequence[Parts]) -> list[int]:
-    """Returns the ends of the windows that are reported: the index after the last step of each, in ascending order."""
+    """Returns the ends of the windows to report: for each window, the index after its last step, in ascending order."""
     found = set()
     for stride in STRIDES:
         at = [i + 1 for i in range(len(steps) - 1, WINDOW - 2, -1) if steps[i].step % stride == 0]

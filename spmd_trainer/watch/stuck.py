@@ -15,13 +15,13 @@ from spmd_trainer.sharding.messages import format_duration, named_text
 from spmd_trainer.storage import json_values
 
 DEVICES = "waiting for the devices"
-# This process's batch is ready.
+# The process's own batch is ready.
 OTHERS_INPUT = "input of other processes"
-# It has come to a point where all processes meet.
+# The process has come to a point where all processes wait for each other.
 OTHERS = "waiting for other processes"
-# Parts in which a process waits for nothing but itself.
+# Parts of the work in which a process doesn't depend on other processes.
 _ALONE = frozenset({"input", "other", "compile"})
-# Processes, and places, that a text names.
+# Maximum number of processes, and of places, that a text names.
 _NAMED = 8
 
 
@@ -30,13 +30,13 @@ class Beat:
     """Heartbeat of a process: where it is in the run.
 
     Attributes:
-      number: counts the beats of this process, from 1; 0 for a process that has sent no beat yet.
+      number: number of the beat among the beats of this process, from 1; 0 for a process that has sent no beat yet.
       step: the last training step that the process has dispatched.
       finished: the last step whose scalars have arrived.
       activity: the current activity, e.g. 'training step 12'.
-      part: how the current time is accounted for, one of `callbacks.PARTS`, or the reason for waiting: `DEVICES`,
-        `OTHERS_INPUT`, `OTHERS`.
-      seconds: seconds that the part has lasted.
+      part: the current part of the work, one of `callbacks.PARTS`, or the reason for waiting: `DEVICES`, `OTHERS_INPUT`,
+        `OTHERS`.
+      seconds: seconds since `part` began.
       phase: a phase within the activity, e.g. 'evaluating heldout at step 20'; '' if there is none.
       batches: number of batches that the phase has finished.
       window: JSON with the times of this process's last steps, see `StepParts.window`; or None.
@@ -57,12 +57,12 @@ class Beat:
 
     @property
     def progress(self) -> tuple[object, ...]:
-        """The fields that change when the process makes progress. If they are equal in two beats, there was no progress."""
+        """The fields that change when the process makes progress. Two beats with equal fields mean no progress in between."""
         return (self.step, self.finished, self.activity, self.part, self.phase, self.batches)
 
     @property
     def where(self) -> str:
-        """Its place as text: 'training step 12, input', 'evaluation at step 20, evaluating heldout at step 20, 3 batches', ..."""
+        """Where the process is, as text, e.g. 'training step 12, input' or 'evaluation at step 20, other, 3 batches'."""
         parts = [self.activity]
         if self.part != self.activity:
             parts.append(self.part)
@@ -95,12 +95,12 @@ def not_yet(process: int) -> Beat:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A process as another process sees it.
+    """A process as another process knows it from its beats.
 
     Attributes:
-      beat: its last beat.
-      still: seconds since its beats last showed progress.
-      silent: seconds since its last beat arrived.
+      beat: the process's last beat.
+      still: seconds since the process's beats last showed progress.
+      silent: seconds since the process's last beat arrived.
     """
 
     beat: Beat
@@ -110,11 +110,11 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The processes that are behind.
+    """Which processes are behind.
 
     Attributes:
-      behind: their indices, ascending; empty if none can be named.
-      text: a clause that names them, and says where they and the other processes are.
+      behind: indices of the processes that are behind, ascending; empty if none can be named.
+      text: a clause that names these processes, and says where they and the other processes are.
     """
 
     behind: tuple[int, ...]
@@ -127,19 +127,19 @@ def standing_still(seen: Sequence[Seen]) -> float:
 
 
 def find(seen: Sequence[Seen], silent_after: float) -> Verdict:
-    """Finds the processes that are behind, by rules. The first rule that applies to some, but not to all processes decides.
+    """Finds the processes that are behind, by rules. The first rule that is true for some, but not for all processes decides.
 
-    The rules, in order: the process's beats have stopped (this rule may apply to all processes); it has dispatched the fewest
-    steps; it has finished the fewest steps; it has not reached the point where other processes wait for all; it has finished the
-    fewest batches of the activity that all are in; it does something alone, such as reading input, while other processes wait;
-    more than half of all processes are at the same place, and it is elsewhere.
+    The rules, in order: the process's beats have stopped (this rule decides even if it is true for all processes); the process
+    has dispatched the fewest steps; it has finished the fewest steps; it has not reached the point where others wait for all
+    processes; it has finished the fewest batches of an activity that all processes share; it does something alone, such as
+    reading input, while others wait; it is elsewhere than more than half of all processes, which are at the same place.
 
     Args:
-      seen: the processes.
+      seen: all processes, as known from their beats.
       silent_after: seconds without a beat after which a process counts as stopped, or its interpreter as held by C code.
 
     Returns:
-      The verdict. For a single process it says where the process is, and names it only if its beats have stopped.
+      The verdict. For a single process, `text` says where the process is, and `behind` is empty unless the beats have stopped.
     """
     rules: tuple[Callable[[Sequence[Seen]], Sequence[Seen]], ...] = (
         lambda all_: [one for one in all_ if one.silent > silent_after],
@@ -175,7 +175,7 @@ def _minority(seen: Sequence[Seen]) -> Sequence[Seen]:
 
 
 def _named(seen: Sequence[Seen], behind: Sequence[Seen], silent_after: float) -> str:
-    """Returns 'behind: process 1 in training step 12, input, for 10m. Processes 0, 2 are in training step 13, step'."""
+    """Returns e.g. 'behind: process 1 in training step 12, input, for 10m. Processes 0, 2 are in training step 13, step'."""
     listed = []
     for one in sorted(behind, key=lambda one: one.beat.process):
         name, where = f"process {one.beat.process}", one.beat.where
@@ -200,7 +200,7 @@ def _nobody(seen: Sequence[Seen]) -> str:
 
 
 def _places(seen: Sequence[Seen]) -> str:
-    """Returns 'Process 0 is in training step 13, step; processes 2, 3 are in training step 14, step'."""
+    """Returns e.g. 'Process 0 is in training step 13, step; processes 2, 3 are in training step 14, step'."""
     places: dict[str, list[int]] = {}
     for one in sorted(seen, key=lambda one: one.beat.process):
         places.setdefault(one.beat.where, []).append(one.beat.process)

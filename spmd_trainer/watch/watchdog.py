@@ -1,4 +1,4 @@
-"""Reports a run that makes no progress: which process is behind, its phase and its stacks. Ends the run after --hang_seconds."""
+"""Reports a run without progress: which process is behind, its phase and its Python stacks. Ends it after --hang_seconds."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from spmd_trainer.watch.board import Board, Digest
 from spmd_trainer.watch.stacks import LONGEST, HeldInterpreter, stacks
 from spmd_trainer.watch.stuck import DEVICES, OTHERS, OTHERS_INPUT, Beat
 
-# A process that has not beaten for this long is stopped, or its interpreter is held. Less than half of --heartbeat_seconds (30),
-# so that the warning of half that time can say where it was.
+# A process that has sent no beat (heartbeat) for this long is stopped, or C code holds its interpreter. Less than half of
+# --heartbeat_seconds (30), so that the warning that comes after half of that time can say where the process was.
 _SILENT_SECONDS = 10.0
-# A beat a second up to so many processes; with more of them a beat is rarer, so that process 0 has as much to read.
+# Up to this many processes send a beat per second each. More processes send fewer beats, so that process 0 can read all of them.
 _BEATS_A_SECOND = 128
-# The checks within the shortest limit.
+# Minimum number of checks within the shortest time limit.
 _CHECKS = 10
-# Until the first step is done, --hang_seconds counts so many times: that step is compiled, and files are read for the first time.
+# Until the first step is done, --hang_seconds is multiplied by this: the step is compiled, and files are read for the first time.
 _FIRST_STEP = 4
-# How long the whole of a hanging process's last work may take.
+# Maximum seconds for all the last work of a hanging process.
 _LAST_SECONDS = 90.0
 _LOGS_SECONDS = 10.0
-# All processes have heard of the same digest after so many beats.
+# After this many periods between beats, all processes have read the same digest.
 _TURNS = 4
 
 
@@ -48,7 +48,7 @@ class HangError(UserError):
 
 
 class Watchdog(Callback):
-    """Sends beats, and watches the beats of all processes, in separate threads, from `on_open` to the end of the run."""
+    """Sends this process's beats (heartbeats), and watches those of all processes, in threads from `on_open` to the run's end."""
 
     turn = Turn.FIRST
 
@@ -64,12 +64,12 @@ class Watchdog(Callback):
         """Stores the arguments; `on_open` starts the threads.
 
         Args:
-          seconds: seconds without progress of any process after which a report is made, and again after twice, four times, ...
-            as long. 0: no reports.
+          seconds: a report is made when no process has made progress for this many seconds, and again after two, four, ... times
+            as many. 0: no reports.
           hang_seconds: seconds without progress after which the process ends with `link.STATUS_HANG`; 0 for never. Before the
-            first step the time is `_FIRST_STEP` times as long.
+            first step, the limit is `_FIRST_STEP` times as long.
           window: returns the times of this process's last steps, for `slow.judge`; see `StepParts.window`. Called by any thread.
-          report: called with the text of a report.
+          report: function that is called with the text of each report.
           job: the link through which this process leaves its job.
 
         Raises:
@@ -113,7 +113,7 @@ class Watchdog(Callback):
         self._thread.start()
 
     def on_start(self, run: Run) -> None:
-        """Begins to write stacks while C code holds the interpreter. From now on the run's directory is this run's own."""
+        """Begins to write Python stacks to the run's directory whenever C code holds the interpreter for too long."""
         if self._board is None:
             return
         try:
@@ -126,9 +126,9 @@ class Watchdog(Callback):
         self._finished = step
 
     def on_failure(self, run: Run, error: BaseException) -> None:
-        """Ends the threads. If this process is about to end because of a hang, waits for that first.
+        """Ends the threads. If this process is about to end because of a hang, waits for this end first.
 
-        The first process that leaves makes the steps of the others fail. They should report the hang, not that failure.
+        When one process ends because of a hang, the steps of the other processes fail. They should report the hang instead.
         """
         if isinstance(error, HangError):
             return
@@ -207,7 +207,7 @@ class Watchdog(Callback):
         )
 
     def _stacks_if_behind(self) -> str:
-        """Returns this process's stacks if it is behind, and the run has been still for half of the shortest limit; else ''."""
+        """Returns this process's stacks if it is behind and half of the shortest limit has passed without progress; else ''."""
         latest = None if self._board is None else self._board.latest()
         limit = min(limit for limit in (self._seconds, self._hang_seconds) if limit)
         if self._count == 1 or latest is None or self._index not in latest.behind or latest.still < limit / 2:
@@ -215,7 +215,7 @@ class Watchdog(Callback):
         return stacks(LONGEST)
 
     def _say(self, digest: Digest, run: Run, why: str) -> None:
-        """Writes a report to the log, and to a file in the run's directory."""
+        """Writes a report of the lack of progress to the log, and to a file in the run's directory."""
         first = f"no progress for {format_duration(digest.still)} ({why}): {digest.text}"
         lines = [first]
         for process in digest.behind:
@@ -241,7 +241,7 @@ class Watchdog(Callback):
         file.flush()
 
     def _end(self, digest: Digest, run: Run) -> None:
-        """Writes what can still be written, and ends this process. Returns only if that fails."""
+        """Reports the hang, lets the run do its last work, and ends this process."""
         run.hangs = True
         self._job.begin_to_leave()
         limit = f"--hang_seconds={self._hang_seconds:g}"
@@ -255,5 +255,4 @@ class Watchdog(Callback):
 
 
 def _file(run: Run, process: int) -> epath.Path:
-    """Returns the file of a process for its reports and stacks."""
     return run.job_log_dir / LOGS / f"stuck.process_{process}.txt"

@@ -1,7 +1,7 @@
 """Summary of a `CorpusInput` for `--mode=data`: reading rate, filled positions and shares of sources, from its first batches.
 
-Inputs of conversations and of pairs are `CorpusInput`s too. The summary is printed; `data.html` is a self-contained page of all
-corpora of an experiment.
+Inputs of conversations and of preference pairs are `CorpusInput`s too. The summary is printed; `data.html` is a self-contained
+page of all corpora of an experiment.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _BATCHES, _SECONDS = 200, 10.0
 # Lengths are counted in buckets of 2^n to 2^(n+1) - 1 tokens.
 _BUCKETS = 24
 FILE = "data.html"
-# Labels that fit below a histogram on a phone.
+# Maximum number of labels below a histogram, so that they fit on a phone.
 _MOST_TICKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceSummary:
-    """Counts of the part of a source that was read.
+    """What was read from one source of a corpus.
 
     Attributes:
-      size_text: size of the source as text, e.g. '3 files of 15,000 bytes'.
-      wanted: its configured share of the mixture; the first share if it changes.
+      size_text: size of the whole source as text, e.g. '3 files of 15,000 bytes'.
+      wanted: the source's configured share of the mixture; its initial share if that changes during training.
       documents, tokens: number of documents and tokens that were read.
-      skipped: bad records that were left out.
+      skipped: number of bad records that were left out.
     """
 
     name: str
@@ -53,9 +53,9 @@ class CorpusSummary:
     Attributes:
       seconds: seconds that reading took.
       tokens: number of tokens in the rows that were read.
-      counted: number of tokens that count in the loss.
-      positions: number of positions of these rows.
-      segments: number of segments of these rows.
+      counted: number of these tokens that count in the loss.
+      positions: number of positions in these rows, filled or not.
+      segments: number of segments in these rows.
       lengths: {2^n: number of segments of 2^n to 2^(n+1) - 1 tokens}.
       fills: {percentage of filled positions, rounded down: number of rows}.
     """
@@ -131,7 +131,7 @@ def measure(source: CorpusInput) -> CorpusSummary:
 
 
 def lines(found: CorpusSummary) -> Iterator[str]:
-    """Yields the summary as text: a line for all, and a table of the sources."""
+    """Yields the lines of the summary: one about the whole corpus, and a table of its sources."""
     if not found.positions:
         return
     yield (
@@ -145,7 +145,6 @@ def lines(found: CorpusSummary) -> Iterator[str]:
 
 
 def _cells(found: CorpusSummary) -> list[tuple[str, ...]]:
-    """Returns a row for each source: name, wanted and actual share, documents, tokens, tokens per document, left out, files."""
     all_tokens = sum(one.tokens for one in found.sources) or 1
     return [
         (
@@ -231,7 +230,7 @@ def _sources(found: CorpusSummary) -> str:
 
 
 def _histogram(bars: Sequence[tuple[str, int]], what: str) -> str:
-    """Returns the HTML of a histogram of (label, count) bars, with a text of all bars for screen readers."""
+    """Returns the HTML of a histogram with (label, count) bars, and with a text of all bars for screen readers."""
     most = max((count for _, count in bars), default=0) or 1
     every = -(-len(bars) // _MOST_TICKS)
     spoken = ", ".join(f"{label}: {count:,}" for label, count in bars)

@@ -23,7 +23,7 @@ from spmd_trainer.watch.pages.run_page import PageData, page_text, write_page
 from spmd_trainer.watch.pages.run_reader import RunReader
 
 ADDRESS = "127.0.0.1"
-# Names by which a browser on this machine may ask. Other names could belong to a web site that resolves to this address.
+# Host names that requests may have. Other names could belong to a web site that resolves to this address.
 _LOCAL = frozenset({"127.0.0.1", "localhost"})
 SECONDS_BETWEEN_READS = 1.0
 # Reading a run in an object store takes requests for all of its files.
@@ -31,7 +31,7 @@ _SECONDS_BETWEEN_REMOTE_READS = 15.0
 
 
 def show(request: PageConfig) -> None:
-    """Writes a page and prints its path, or serves it until Ctrl-C and prints its address.
+    """Writes a page and prints its path. With `request.follow`, serves the page until Ctrl-C instead, and prints its address.
 
     Raises:
       UserError: a directory holds no run, the page can't be written, or the port can't be used.
@@ -78,7 +78,7 @@ def _file(request: PageConfig, directories: Sequence[epath.Path]) -> epath.Path:
 
 
 class PageServer:
-    """An HTTP server on the loopback interface: `/` is the page, `/data.json` its data with an ETag."""
+    """An HTTP server on the loopback interface. `/` is the page of runs; `/data.json` is the page's data, with an ETag."""
 
     def __init__(
         self, read: Callable[[], Record], port: int = 0, *, seconds_between_reads: float = SECONDS_BETWEEN_READS
@@ -88,7 +88,7 @@ class PageServer:
         Args:
           read: returns the newest data of the page; see `PageData.read`.
           port: the port; 0 takes any free port.
-          seconds_between_reads: data that was read less than this many seconds ago is served again.
+          seconds_between_reads: minimum seconds between two calls of `read`; requests in between get the same data.
 
         Raises:
           UserError: the port is in use, or may not be used.
@@ -127,7 +127,7 @@ class PageServer:
         with self._lock:
             if time.monotonic() - self._read_at >= self._seconds_between_reads:
                 data = self._read()
-                # The time of reading alone makes no new data.
+                # If only the time of reading has changed, the data counts as unchanged.
                 content = {name: value for name, value in data.items() if name != "written"}
                 tag = f'"{short_hash(json.dumps(content), 32)}"'
                 if tag != self._tag:

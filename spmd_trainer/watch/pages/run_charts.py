@@ -13,14 +13,14 @@ import numpy as np
 from spmd_trainer.watch.expert_load import EXPERTS
 from spmd_trainer.watch.pages.run_scalars import TRAIN, Floats, RunScalars, differences, rounded, thin
 
-# What a page's JSON holds.
+# A JSON object in a page's data.
 Record: TypeAlias = dict[str, Any]
 
-# Buckets of a curve, divided by the number of runs: see `run_scalars.thin`.
+# Numbers of buckets of a main curve and of another curve (see `run_scalars.thin`), to be divided by the number of runs.
 _BUCKETS = 900
 _BUCKETS_OF_OTHERS = 120
 _LEAST_BUCKETS = 60
-# More other curves than this are only counted.
+# Maximum number of curves that are not main curves; further ones are only counted.
 MOST_OTHERS = 240
 # Scalars of an evaluation that don't describe the model.
 _NO_RESULT = re.compile(r"eval_batches|eval_seconds|(.*/)?num_[a-z_]*|.*weight")
@@ -37,7 +37,7 @@ class Curve:
       folder: the scalar's directory below `summaries`.
       name: the scalar's name in this directory.
       title: the curve's title on the page.
-      unit: how its values are written: '', 'share' or 'bytes'.
+      unit: how the curve's values are formatted: '', 'share' or 'bytes'.
       is_main: True if it is among the curves that are shown first.
     """
 
@@ -48,7 +48,7 @@ class Curve:
     is_main: bool = True
 
 
-# Curves of training that are shown first: a pattern of the scalar's name, its title and unit. Of each kind, all that match.
+# Training curves that are shown first: (pattern of the scalar's name, title, unit). All scalars that match are shown.
 _MAIN: Sequence[tuple[str, str, str]] = (
     (r"loss", "Training loss", ""),
     (r"(?:.*/)?lr", "Learning rate", ""),
@@ -63,7 +63,7 @@ _MAIN: Sequence[tuple[str, str, str]] = (
 
 
 def curves_of(runs: Sequence[RunScalars]) -> list[Curve]:
-    """Returns the curves of some runs: the main ones in the order of the page, then all others by name."""
+    """Returns the curves of some runs: first the main curves in the order of the page, then all others sorted by name."""
     names: dict[str, list[str]] = {}
     for run in runs:
         for folder, file in run.files.items():
@@ -85,7 +85,7 @@ def curves_of(runs: Sequence[RunScalars]) -> list[Curve]:
 
 
 def chart(curve: Curve, runs: Sequence[RunScalars]) -> Record:
-    """Returns the points of a curve in all runs, thinned, for the page's script."""
+    """Returns the data of one curve for the page's script, with the curve's thinned points in each run."""
     buckets = max(_LEAST_BUCKETS, (_BUCKETS if curve.is_main else _BUCKETS_OF_OTHERS) // len(runs))
     series = []
     for number, run in enumerate(runs):
@@ -106,14 +106,14 @@ def chart(curve: Curve, runs: Sequence[RunScalars]) -> Record:
 
 
 def invalid_steps(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns (step, number) pairs: the number of invalid steps up to this step, since the summary before it.
+    """Returns (step, number) pairs: the number of invalid steps after the previous summary, up to the summary at this step.
 
-    Invalid are steps whose loss or gradient is NaN or Inf, and steps that the learner has skipped. If there are very many pairs,
-    neighbours are added together.
+    A step is invalid if its loss or gradient is NaN or infinite, or if the learner skipped it. If there are very many pairs,
+    neighbouring pairs are added together.
 
     Args:
       run: the run's scalars.
-      restarts: for each start of the run but the first, in order, the step of the state that it began with.
+      restarts: for each start of the run except the first, in order, the step of the state with which it began.
     """
     found = _counted(run, "invalid_steps", restarts)
     if TRAIN in run.files:
@@ -124,15 +124,15 @@ def invalid_steps(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, i
 
 
 def loss_spikes(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns (step, number) pairs: the number of loss spikes up to this step, since the summary before it."""
+    """Returns the numbers of loss spikes as (step, number) pairs. Arguments and pairs as for `invalid_steps`."""
     return _marks(_counted(run, "loss_spikes", restarts))
 
 
 def expert_load(run: RunScalars) -> list[Record]:
-    """Returns each layer with its experts' shares of the load at the last summarised step; empty for a model without experts.
+    """Returns the experts' shares of the load at the last step with summaries, as a record ('layer', 'shares') per layer.
 
     Raises:
-      ValueError: the file has a value that is not a share between 0 and 1.
+      ValueError: a value in the summaries is not a share between 0 and 1.
     """
     notes = run.files[EXPERTS].notes if EXPERTS in run.files else {}
     found: list[Record] = []
@@ -145,12 +145,12 @@ def expert_load(run: RunScalars) -> list[Record]:
 
 
 def _counted(run: RunScalars, name: str, restarts: Sequence[int]) -> dict[int, int]:
-    """Returns {step: increase} of a scalar that counts from 0 in each start of the run."""
+    """Returns {step: increase} of a scalar that each start of the run counts from 0. `restarts`: as for `invalid_steps`."""
     found: dict[int, int] = {}
     if TRAIN not in run.files:
         return found
     steps, counts = run.files[TRAIN].series(name)
-    # What a start took after the state with which a later one began was taken again, restarts included.
+    # A later start repeats all steps after the state with which it began, so a restart beyond that state no longer counts.
     begins = np.unique(list(itertools.accumulate(reversed(restarts), min)))
     starts = np.searchsorted(begins, steps)
     before, start = 0.0, 0
@@ -164,7 +164,7 @@ def _counted(run: RunScalars, name: str, restarts: Sequence[int]) -> dict[int, i
 
 
 def _marks(found: dict[int, int]) -> list[tuple[int, int]]:
-    """Returns the (step, number) marks of a chart in order. If there are very many, neighbours are added together."""
+    """Returns the (step, number) pairs by step. If there are very many, neighbouring pairs are added together."""
     marks = sorted(found.items())
     width = -(-len(marks) // _MOST_MARKS) or 1
     return [
@@ -181,7 +181,7 @@ def _matching(names: Sequence[str], patterns: Sequence[tuple[str, str, str]]) ->
 
 
 def _results(names: dict[str, list[str]], runs: Sequence[RunScalars]) -> Iterator[Curve]:
-    """Yields the curves of evaluation results. Of scalars with the same values, yields only the first."""
+    """Yields the curves of evaluation results. If several scalars have the same values, yields only the first."""
     for folder in sorted(names):
         if not folder.startswith(("eval_", "lm_eval")):
             continue

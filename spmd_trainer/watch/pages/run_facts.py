@@ -13,13 +13,13 @@ from spmd_trainer.watch.pages.run_charts import Record, curves_of
 from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars
 from spmd_trainer.watch.run_times import StartTimes, goodput
 
-# A run that has not written for so long is said to be silent.
+# The page says so if a run has written nothing for more than this many seconds.
 _SILENT_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The data read from a run. `settings` is {path: value} of its resolved config, `about` the content of its `run.json`."""
+    """Data read from a run's files: {path: value} of its resolved config, the content of `run.json`, its times and scalars."""
 
     settings: Mapping[str, str]
     about: Mapping[str, Any]
@@ -34,7 +34,7 @@ class Found:
 
     @property
     def num_steps(self) -> int | None:
-        """Training is complete at this step; None if that is not known."""
+        """The step at which training is complete; None if it is not known."""
         text = self.settings.get("task.train.num_train_steps", "")
         return int(text) if text.isdecimal() else None
 
@@ -45,7 +45,7 @@ class Found:
 
 
 def state(found: Found) -> Record:
-    """Returns the run's status as a text, a note, and a tone: 'good', 'bad' or neither ('')."""
+    """Returns the run's status for the page: 'text', 'note', and 'tone', which is 'good', 'bad' or ''."""
     text, note, tone = _state(found)
     of = f" of {found.num_steps:,}" if found.num_steps is not None else ""
     return {"text": f"{text} step {found.step:,}{of}", "note": note, "tone": tone}
@@ -105,13 +105,13 @@ def _speed(found: Found) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _finite(found: Found, name: str) -> float | None:
-    """Returns the last value of a scalar of training; None if there is none, or it is not finite."""
+    """Returns the last value of a training scalar; None if there is no value, or it is not finite."""
     value = found.last(TRAIN, name)
     return value if value is not None and math.isfinite(value) else None
 
 
 def about(found: Found) -> list[list[str]]:
-    """Returns rows [name, text] of the run's devices, mesh, parameters, batch and versions."""
+    """Returns rows [name, text] about the run's devices, mesh, parameters, batch and package versions."""
     rows = []
     devices = found.about.get("devices")
     if isinstance(devices, Mapping):

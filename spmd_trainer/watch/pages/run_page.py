@@ -1,6 +1,6 @@
 """The page of one or more runs, `run.html`: self-contained, with uPlot for the curves.
 
-The page's data, as JSON, is each run's description, times, samples and warnings, and the curves of all runs.
+The page contains its data as JSON: each run's description, times, samples and warnings, and the curves of all runs.
 
 The page's parts are run_page.html, page.css, run_page.css, page.js, run_curves.js, run_parts.js and run_page.js.
 """
@@ -37,7 +37,7 @@ def page_text(data: Record, *, follow: bool = False) -> str:
 
     Args:
       data: see `PageData.read`.
-      follow: True if the page asks for newer data, at 'data.json' beside it.
+      follow: True if the page shall ask its server for newer data, at the relative address 'data.json'.
     """
     return page.document(
         ", ".join(run["name"] for run in data["runs"]),
@@ -76,7 +76,7 @@ class PageData:
 
 
 def names_of(paths: Sequence[epath.Path]) -> list[str]:
-    """Returns names for some paths: their shortest ends that differ from each other."""
+    """Returns a name for each path: its last components, as many as are needed to tell all paths apart."""
     parts = [os.fspath(path).rstrip("/").split("/") for path in paths]
     for length in range(1, max(len(one) for one in parts)):
         names = ["/".join(one[-length:]) for one in parts]
@@ -88,7 +88,8 @@ def names_of(paths: Sequence[epath.Path]) -> list[str]:
 def _differences(settings: Sequence[Mapping[str, str]]) -> Record:
     """Returns the settings that differ between runs, with the value of each run. Runs without settings are not compared.
 
-    If some runs lack a whole part, such as a dataset, the rows of the part are its class, and what differs among the other runs.
+    If some runs lack a whole part of the experiment, e.g. a dataset, not all settings of the part are listed, but only its class
+    and the settings that differ among the runs that have the part.
     """
     known = [one for one in settings if one]
     paths = sorted({path for one in known for path in one})
@@ -106,7 +107,7 @@ def _differences(settings: Sequence[Mapping[str, str]]) -> Record:
 
 
 def _is_of_missing_part(path: str, known: Sequence[Mapping[str, str]]) -> bool:
-    """Returns True if all runs with a setting agree on it, and the other runs lack a part of the experiment that contains it."""
+    """Returns True if runs lack the setting `path` only because they lack a part that contains it, and the others agree on it."""
     names = path.split(".")
     parts = [".".join(names[:length]) for length in range(1, len(names))]
     agree = len({one[path] for one in known if path in one}) == 1

@@ -1,4 +1,4 @@
-"""Reads the files of one run for its page. A repeated reading reads only what has changed."""
+"""Reads the files of one run for its page. If they are read repeatedly, only what has changed is read again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spmd_trainer.watch.pages.run_scalars import TRAIN, RunScalars, entries
 from spmd_trainer.watch.run_times import TIMES_FILE, goodput, read_run_times
 
 _T = TypeVar("_T")
-# What reading a file that is cut short, or no file of ours, raises.
+# Exceptions from reading a file that is cut short, or that the trainer didn't write.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 _MOST_VARIABLES = 400
 _MOST_CHANGES = 200
@@ -26,11 +26,11 @@ _MOST_DEVICES = 512
 
 
 class RunReader:
-    """Reader of the data that a page shows of one run. A repeated `read` reads only what has changed.
+    """Reads the data that a page shows about one run. A repeated `read` reads only what has changed.
 
     Attributes:
-      settings: {path: value} of `config.txt`.
-      notes: messages about what the last `read` could not read.
+      settings: {path: value} of the run's `config.txt`.
+      notes: messages about files that the last `read` could not read.
     """
 
     def __init__(self, path: epath.Path):
@@ -115,18 +115,18 @@ class RunReader:
         return groups
 
     def _entries(self, folder: str, ending: str) -> list[epath.Path]:
-        """Returns the files of a folder with this ending. In an object store, the parts of a growing file count as one file."""
+        """Returns the files in a folder with this ending. The parts of a growing file in an object store count as one file."""
         names = [path.name for path in entries(self.path / folder)]
         whole = {name.partition(f"{ending}.part-")[0] + ending if ".part-" in name else name for name in names}
         return [self.path / folder / name for name in sorted(whole) if name.endswith(ending)]
 
     def _read(self, name: str, parse: Callable[[str], _T]) -> _T | None:
-        """Returns `parse` of a file's text; None if the file is missing, or if it can't be read, which adds a note."""
+        """Returns the result of `parse` for a file's text. Returns None if the file is missing or can't be read; see `_noted`."""
         path = self.path / name
         return self._noted(name, lambda: self._of_file(path, lambda path: parse(reading.read(str(path)).decode())))
 
     def _of_file(self, path: epath.Path, read: Callable[[epath.Path], _T]) -> _T:
-        """Returns `read(path)`, or its earlier result if the file has not changed since. Remote files are always read."""
+        """Returns `read(path)`, or the earlier result if the file has not changed since. Always reads remote files."""
         if is_remote(path):
             return read(path)
         stat = path.stat()
@@ -138,7 +138,7 @@ class RunReader:
         return found
 
     def _noted(self, name: str, read: Callable[[], _T]) -> _T | None:
-        """Returns `read()`; None if the file is missing, or if it can't be read, which adds a note."""
+        """Returns `read()`. Returns None if the file is missing; if it can't be read, also adds a message to `notes`."""
         with self._noting(name), contextlib.suppress(FileNotFoundError):
             return read()
         return None
@@ -156,7 +156,7 @@ def _settings(text: str) -> Mapping[str, str]:
 
 
 def _report(text: str) -> Record:
-    """Returns what the page shows of a sharding report: the mesh, the totals and the largest variables."""
+    """Returns the part of a sharding report that the page shows: the mesh, the totals and the largest variables."""
     report = json_values.parse_object(text)
     variables = sorted(report["variables"], key=lambda v: -int(v["bytes_per_device"]))
     ids = report["mesh"]["device_ids"]

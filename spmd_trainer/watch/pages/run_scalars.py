@@ -18,9 +18,9 @@ from spmd_trainer.training.summary_writers import METRICS_FILE
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
-# The summaries of training: where a start goes back to an earlier step, it takes the steps after that again.
+# Directory of the training summaries. Restarting from an earlier step repeats the steps after it.
 TRAIN = "train"
-# JSON's whole numbers have no end, those of a column have. It holds steps exactly below this one.
+# Limits of the float64 columns: integers from the first on become infinity, and steps from the second on are not exact.
 _LARGEST = 10**300
 _NO_STEP = 2**53
 
@@ -29,9 +29,9 @@ class ScalarsFile:
     """The scalars of one `metrics.jsonl`, kept as columns.
 
     Attributes:
-      notes: {name: text} of the last record that has texts.
+      notes: {name: text} of the file's last record that has texts.
       bad_lines: number of lines that could not be read.
-      back: steps to which a later start of the run went back.
+      back: for each restart from an earlier step, the first step that the file has after the restart.
     """
 
     def __init__(self, path: epath.Path):
@@ -40,7 +40,7 @@ class ScalarsFile:
         self._forget()
 
     def update(self) -> bool:
-        """Reads the text added since the last call. Returns True if there was any.
+        """Reads the text that was added to the file since the last call. Returns True if there was any.
 
         Raises:
           OSError: the file can't be read.
@@ -65,9 +65,10 @@ class ScalarsFile:
         return list(self._values)
 
     def series(self, name: str) -> tuple[Floats, Floats]:
-        """Returns the steps and values of a scalar, each [n] float64, by increasing step.
+        """Returns the steps and values of a scalar as two float64 arrays [points], by increasing step.
 
-        Each step has its last value. In training, values of steps that a later start took again are left out.
+        For a step that was written several times, returns the last value. In the training summaries, leaves out what an earlier
+        start of the run wrote after the step from which a later start continued.
         """
         empty = np.empty(0)
         if name not in self._values:
@@ -156,8 +157,9 @@ def thin(steps: Floats, values: Floats, buckets: int) -> tuple[Floats, Floats]:
     Spikes stay visible, and the first and the last point are kept. A curve of at most `2 * buckets` points is returned whole.
 
     Args:
-      steps: float64 [n].
-      values: float64 [n].
+      steps: float64 [points].
+      values: float64 [points].
+      buckets: maximum number of buckets.
     """
     inner = steps.size - 2
     if steps.size <= 2 * buckets:
@@ -179,7 +181,7 @@ def thin(steps: Floats, values: Floats, buckets: int) -> tuple[Floats, Floats]:
 
 
 def rounded(values: Floats) -> list[float | None]:
-    """Returns values for JSON, rounded to the digits that a plot can show, the first and the last exact; None if not finite."""
+    """Returns values for JSON: None if not finite, else rounded to what a plot can show, except for the first and last value."""
     finite = values[np.isfinite(values)]
     digits = _digits(finite) if finite.size else 6
     found = [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]
@@ -189,7 +191,7 @@ def rounded(values: Floats) -> list[float | None]:
 
 
 def _digits(values: Floats) -> int:
-    """Returns the number of significant digits, 6 to 17, that keeps values distinct that differ by 1/100,000 of their range."""
+    """Returns how many significant digits (6 to 17) are needed to resolve 1/100,000 of the values' range."""
     with np.errstate(over="ignore"):
         largest, extent = float(np.abs(values).max()), float(np.ptp(values))
     if not extent or not math.isfinite(extent):
@@ -198,5 +200,5 @@ def _digits(values: Floats) -> int:
 
 
 def differences(steps: Sequence[int]) -> list[int]:
-    """Returns the first step, then each step minus the step before, which is shorter as text than the steps."""
+    """Returns the first step, then each step minus the previous one: shorter as text than the steps themselves."""
     return [step - before for before, step in zip([0, *steps], steps, strict=False)]

@@ -14,14 +14,14 @@ from spmd_trainer.storage import is_remote, json_values, reading
 from spmd_trainer.storage.append import read_joined
 from spmd_trainer.watch.pages.run_scalars import entries
 
-# (time, level, 'file.py:12', message) of a record of a log; a message may have several lines.
+# (time, level, 'file.py:12', message) of one record in a log. A message may have several lines.
 Logged: TypeAlias = tuple[str, str, str, str]
 # A line of a full log, as `cli.log_lines` writes it.
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} ([A-Z]+) ([^ ]+:\d+)\] (.*)")
 _SHOWN = ("WARNING", "ERROR", "CRITICAL", "FATAL")
-# Warnings that differ in numbers and addresses alone count as one.
+# Warnings that differ only in numbers and addresses count as one kind.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
-# Bytes of each log, from its end, and of each file of examples, from its beginning.
+# Maximum number of bytes that are read: of each log, from its end; of each file of examples, from its beginning.
 _LOG_BYTES = 32 * 2**20
 _EXAMPLES_BYTES = 4 * 2**20
 MOST_KINDS = 200
@@ -33,7 +33,7 @@ _MOST_OF_WARNING, _MOST_OF_EXAMPLE = 2000, 3000
 
 
 def read_warnings(path: epath.Path) -> tuple[list[Logged], bool]:
-    """Returns the warnings and errors of a log, and whether its beginning was left out because it is too long."""
+    """Returns the warnings and errors of a log, and True if the log is so long that its beginning was left out."""
     if is_remote(path):
         text = read_joined(path)
         text, is_cut = text[-_LOG_BYTES:], len(text) > _LOG_BYTES
@@ -55,11 +55,12 @@ def read_warnings(path: epath.Path) -> tuple[list[Logged], bool]:
 
 
 def add(found: Iterable[Logged], kinds: dict[tuple[str, ...], dict[str, Any]]) -> None:
-    """Adds warnings to their kinds. Warnings of one kind differ only in numbers.
+    """Adds warnings to `kinds`. Warnings of one kind differ only in numbers.
 
     Args:
-      found: see `read_warnings`.
-      kinds: changed in place: {key: the kind's first text, how often it was logged, and the first and last time}.
+      found: the warnings; see `read_warnings`.
+      kinds: {key: record of a kind of warnings: its first text, how often it was logged, and the first and last time}. Changed
+        in place.
     """
     for time, level, where, text in found:
         key = (level, where.partition(":")[0], _NUMBERS.sub("#", text))
@@ -73,7 +74,7 @@ def add(found: Iterable[Logged], kinds: dict[tuple[str, ...], dict[str, Any]]) -
 
 
 def sample_files(job_log_dir: epath.Path) -> dict[str, dict[int, epath.Path]]:
-    """Returns {'decode_out/DATASET': {step: file}}, with the steps in ascending order; 'eval_out' likewise."""
+    """Returns {'decode_out/DATASET': {step: file}, 'eval_out/DATASET': {step: file}, ...}, with ascending steps."""
     found = {}
     for folder in FOLDERS:
         for dataset in entries(job_log_dir / folder):
@@ -86,7 +87,7 @@ def sample_files(job_log_dir: epath.Path) -> dict[str, dict[int, epath.Path]]:
 
 
 def chosen_steps(steps: list[int]) -> list[int]:
-    """Returns at most `MOST_STEPS` of the steps, evenly spread, the first and the last among them."""
+    """Returns at most `MOST_STEPS` of the steps, evenly spread, including the first and the last step."""
     if len(steps) <= MOST_STEPS:
         return steps
     return [steps[round(n * (len(steps) - 1) / (MOST_STEPS - 1))] for n in range(MOST_STEPS)]

@@ -1,4 +1,4 @@
-"""`--mode=data`: prints the first rows of each dataset, with the labels that count in the loss coloured."""
+"""`--mode=data`: prints the first rows of each dataset, and colours the labels that count in the loss."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from spmd_trainer.training.run_config import RunConfig
 from spmd_trainer.training.run_directory import report_directory
 from spmd_trainer.watch.pages import corpus_summary
 
-# Rows that are shown of each dataset, and characters of a row's text.
+# Number of rows that are shown of each dataset, and maximum number of characters of a row's text.
 _ROWS, _CHARACTERS = 4, 8000
-# Most tokens of a batch that is made to be shown.
+# Maximum number of tokens in a batch: larger batches are refused.
 _MOST_TOKENS = 2**25
 _COUNTED, _HEADING, _PLAIN = "\x1b[30;42m", "\x1b[1m", "\x1b[0m"
 _BRACKETS = ("\u27e6", "\u27e7")
@@ -35,7 +35,7 @@ _TOKEN_ARRAYS = ("ids", "labels", "weights")
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row of a language-model batch, as arrays [tokens]."""
+    """One row of a language-model batch. Each field is an array [tokens]."""
 
     ids: np.ndarray
     labels: np.ndarray
@@ -54,12 +54,12 @@ class _Row:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of labels of each segment."""
+        """Number of labels in each segment."""
         return [int(np.count_nonzero(self.segments == number)) for number in range(1, int(self.segments.max()) + 1)]
 
 
 class Style:
-    """Marks labels that count in the loss, and headings. No other characters of the text have an effect on a terminal."""
+    """Marks labels that count in the loss, and headings. Makes control characters of the text visible instead of active."""
 
     def __init__(self, *, colours: bool):
         """Chooses the marks: terminal colours, or brackets."""
@@ -67,7 +67,7 @@ class Style:
         self._heading = (_HEADING, _PLAIN) if colours else ("", "")
 
     def counted(self, text: str) -> str:
-        """Returns the text of labels that count in the loss, marked."""
+        """Returns `text`, the text of labels that count in the loss, with its mark."""
         return terminal.visible(text).join(self._counted)
 
     def heading(self, text: str) -> str:
@@ -75,7 +75,7 @@ class Style:
 
 
 def build_job(config: RunConfig) -> Job:
-    """Builds the job. Rejects datasets that can't be shown before the model is traced with their shapes.
+    """Builds the job. Before that, rejects datasets whose batches are too large to be shown.
 
     Raises:
       UserError: a batch is too large to be shown; see also `Job.build`.
@@ -88,7 +88,7 @@ def build_job(config: RunConfig) -> Job:
 def show_data(job: Job) -> None:
     """Prints the first rows of the job's training and evaluation datasets. Only process 0 prints, and prints its own rows.
 
-    With a job_log_dir, writes the measurements of corpora to `data.html`.
+    If the job has a directory for reports, also writes the measurements of its corpora to `data.html`.
 
     Raises:
       UserError: the experiment has no datasets, or one can't be read.
@@ -123,7 +123,7 @@ def _datasets(config: RunConfig) -> list[Any]:
 
 
 def _refuse_large(input_p: Any) -> None:
-    """Raises UserError, before a dataset is built, if its batches would fill the memory or take minutes."""
+    """Raises UserError if a dataset's batches would fill the memory or take minutes. Called before the dataset is built."""
     # An experiment may give a config that computes the rows.
     rows = pax_fiddle.build(getattr(input_p, "batch_size", None))
     width = getattr(input_p, "seq_len", None) or getattr(input_p, "prefix_len", None) or 1
@@ -139,7 +139,7 @@ def describe(source: Any, style: Style, measured: corpus_summary.CorpusSummary |
 
     Args:
       source: a built input. Its next batch is taken.
-      style: how to mark labels that count.
+      style: how to mark labels that count in the loss.
       measured: the measurements of a corpus; None for other inputs.
     """
     try:
@@ -164,7 +164,7 @@ def describe(source: Any, style: Style, measured: corpus_summary.CorpusSummary |
 
 
 def _rows(batch: Any) -> Iterator[_Row]:
-    """Yields the first rows of a language-model batch, or of both answers of pairs; nothing for another kind of batch."""
+    """Yields the first rows of a language-model batch, or of a preference batch's chosen and rejected answers; else nothing."""
     if "chosen" in batch and "rejected" in batch:
         for answer in ("chosen", "rejected"):
             yield from _rows(batch[answer])
@@ -197,7 +197,7 @@ def _table(rows: list[_Row]) -> list[str]:
 
 
 def _texts(row: _Row, source: Any, style: Style) -> Iterator[str]:
-    """Yields the text of each segment of a row, up to `_CHARACTERS` together."""
+    """Yields lines with the text of each segment of a row, up to `_CHARACTERS` characters in all."""
     left = _CHARACTERS
     for number, length in enumerate(row.lengths, 1):
         if left <= 0:
@@ -215,7 +215,7 @@ def _texts(row: _Row, source: Any, style: Style) -> Iterator[str]:
 
 
 def _parts(source: Any, ids: np.ndarray, labels: np.ndarray, counted: np.ndarray) -> Iterator[tuple[str, bool]]:
-    """Yields the text of a segment in parts: the first id, then each run of labels that all count or all don't."""
+    """Yields (text, True if it counts in the loss) for a segment's first id, then for runs of labels that all do or all don't."""
     tokens = np.append(ids[:1], labels)
     counts = np.append(False, counted)
     ends = [*np.flatnonzero(counts[1:] != counts[:-1]) + 1, len(tokens)]

@@ -2,8 +2,7 @@
 experiment.
 
 base.py         `Tracker`, the interface; `RunFacts`, a run's description; the known trackers by name
-feed.py         one tracker's queue and thread, which keep its errors and delays from the run; `tracking.json`, the ids
-of a run
+feed.py         one tracker's queue and thread, which keep its errors and delays from the run; `tracking.json`
 settings.py     a run's config as nested dicts
 samples.py      decoded examples as texts and pictures
 wandb.py, mlflow.py, trackio.py, tensorboard.py   the trackers; each needs the extra of its name, TensorBoard none

@@ -18,8 +18,7 @@ from spmd_trainer.errors import UserError, did_you_mean
 from spmd_trainer.storage import is_remote
 from spmd_trainer.watch.tracking.settings import Settings
 
-# {name: class}. The name is also that of its module here, of the package that it imports, and of the extra that installs the
-# package.
+# {name: class}. A tracker's module, the package that it imports, and the extra that installs the package have the same name.
 TRACKERS = {
     "wandb": "WandbTracker",
     "mlflow": "MlflowTracker",
@@ -34,15 +33,15 @@ class RunFacts:
     """Description of a run.
 
     Attributes:
-      name: the run's name; by default, that of its directory.
-      project: grouping of runs, e.g. a project of W&B or an experiment of MLflow.
+      name: the run's name; by default, the name of its directory.
+      project: name of a group of runs: a project in W&B, or an experiment in MLflow.
       experiment: the experiment's full registered name.
       settings: the resolved config as nested dicts, and under 'run' the mesh, devices, processes and versions.
       config_text: the same settings as text, one 'path: value' per line.
       job_log_dir: the run's directory.
-      first_step: first step of this start of the run.
-      tags: search words.
-      resume_id: the result of `open` when this run was first tracked; None for a new run.
+      first_step: step of the state with which this start of the run begins.
+      tags: labels by which the run can be searched for.
+      resume_id: the id that `Tracker.open` returned when the run was first tracked; None for a new run.
     """
 
     name: str
@@ -67,7 +66,7 @@ class StepScalars:
 
     Attributes:
       step: the training step.
-      values: {'train/loss': value}: the name of the summary, a slash, and the scalar's name in it.
+      values: {'train/loss': value, ...}: the name of the summary, a slash, and the scalar's name in this summary.
       time: time of writing, in seconds since 1970.
     """
 
@@ -92,8 +91,8 @@ class Histogram:
 class Tracker(abc.ABC):
     """Sends one run's history to one service.
 
-    All methods but `check` are called on one thread, in order: `open`, then the others, then `close` once. They may
-    block and raise; `feed.Feed` handles both. If `open` raises, no other method is called.
+    All methods except `check` are called on one thread: first `open`, then the others, last `close`. They may block and
+    raise errors, because `feed.Feed` keeps delays and errors from the run. If `open` raises, no other method is called.
 
     Attributes:
       batch: maximum number of `StepScalars` per call of `scalars`.
@@ -109,13 +108,13 @@ class Tracker(abc.ABC):
 
     @abc.abstractmethod
     def open(self, facts: RunFacts) -> str:
-        """Begins a run, or continues `facts.resume_id`. Returns the id for continuing it after a restart."""
+        """Begins a run, or continues the run `facts.resume_id`. Returns the id by which a restart continues the run."""
 
     @abc.abstractmethod
     def scalars(self, records: Sequence[StepScalars]) -> None:
         """Records the scalars of 1 to `batch` steps.
 
-        A run that restarts from an older checkpoint repeats steps, so steps may go back.
+        A run that restarts from an older checkpoint repeats steps, so a step may be earlier than those recorded before.
         """
 
     @abc.abstractmethod
@@ -123,7 +122,7 @@ class Tracker(abc.ABC):
         """Records decoded examples, with the fields of `decode_out/DATASET/step_N.jsonl`."""
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Records histograms by name. Trackers without histograms ignore them."""
+        """Records the histograms of a step, {name: histogram}. Trackers without histograms ignore them."""
         del step, histograms
 
     @abc.abstractmethod
@@ -140,7 +139,7 @@ def check(names: Iterable[str], where: str) -> None:
 
     Args:
       names: e.g. ['wandb'].
-      where: source of the names, for messages: '--track'.
+      where: where the names were given, for error messages, e.g. '--track'.
 
     Raises:
       UserError: a name is unknown or repeated, or its package is not installed.
@@ -157,6 +156,6 @@ def check(names: Iterable[str], where: str) -> None:
 
 
 def make(name: str) -> Tracker:
-    """Creates the tracker with a name of `TRACKERS`. Its package is imported later."""
+    """Creates the tracker with this name, a key of `TRACKERS`. The package that the tracker needs is imported later."""
     tracker: Tracker = getattr(importlib.import_module(f"spmd_trainer.watch.tracking.{name}"), TRACKERS[name])()
     return tracker

@@ -1,5 +1,5 @@
-"""A tracker's queue and thread, which keep its errors and delays from the run; and `tracking.json`, by which a restart
-continues the same run.
+"""A tracker's queue and thread, which keep the tracker's errors and delays from the run; and `tracking.json`, which stores
+the run's ids in the trackers, so that a restart continues the same tracked run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spmd_trainer.watch.tracking.base import Histogram, RunFacts, StepScalars, T
 FILE = "tracking.json"
 
 
-# Trackers write from their own threads, and a run may have several tracking callbacks.
+# For `tracking.json`: trackers write it from their own threads, and a run may have several tracking callbacks.
 _LOCK = threading.Lock()
 
 
@@ -61,13 +61,13 @@ class RunIds:
             return {}
 
 
-# Most queued records. A record of 60 scalars takes 8 KB, so a hanging tracker costs at most 40 MB, and a tracker that
-# is away for a while catches up on 5000 summaries.
+# Maximum number of queued records. A record of 60 scalars takes 8 KB, so a hanging tracker costs at most 40 MB, and a
+# tracker whose server is down for a while catches up on 5000 summaries.
 CAPACITY = 5000
-# How long the end of a run waits for its trackers, all of them together: a minute of a machine that has nothing left to do is
-# cheap beside lost records, and a server that does not answer for a minute is away. The last checkpoint is on disk before.
+# How many seconds the end of a run waits for all its trackers together: a minute of an idle machine is cheap compared with
+# lost records, and a server that does not answer for a minute is down. The last checkpoint has been saved before.
 CLOSE_SECONDS = 60.0
-# Wait this long before logging it: most trackers end sooner.
+# The wait for a tracker is logged after this many seconds, because most trackers end sooner.
 _SILENT_SECONDS = 2.0
 
 
@@ -90,7 +90,7 @@ class Feed:
     """Sends a run's records to one tracker, on the tracker's own thread."""
 
     def __init__(self, name: str, tracker: Tracker, *, capacity: int = CAPACITY):
-        """`capacity` is the maximum number of records in the queue. Further records are dropped and counted."""
+        """`capacity`: maximum number of queued records. Records that don't fit into the queue are dropped and counted."""
         self.name = name
         self._tracker = tracker
         self._capacity = capacity
@@ -106,7 +106,7 @@ class Feed:
         self._done = 0
 
     def start(self, facts: RunFacts, ids: RunIds) -> None:
-        """Opens the tracker, without waiting for it."""
+        """Starts the thread, which opens the tracker. Does not wait for it."""
         self._facts = dataclasses.replace(facts, resume_id=ids.get(self.name))
         self._ids = ids
         self._thread.start()
@@ -124,14 +124,14 @@ class Feed:
         self._put(_Call("histograms", 1, lambda: self._tracker.histograms(step, histograms)))
 
     def end(self, status: Status, page: epath.Path | None) -> None:
-        """Queues the end of the run, and its page if given, without blocking; `join` waits."""
+        """Queues the run's page, if there is one, and the end of the run without blocking. `join` waits for the tracker."""
         if page is not None:
             self._given += 1
             self._queue.put(_Call("page", 1, lambda: self._tracker.page(page)))
         self._queue.put(_Call("close", 0, lambda: self._tracker.close(status)))
 
     def join(self, seconds: float) -> None:
-        """Waits at most `seconds` for the tracker to end, and logs the number of lost records."""
+        """Waits at most `seconds` seconds for the tracker to end, and logs the number of lost records."""
         self._thread.join(min(max(0.0, seconds), _SILENT_SECONDS))
         if self._thread.is_alive() and seconds > _SILENT_SECONDS:
             logging.info("waiting for tracker %s, %.0f s at most ...", self.name, seconds)
@@ -177,7 +177,7 @@ class Feed:
                 return
 
     def _more(self, first: StepScalars) -> tuple[list[StepScalars], _Call | None]:
-        """Collects queued scalars up to the tracker's batch size, and returns them with the next other call."""
+        """Returns queued scalars, `first` included, up to the tracker's batch size; and the call that ended them, or None."""
         records = [first]
         while len(records) < self._tracker.batch:
             try:

@@ -1,11 +1,11 @@
-"""MLflow. Needs the package mlflow: extra `mlflow`.
+"""The tracker for MLflow. Needs the package mlflow, which the extra `mlflow` installs.
 
-MLFLOW_TRACKING_URI names a server, a database or Databricks. Without it, runs go to an SQLite file in the run's
-directory, `JOB_LOG_DIR/mlruns`; `mlflow ui --backend-store-uri sqlite:///...` shows it.
+MLFLOW_TRACKING_URI names a server, a database or Databricks. If it is not set, runs go to an SQLite file in
+`JOB_LOG_DIR/mlruns`; `mlflow ui --backend-store-uri sqlite:///...` shows them.
 
 MLflow's names allow only letters, digits and `_-. :/`: 'train_datasets[0].files' is the parameter
-'train_datasets.0.files'. Its parameters are immutable, so a setting changed by a restart becomes the tag
-'changed/NAME'. `config.txt` among the run's artifacts has all settings of the last start, unmodified.
+'train_datasets.0.files'. MLflow's parameters are immutable, so a setting that a restart has changed becomes the tag
+'changed/NAME'. The artifact `config.txt` has all settings of the last start of the run under their own names.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _Item = TypeVar("_Item")
 class MlflowTracker(Tracker):
     """Sends a run to MLflow."""
 
-    # Several steps per request: each request costs a round trip.
+    # Up to this many steps per request, because each request costs a round trip.
     batch = 100
 
     def check(self, job_log_dir: epath.Path) -> None:
@@ -97,7 +97,7 @@ class MlflowTracker(Tracker):
         self._client.log_text(self._run_id, path.read_text(), path.name)
 
     def close(self, status: Status) -> None:
-        """Ends the run. A run stopped by a signal is 'KILLED' until it continues."""
+        """Ends the run. A run stopped by a signal has the status 'KILLED' until it continues."""
         self._client.set_terminated(self._run_id, _STATUSES[status])
 
     def _resumed(self, run_id: str | None) -> str | None:
@@ -157,7 +157,7 @@ class MlflowTracker(Tracker):
 
 
 def _where(facts: RunFacts) -> tuple[str, str | None]:
-    """Returns the tracking URI, and the artifact location of a new experiment; None: the server's default."""
+    """Returns the tracking URI, and where a new experiment stores its artifacts; None for the server's default."""
     uri = os.environ.get(URI)
     if uri:
         return uri, None
@@ -167,13 +167,12 @@ def _where(facts: RunFacts) -> tuple[str, str | None]:
 
 
 def _name(name: str) -> str:
-    """Makes a valid MLflow name: '[0]' becomes '.0', other invalid characters '_', and a long name's end a checksum."""
+    """Returns a valid MLflow name: '[0]' becomes '.0', other invalid characters become '_', and a long name's end a checksum."""
     known = _UNKNOWN.sub("_", re.sub(r"\[(\d+)\]", r".\1", name))
     return known if len(known) <= _NAME else f"{known[: _NAME - 9]}.{zlib.crc32(known.encode()):08x}"
 
 
 def _shortened(text: str, length: int) -> str:
-    """Truncates a long text, and marks it as truncated."""
     if len(text) <= length:
         return text
     end = f"... {len(text)} characters"

@@ -12,17 +12,17 @@ import numpy as np
 from spmd_trainer.sharding.messages import shortened
 
 Row = Mapping[str, object]
-# Columns of a language model's table; its other fields are about all samples of the prompt.
+# Columns of a language model's table. The other fields of an example describe all samples of its prompt.
 _OF_TEXTS = ("index", "prompt", "output", "score")
-# Characters of one cell. Longer content is in the run's directory, and the cell says so.
+# Maximum number of characters in a cell. Longer content is in the run's directory, and the cell says so.
 _CELL = 4000
 
 
 def table(rows: Sequence[Row], dataset: str, step: int) -> tuple[list[str], list[list[object]]]:
     """Returns the columns and rows of a table of decoded examples.
 
-    A language model's table has index, prompt, best output and score; other tables have every field except pictures,
-    arrays as JSON.
+    A language model's table has index, prompt, best output and score. Other tables have every field except pictures, and
+    arrays are written as JSON.
     """
     columns = [name for name in _OF_TEXTS if any(name in row for row in rows)]
     if not any("output" in row for row in rows):
@@ -33,14 +33,14 @@ def table(rows: Sequence[Row], dataset: str, step: int) -> tuple[list[str], list
 
 
 def markdown(rows: Sequence[Row], dataset: str, step: int) -> str:
-    """Formats the table in Markdown, with backticks, bars and line ends escaped."""
+    """Returns the `table` of decoded examples in Markdown, with backticks, bars and line ends escaped."""
     columns, cells = table(rows, dataset, step)
     lines = [columns, ["---"] * len(columns), *(map(_escaped, row) for row in cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def pictures(rows: Sequence[Row]) -> list[tuple[str, np.ndarray]]:
-    """Returns the names and pictures (uint8 [height, width, 3 or 4]) of all image-like arrays in the records."""
+    """Returns names and pictures (uint8 [height, width, 3 or 4]) for all image-like arrays in decoded examples."""
     found = []
     for number, row in enumerate(rows):
         for name, value in row.items():
@@ -58,7 +58,7 @@ def picture(value: object) -> np.ndarray | None:
     and the maximum white.
 
     Args:
-      value: a field of a record: nested lists of numbers, where NaN and infinity are None.
+      value: a field of a decoded example: for an array, nested lists of numbers, where NaN and infinity are None.
     """
     if not isinstance(value, list) or not value or not isinstance(value[0], list):
         return None

@@ -1,4 +1,4 @@
-"""Parses a run's config lines to nested dicts."""
+"""Converts a run's config from text lines to nested dicts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TypeAlias
 Value: TypeAlias = bool | int | float | str | None
 Settings: TypeAlias = dict[str, "Settings | Value"]
 
-# Key of a config's class among its fields: 'task.train.learner: Learner' has fields below it.
+# Key under which the dict of a config's fields has the config's class, e.g. 'Learner' in 'task.train.learner'.
 CLASS = "class"
 
 
 def nested(lines: Iterable[str]) -> Settings:
     """Returns {'task': {'train': {'num_train_steps': 200}}} for the line 'task.train.num_train_steps: 200'.
 
-    Numbers, strings, booleans and None become Python values; other values stay text. If a setting has a value
-    and fields, its value goes under 'class'. A line without ': ' continues the value before it.
+    Numbers, strings, booleans and None become Python values; other values stay text. If a setting has a value and
+    fields, the value is stored under the key 'class'. A line without ': ' continues the value of the previous line.
     """
     values: dict[str, str] = {}
     path = ""
@@ -46,7 +46,7 @@ def nested(lines: Iterable[str]) -> Settings:
 
 
 def flat(settings: Settings, prefix: str = "") -> dict[str, Value]:
-    """Returns {'task.train.num_train_steps': 200} of nested settings."""
+    """Returns {'task.train.num_train_steps': 200} for {'task': {'train': {'num_train_steps': 200}}}; see `nested`."""
     found: dict[str, Value] = {}
     for name, value in settings.items():
         if isinstance(value, dict):

@@ -1,10 +1,10 @@
-"""TensorBoard: adds the config and decoded examples as texts, hyperparameters, pictures and histograms to the
-trainer's summaries.
+"""The tracker for TensorBoard: adds the config and decoded examples as texts, hyperparameters, pictures and histograms
+to the trainer's summaries.
 
-TensorBoard reads the files of a directory in order of name, and never rereads a file once it has seen the next one.
-`summaries/train`, where the trainer's own file grows, therefore gets only hyperparameters and the status, written
-before and after the trainer writes; TensorBoard shows them with the curves of their directory. Everything else goes
-into directories that the trainer doesn't write into.
+TensorBoard reads a directory's event files in order of name, and never rereads a file once it has seen the next one.
+In `summaries/train`, where the trainer's own event file grows, the tracker therefore writes only the config, the
+hyperparameters and the status, before and after the trainer writes. TensorBoard shows these with the directory's
+curves. Everything else goes into directories that the trainer doesn't write into.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class TensorboardTracker(Tracker):
     """Writes event files below `JOB_LOG_DIR/summaries`."""
 
-    # Scalars are there already.
+    # `scalars` does nothing, so few calls suffice.
     batch = 1000
 
     def open(self, facts: RunFacts) -> str:
@@ -61,7 +61,7 @@ class TensorboardTracker(Tracker):
             file.add(step, self._summaries.histogram(name, histogram.counts, histogram.edges))
 
     def page(self, path: epath.Path) -> None:
-        """No-op: the page is beside the summaries."""
+        """No-op: the page is already in the run's directory, where the summaries are."""
 
     def close(self, status: Status) -> None:
         end = self._new_file("train")
@@ -70,7 +70,7 @@ class TensorboardTracker(Tracker):
             file.flush()
 
     def _file(self, name: str) -> EventFile:
-        """Returns the file of a directory that only the tracker writes. Replaces repeated steps."""
+        """Returns the event file in a directory that only the tracker writes into. Its records replace repeated steps."""
         if name not in self._files:
             self._files[name] = self._new_file(name, replaces_from=self._first_step + 1)
         return self._files[name]

@@ -25,7 +25,7 @@ from spmd_trainer.watch.tracking.feed import CLOSE_SECONDS, Feed, RunIds
 from spmd_trainer.watch.tracking.settings import Settings, nested
 
 _VERSIONS = ("spmd-trainer", "jax", "jaxlib", "praxis", "flax", "optax", "orbax-checkpoint", "numpy")
-# Of a histogram.
+# Number of bins of a histogram.
 _BINS = 64
 
 
@@ -34,8 +34,9 @@ class Tracking(Callback):
 
         task_p.train.callbacks = [Config(Tracking, trackers=["wandb", "mlflow"], project="my-project")]
 
-    `--track=wandb,mlflow` does the same with the defaults. Process 0 tracks; a restarted run continues in each tracker
-    (`tracking.json`). A tracker that fails or hangs loses records, which is logged, and never affects the run.
+    The flag `--track=wandb,mlflow` does the same with default settings. Only process 0 reports. A restarted run continues
+    its history in each tracker; `tracking.json` has the ids. A tracker that fails or hangs loses records, which is logged,
+    but never affects the run.
     """
 
     turn = Turn.SENDS
@@ -53,11 +54,11 @@ class Tracking(Callback):
 
         Args:
           trackers: names, as for `--track`, or `Tracker` objects.
-          project: grouping of runs; None for the experiment's short name.
-          name: the run's name; None for that of its directory.
-          tags: search words.
-          histogram_interval_steps: steps between two histograms of the variables, for trackers that show them; None:
-            never. Training pauses for them.
+          project: name of the group of runs; None for the experiment's short name.
+          name: the run's name; None for the name of its directory.
+          tags: labels by which the run can be searched for.
+          histogram_interval_steps: steps between two histograms of the variables, for trackers that show histograms;
+            None for no histograms. Training pauses to compute them.
 
         Raises:
           UserError: a tracker is unknown, its package is not installed, or an argument is wrong.
@@ -82,7 +83,7 @@ class Tracking(Callback):
         self._histograms: tuple[Partitioner, VariableHistograms] | None = None
 
     def on_open(self, run: Run) -> None:
-        """Checks each tracker. Raises UserError if one has no destination."""
+        """Raises UserError if one of the trackers can't track this run, e.g. because it has no login."""
         if not jax.process_index():
             for tracker in self._trackers:
                 tracker.check(run.job_log_dir)
@@ -160,14 +161,14 @@ class Tracking(Callback):
 
 
 def of_run(callbacks: Sequence[Callback], track: Sequence[str]) -> list[Callback]:
-    """Returns a callback for the trackers of `--track` that the run's own callbacks don't use; empty if there are none.
+    """Returns a list with a callback for those trackers of `--track` that no other callback uses; [] if there are none.
 
     Args:
-      callbacks: the experiment's and the caller's callbacks. Trackers that they use are not opened twice.
-      track: names of trackers.
+      callbacks: the experiment's and the caller's callbacks. Trackers that these use are not opened twice.
+      track: names of the trackers of `--track`.
 
     Raises:
-      UserError: two trackers of the callbacks have the same name. A run has only one id per name.
+      UserError: two trackers of the callbacks have the same name. A run can have only one id per tracker name.
     """
     named = [name for callback in callbacks if isinstance(callback, Tracking) for name in callback.names]
     twice = [name for name in named if named.count(name) > 1]
@@ -196,7 +197,7 @@ class VariableHistograms:
     """Computes a histogram of each variable. Compiled once per mesh; all processes call it together."""
 
     def __init__(self, metadata: Layout):
-        """`metadata` describes the training state."""
+        """`metadata`: layout of the train state."""
         self._mesh = metadata.mesh
 
         def count(state: TrainState) -> PyTree:
@@ -205,9 +206,9 @@ class VariableHistograms:
         self._count = jax.jit(count, out_shardings=NamedSharding(metadata.mesh, PartitionSpec()))
 
     def __call__(self, state: TrainState) -> dict[str, Histogram]:
-        """Returns histograms of all floating-point variables by path, e.g. 'params/lm/softmax/w'.
+        """Returns histograms of all floating-point variables by path, e.g. 'params/lm/softmax/w'. Waits for the devices.
 
-        Waits for the devices. NaN and infinity are in no bin. `state` has padded shapes, on the mesh.
+        NaN and infinity are in no bin. `state` is the train state on the mesh, with padded shapes.
         """
         with jax.set_mesh(self._mesh):
             found = jax.device_get(self._count(state))
@@ -218,9 +219,9 @@ class VariableHistograms:
 
 
 def _counts(x: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the minimum, the maximum, and the number of values up to each edge after the first; () for integers.
+    """Returns a variable's minimum and maximum, and how many values are at most each bin's upper edge; () for integers.
 
-    One reduction per edge keeps the variable sharded: sorting or flattening it would gather it.
+    One reduction per bin keeps the variable sharded. Sorting or flattening the variable would gather it.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return ()

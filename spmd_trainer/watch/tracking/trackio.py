@@ -1,7 +1,7 @@
-"""trackio, Hugging Face's tracker, which stores local files. Needs the package trackio: extra `trackio`.
+"""The tracker for Hugging Face's trackio. Needs the package trackio, which the extra `trackio` installs.
 
-Runs go to trackio's directory (TRACKIO_DIR, by default in Hugging Face's cache), shown by `trackio show`, or to the
-server of TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.
+Runs go to local files in trackio's directory (TRACKIO_DIR, by default in Hugging Face's cache), which `trackio show`
+displays, or to the server of TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class TrackioTracker(LikeWandb):
         self._run.log({"page": self.library.Html(path.read_text())})
 
     def close(self, status: Status) -> None:
-        """Stores the run's status, and waits until all is written."""
+        """Records the run's status as an alert, and waits until everything is written."""
         levels = self.library.AlertLevel
         self._run.alert(title=f"run {status}", level=levels.ERROR if status == "failed" else levels.INFO)
         self._run.finish()  # type: ignore[no-untyped-call]
 
 
 def _free_name(trackio: ModuleType, facts: RunFacts) -> str:
-    """Returns the run's name, numbered if the project already has a run of this name."""
+    """Returns the run's name, with a random suffix if the project already has a run with this name."""
     try:
         taken = {run.name for run in trackio.Api().runs(facts.project)}
     except ValueError:  # there is no such project yet

@@ -1,11 +1,11 @@
-"""Weights & Biases. Needs the package wandb: extra `wandb`.
+"""The tracker for Weights & Biases. Needs the package wandb, which the extra `wandb` installs.
 
-WANDB_MODE=offline only writes files, below `JOB_LOG_DIR/wandb`; `wandb sync` uploads those of all starts of a run into
-one history. wandb's own environment variables work (WANDB_ENTITY, WANDB_BASE_URL, ...).
+WANDB_MODE=offline only writes files, below `JOB_LOG_DIR/wandb`; `wandb sync` uploads the files of all starts of a run
+into one history. wandb's own environment variables work (WANDB_ENTITY, WANDB_BASE_URL, ...).
 
-wandb numbers its records itself and silently drops records of earlier numbers. A run restarted from an older
-checkpoint repeats steps, and evaluations report earlier ones. The training step is therefore a separate value,
-'trainer/step', the x axis of all charts.
+wandb numbers records by steps of its own, and silently drops a record whose number is below the last one. But a run
+restarted from an older checkpoint repeats training steps, and evaluations report earlier training steps. The training
+step is therefore logged as a separate value, 'trainer/step', which is the x axis of all charts.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class LikeWandb(Tracker):
     """Base of the trackers for W&B and trackio, whose packages have classes with the same names and arguments.
 
     Attributes:
-      library: the package; set by `open`.
+      library: the imported package, wandb or trackio; set by `open`.
     """
 
     library: Any
 
     @abc.abstractmethod
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Logs values and objects of the library at a step."""
+        """Logs values of a training step by name: numbers, or objects of `library` such as tables and images."""
 
     def scalars(self, records: Sequence[StepScalars]) -> None:
         for record in records:
             self.log(record.step, record.values)
 
     def samples(self, step: int, dataset: str, rows: Sequence[Mapping[str, object]]) -> None:
-        """Logs the table 'samples/DATASET', and pictures."""
+        """Logs decoded examples as the table 'samples/DATASET', and their pictures as images."""
         columns, cells = samples_lib.table(rows, dataset, step)
         values: dict[str, Any] = {f"samples/{dataset}": self.library.Table(columns=[*columns], data=cells)}
         for name, array in samples_lib.pictures(rows):
@@ -82,7 +82,7 @@ class WandbTracker(LikeWandb):
             )
 
     def open(self, facts: RunFacts) -> str:
-        """Starts wandb's own process, and the run."""
+        """Starts wandb's own process, and begins or continues the run."""
         import wandb
 
         self.library = wandb
@@ -98,7 +98,7 @@ class WandbTracker(LikeWandb):
                 # Keep wandb off the trainer's terminal: it neither prints to it nor records it.
                 console="off",
                 silent=True,
-                # At exit the process waits for wandb's, which retries an unreachable server for minutes.
+                # At exit, this process waits for wandb's process, which retries an unreachable server for minutes.
                 finish_timeout=CLOSE_SECONDS,
                 init_timeout=CLOSE_SECONDS,
                 x_graphql_retry_max=3,
@@ -116,7 +116,7 @@ class WandbTracker(LikeWandb):
         return str(self._run.id)
 
     def page(self, path: epath.Path) -> None:
-        """Saves the page among the run's files, and shows it."""
+        """Saves the page among the run's files, and logs it as HTML."""
         text = path.read_text()
         self._save(path.name, text)
         self._run.log({"page": self.library.Html(text, inject=False)})
