@@ -82,9 +82,8 @@ class PaxArray:
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """Reads the whole array."""
-        del copy  # TensorStore reads into a new array.
         array = self.start_reading(tuple(slice(0, size) for size in self.shape))()
-        return array if dtype is None else array.astype(dtype)
+        return np.asarray(array, dtype, copy=copy)
 
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
         """Reads the part that an index selects.

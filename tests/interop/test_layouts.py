@@ -76,6 +76,9 @@ def test_a_part_of_an_array_is_read_by_its_index(pax_data):
             np.testing.assert_array_equal(array[index], value[index])
         with pytest.raises(IndexError):
             array[15]
+        own = np.array(array)  # a copy, which may be written to
+        own[:] = 0
+        np.testing.assert_array_equal(np.asarray(array), value)
 
 
 def test_any_directory_of_a_run_is_understood(pax_data, tmp_path):
