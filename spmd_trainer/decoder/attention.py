@@ -68,15 +68,14 @@ class Attention(SpecLayer):
                 self.child(f"{name}_norm", Norm, shape=shape, split_axes=split_axes, kind="rms")
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Attends over whole rows and, if the decode cache is mutable, stores their keys and values. `x`: [batch, time,
-        model_dims], tokens in the order `context.order`. Returns [batch, time, model_dims].
+        """Attends over whole rows and, if the decode cache is mutable, stores their keys and values in it. `x`: [batch, time,
+        model_dims], with the tokens in the order `context.order`. Returns [batch, time, model_dims].
         """
         query, key, value = self._heads(x, context)
         self._fill_cache({"key_state": key, "value_state": value}, context)
         return self._project(self._gated(self._attend(query, key, value, context), x))
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context) -> jax.Array:
-        """Attends over whole rows. Returns [batch, time, heads, width of a value]."""
         drops = self.spec.attention_dropout and not self.do_eval
         return attend(
             query,
@@ -93,8 +92,8 @@ class Attention(SpecLayer):
         )
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Adds the keys and values of new tokens to the cache, and attends from the new tokens to the cache. Takes and returns
-        [batch, new tokens, model_dims].
+        """Adds the keys and values of new tokens to the decode cache, and attends from the new tokens to the cache. Takes and
+        returns [batch, new tokens, model_dims].
         """
         query, new_key, new_value = self._heads(x, context)
         key, value = self._extended("key_state", new_key, context), self._extended("value_state", new_value, context)
@@ -127,7 +126,7 @@ class Attention(SpecLayer):
         )
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of the cache by `transform_fn(array, batch_dim=0, time_dim=1)`."""
+        """Replaces each array of this layer's decode cache by `transform_fn(array, batch_dim=0, time_dim=1)`."""
         for name in self.cached:
             self.update_decode_state(name, transform_fn(self.get_decode_state(name), 0, 1))
 
@@ -163,10 +162,10 @@ class Attention(SpecLayer):
         return (query * factors[:, :, None, None]).astype(query.dtype)
 
     def _segment_ids(self, context: Context) -> jax.Array:
-        """Returns the segment of each token in this layer, int32 [batch, time]: each chunk of a text is a segment of its own."""
+        """Returns each token's segment id, int32 [batch, time]. In a chunked layer, each chunk of a text is a new segment."""
         if self.layer_kind != "chunked":
             return context.segment_ids
-        # At most so many chunks of a text are in one row, wherever its first token is in the text.
+        # The maximum number of chunks that a row can have from one text.
         most = -(-context.positions.shape[1] // self._window) + 1
         chunks = context.segment_ids * most + context.positions // self._window % most
         return jnp.where(context.segment_ids == PADDING, PADDING, chunks)
@@ -199,7 +198,7 @@ class Attention(SpecLayer):
         spec = self.spec
         return Pattern(
             causal=True,
-            # A token of a chunk sees no farther, so kernels leave out the blocks before.
+            # In chunked layers, a token sees no farther than this either, so kernels can skip earlier blocks.
             window=self._window if self.layer_kind in ("local", "chunked") else None,
             softcap=spec.attention_softcap,
             scale=self._kv_heads.head_dims**-0.5 if spec.query_scale is None else spec.query_scale,
@@ -207,7 +206,7 @@ class Attention(SpecLayer):
 
     @property
     def _window(self) -> int:
-        assert self.spec.window is not None  # checked by the spec for the kinds of layers that ask
+        assert self.spec.window is not None  # the spec checks this for the kinds of layers that have a window
         return self.spec.window
 
     @property
@@ -235,13 +234,13 @@ class Attention(SpecLayer):
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """Layout of the decode cache: its padded sizes, and the placement of the key heads (width H) in it.
+    """Layout of the decode cache: its padded sizes, and the placement of key and value heads in it.
 
     The mesh may split the cache over heads, over tokens, or over both. Both dimensions are padded to multiples of their number
     of shards, because XLA would otherwise keep all heads on every device.
 
-    A model with K key heads, each shared by G query heads, has `num_heads` cached heads. Each key head is stored `copies` times,
-    and each copy serves a part of the G query heads. Heads of zeros fill the rest.
+    A model with K key and value heads, each shared by G query heads, has `num_heads` cached heads. Each key or value head is
+    stored `copies` times, and each copy serves a part of the G query heads. Heads of zeros fill the rest.
 
     Attributes:
       num_kv_heads: key and value heads of the model, K.
@@ -269,7 +268,7 @@ class CacheLayout:
 
     @property
     def copies(self) -> int:
-        """Number of times each key head is stored: `head_shards` / K if K divides `head_shards`, otherwise 1."""
+        """Number of copies of each key or value head: `head_shards` / `num_kv_heads` if that is a whole number, else 1."""
         return self.head_shards // self.num_kv_heads if self.head_shards % self.num_kv_heads == 0 else 1
 
     @property
@@ -285,11 +284,11 @@ class CacheLayout:
         """Returns a cache for at least `length` tokens, which begins with `heads`; zeros fill the rest.
 
         Args:
-          heads: keys or values in row order, [batch, time, K, H].
-          length: least number of tokens of the cache.
+          heads: keys or values in row order, [batch, time, num_kv_heads, width].
+          length: minimum number of tokens that the cache must hold.
 
         Returns:
-          [batch, length rounded up to a multiple of `length_shards`, num_heads, H].
+          [batch, length rounded up to a multiple of `length_shards`, num_heads, width].
         """
         missing = _rounded_up(length, self.length_shards) - heads.shape[1]
         return jnp.pad(self._stored(heads), ((0, 0), (0, missing), (0, 0), (0, 0)))
@@ -298,8 +297,8 @@ class CacheLayout:
         """Returns the cache with new tokens written to it.
 
         Args:
-          cache: [batch, tokens, num_heads, H].
-          heads: keys or values of the new tokens, [batch, new tokens, K, H].
+          cache: [batch, tokens, num_heads, width].
+          heads: keys or values of the new tokens, [batch, new tokens, num_kv_heads, width].
           index: int32 [new tokens], their consecutive indices in the cache.
         """
         new = self._stored(heads).astype(cache.dtype)
@@ -309,20 +308,20 @@ class CacheLayout:
         return cache.at[:, index].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
     def grouped(self, query: jax.Array) -> jax.Array:
-        """Groups queries [batch, new tokens, K * G, H] by cached head: [batch, new tokens, num_heads, queries_per_head, H]."""
+        """Groups [batch, time, query heads, width] by cached head: [batch, time, num_heads, queries_per_head, width]."""
         batch, length, _, width = query.shape
         x = query.reshape(batch, length, self.num_kv_heads, self.group_size, width)
         x = _pad(x, 3, self.copies * self.queries_per_head)
         return _pad(x.reshape(batch, length, -1, self.queries_per_head, width), 2, self.num_heads)
 
     def ungrouped(self, heads: jax.Array) -> jax.Array:
-        """Inverts `grouped`. Returns the heads of the model, [batch, new tokens, K * G, H]."""
+        """Inverts `grouped`. Returns [batch, time, query heads, width], with the query heads of the model."""
         batch, length, *_, width = heads.shape
         x = heads[:, :, : self.num_kv_heads * self.copies].reshape(batch, length, self.num_kv_heads, -1, width)
         return x[:, :, :, : self.group_size].reshape(batch, length, -1, width)
 
     def _stored(self, heads: jax.Array) -> jax.Array:
-        """Returns the cached heads, [batch, time, num_heads, H], of the model's key heads [batch, time, K, H]."""
+        """Converts [batch, time, num_kv_heads, width] to the form in the cache, [batch, time, num_heads, width]."""
         return _pad(heads if self.copies == 1 else jnp.repeat(heads, self.copies, axis=2), 2, self.num_heads)
 
 
@@ -346,7 +345,7 @@ def attend_to_cache(
       layout: the layout of the cache.
       query_index: int32 [new tokens], indices of the new tokens in the cache.
       seen_from: int32 [batch, new tokens or 1], index in the cache of the first token that each new token sees.
-      sinks: float32 [N], see `kernels.attend`; None for none.
+      sinks: float32 [N], see `kernels.attend`; None for no sinks.
     """
     products = jnp.einsum("btkgh,bskh->bkgts", layout.grouped(query), key, preferred_element_type=jnp.float32)
     logits = pattern.logits(products)

@@ -1,6 +1,6 @@
-"""Sharding of the decoder's variables and activations: logical axes, and the base layer that maps them to mesh axes.
+"""Sharding of the decoder's variables and activations: logical axes, and the layer class that maps them to mesh axes.
 
-Also defines the two basic layers: `Projection` and `Norm`.
+Also defines two basic layers: `Projection` and `Norm`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from spmd_trainer.sharding.specs import entry_axes
 MeshAxes = str | tuple[str, ...] | None
 SEQUENCE_AXIS = "seq"
 
-# Logical axis -> mesh axes. The first part is for variables, the second for activations. As in Pax's v1 sharding, weights are
-# split over 'data' along the width of the residual stream and over 'mdl' along the other dimension. A mesh with an axis 'seq'
-# splits rows over it (context parallelism), and weights as over 'data'.
+# {logical axis: mesh axes}. The first part is for variables, the second for activations. As in Pax's v1 sharding, weights are
+# split over 'data' along the width of the residual stream and over 'mdl' along the other dimension. A mesh axis 'seq', if there
+# is one, splits each row's tokens (context parallelism), and splits weights like 'data'.
 DEFAULT_AXES: dict[str, MeshAxes] = {
     "vocab": "mdl",
     "positions": None,
@@ -55,7 +55,7 @@ def resolve_axes(changes: Mapping[str, Any] | None, mesh_axis_names: Sequence[st
     """Returns {logical axis: mesh axes, or None if it is not split}.
 
     Args:
-      changes: changes to `DEFAULT_AXES`: logical axis -> mesh axis, tuple of mesh axes, or None (not split).
+      changes: changes to `DEFAULT_AXES`: {logical axis: mesh axis, tuple of mesh axes, or None (not split)}.
       mesh_axis_names: axes of the mesh; None without a mesh. Default axes missing from the mesh are left out.
 
     Raises:
@@ -80,7 +80,7 @@ def renamed_axes(names: Mapping[str, str], mesh_axis_names: Sequence[str]) -> di
     """Returns the changes to `DEFAULT_AXES` for a mesh with other axis names. Axes missing from the mesh are dropped.
 
     Args:
-      names: default name of a mesh axis -> its name in this mesh.
+      names: {default name of a mesh axis: its name in this mesh}.
       mesh_axis_names: axes of the mesh.
     """
     changed: dict[str, MeshAxes] = {}
@@ -121,8 +121,8 @@ class SpecLayer(base_layer.BaseLayer):
           name: name of the variable.
           shape: logical shape.
           axes: a logical axis for each dimension.
-          init: constant initial value, for norms and biases, or how to draw it; weight decay then skips the variable. None draws
-            from a normal distribution with standard deviation `spec.initializer_range`.
+          init: constant initial value, for norms and biases, or a praxis WeightInit; with either, weight decay skips the
+            variable. None draws from a normal distribution with standard deviation `spec.initializer_range`.
           collections: further praxis collections of the variable (`WeightHParams.collections`).
           trainable: False for a variable without a gradient. Such a variable is float32 in every model.
         """
@@ -150,7 +150,7 @@ class SpecLayer(base_layer.BaseLayer):
         """Constrains the sharding of an activation. `axes`: a logical axis for each dimension of `x`.
 
         'activation_embed' (the residual stream) is split in training only, where the backward pass stores it. 'length' is not
-        split if its mesh axes don't divide it: `x` then holds the new tokens of a decode step, as whole rows are padded before.
+        split if the number of shards doesn't divide it. This happens for new tokens in decode steps; whole rows are padded.
         """
 
         def stays_whole(axis: str, size: int) -> bool:
@@ -165,7 +165,7 @@ class SpecLayer(base_layer.BaseLayer):
         return jnp.asarray(base_layer.maybe_shard(x, mesh_axes, self.mesh_axis_names))
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
-        """Returns the mesh axes of a logical axis; empty if it is not split."""
+        """Returns the mesh axes that split a logical axis; () if it is not split."""
         return entry_axes(resolve_axes(self.axes, self.mesh_axis_names)[axis])
 
     def dropped(self, x: jax.Array, probability: float, order: SequenceOrder | None = None) -> jax.Array:
@@ -190,7 +190,7 @@ class SpecLayer(base_layer.BaseLayer):
 
 
 def unit(x: jax.Array, dims: tuple[int, ...], epsilon: float) -> jax.Array:
-    """Returns x, float32, divided by its root mean square over dimensions. `epsilon`: added to the mean square."""
+    """Returns x, float32, divided by its root mean square over the dimensions `dims`. `epsilon`: added to the mean square."""
     size = math.prod(x.shape[dim] for dim in dims)
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=dims, keepdims=True) / size + epsilon)
 
@@ -228,7 +228,7 @@ class Norm(SpecLayer):
     """RMS norm (arXiv:1910.07467) or layer norm (arXiv:1607.06450) over the last len(shape) dimensions.
 
     Attributes:
-      shape: sizes of the dimensions to normalise; also the shape of the scale.
+      shape: sizes of the dimensions to normalize; also the shape of the scale.
       split_axes: logical axes of `shape`.
       kind: 'rms' or 'layer'; None for `spec.norm`.
       epsilon: added to the mean square; None for `spec.norm_epsilon`.
@@ -255,7 +255,7 @@ class Norm(SpecLayer):
         return self.spec.norm_scale_offset if self.scale_offset is None else self.scale_offset
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Returns the normalised inputs, in their dtype."""
+        """Returns the normalized inputs, in the dtype of `inputs`."""
         dims = tuple(range(-len(self.shape), 0))
         x = inputs.astype(jnp.float32)
         if self._kind == "layer":

@@ -1,4 +1,4 @@
-"""The inputs that all layers of a forward pass share: positions, segments, and where the decode cache is read and written."""
+"""The inputs that all layers share in a forward pass: positions, segments, and indices in the decode cache."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Context:
     """Inputs shared by all layers of a forward pass.
 
     Attributes:
-      rotary: kind of layer -> (sine, cosine), float32 [batch, time, rotated dims / 2]; without the kinds that are not rotated.
+      rotary: {kind of layer: (sine, cosine)}, float32 [batch, time, rotated dims / 2], for the kinds with rotary embeddings.
       positions: int32 [batch, time], position of each token in its text.
       segment_ids: int32 [batch, time]; a token sees only tokens of its segment. Padding has the segment `PADDING`.
-      order: order of each row's tokens on the mesh axes that split the sequence; None in a decode step.
+      order: order in which each row's tokens are split over the mesh; None in a decode step.
       cache_length: size in tokens of the decode cache that a prefill creates; None for the length of its input.
-      cache_index: int32 [time], index of each new token in the cache; None except in a decode step.
-      first_index: int32 [batch], index in the cache of each row's first token; None except in a decode step.
+      cache_index: in a decode step, int32 [time], the index of each new token in the cache; otherwise None.
+      first_index: in a decode step, int32 [batch], the index in the cache of each row's first token; otherwise None.
       kernel, context_parallel: see `DecoderLm.attention_kernel` and `DecoderLm.context_parallel`.
     """
 
@@ -50,7 +50,7 @@ def of_rows(
     kernel: str | None = None,
     context_parallel: str | None = None,
 ) -> Context:
-    """Returns the context of whole rows. `segment_ids` and `positions` are in row order; see `Context` for the others."""
+    """Returns the context for whole rows. `segment_ids` and `positions` must be in row order; for the others see `Context`."""
     positions = order.apply(positions)
     return Context(
         rotary=rotary.of_layers(spec, positions),
@@ -64,7 +64,7 @@ def of_rows(
 
 
 def of_step(spec: DecoderSpec, cache_index: jax.Array, first_index: jax.Array) -> Context:
-    """Returns the context of a decode step; see `Context` for the arguments."""
+    """Returns the context for a decode step; see `Context` for the arguments."""
     positions = cache_index - first_index[:, None]
     return Context(
         rotary=rotary.of_layers(spec, positions),

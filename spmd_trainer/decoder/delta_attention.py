@@ -1,4 +1,4 @@
-"""Linear attention by the gated delta rule, as in Qwen3-Next: the layers of kind 'linear'."""
+"""Linear attention by the gated delta rule, as in Qwen3-Next, for layers of kind 'linear'."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.kernels.delta_rule import causal_convolution, gated_delta_rule
 from spmd_trainer.models.decoder_spec import DeltaSpec
 
-# Added to the square of a query's or key's length before it is divided by it.
+# Added to the squared length of a query or key, by whose root the vector is divided.
 _EPSILON = 1e-6
-# At the start, a state loses 0.06% to 16% of itself per token: the bias gives 1%, and the rates 1/16 to 16 times as much.
+# At initialization, a state decays by 0.06% to 16% per token: the bias gives 1%, and the rates 1/16 to 16 times as much.
 _LARGEST_LOG_RATE, _FIRST_DECAY_BIAS = math.log(16), math.log(math.expm1(0.01))
 
 
 class DeltaAttention(SpecLayer):
     """Linear attention of one layer; see `DeltaSpec` for the sizes, and `DecoderSpec` for the variables.
 
-    The decode cache has one state of a fixed size per row: `state`, float32 [batch, G, J, A, B], and the last inputs of the
-    convolutions, `query_past`, `key_past` and `value_past`.
+    The decode cache has a fixed size per row. It holds `state`, float32 [batch, key heads, values per key head, key width, value
+    width], and the last inputs of the convolutions, `query_past`, `key_past` and `value_past`.
 
     Attributes:
       layer_kind: always 'linear'.
@@ -69,12 +69,12 @@ class DeltaAttention(SpecLayer):
         )
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Computes whole rows and, in `DecoderLm.prefill`, stores the states after them. `x`: [batch, time, model_dims], tokens
-        in the order `context.order`. Returns [batch, time, model_dims].
+        """Attends over whole rows and, in `DecoderLm.prefill`, stores the states after the rows in the decode cache. `x`:
+        [batch, time, model_dims], with the tokens in the order `context.order`. Returns [batch, time, model_dims].
         """
         order = context.order
         assert order is not None  # None only in decode steps
-        # The rule needs whole rows, so the heads are divided over the axes of the rows too.
+        # The delta rule needs whole rows, so the mesh axes that split rows now split the heads too.
         inputs = {
             name: self._split_heads(order.undo(heads), "batch", "norm", heads="activation_linear_heads")
             for name, heads in self._projected(x).items()
@@ -85,7 +85,7 @@ class DeltaAttention(SpecLayer):
         return self._project(self._split_heads(order.apply(heads), "batch", "length"), self.gate(x))
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Computes new tokens from the states in the cache. Takes and returns [batch, new tokens, model_dims].
+        """Computes new tokens from the states in the cache, and updates these. Takes and returns [batch, new tokens, model_dims].
 
         Raises:
           UserError: there are no states, because the cache was not filled by `DecoderLm.prefill`.
@@ -96,7 +96,7 @@ class DeltaAttention(SpecLayer):
         return self._project(heads, self.gate(x))
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of the cache by `transform_fn(array, batch_dim=0, time_dim=-1)`."""
+        """Replaces each array of this layer's decode cache by `transform_fn(array, batch_dim=0, time_dim=-1)`."""
         for name in self._cached:
             self.update_decode_state(name, transform_fn(self._cached_array(name), 0, -1))
 
@@ -111,18 +111,18 @@ class DeltaAttention(SpecLayer):
         return found
 
     def _projected(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Returns {name: projection of the tokens}, of what the rule needs."""
+        """Returns {name: projection of the tokens} for all inputs of the delta rule: query, key, value, decay and beta."""
         return {name: getattr(self, name)(x) for name in (*self.convolved, "decay", "beta")}
 
     def _attend(
         self, inputs: dict[str, jax.Array], segment_ids: jax.Array, cache: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns the outputs of the heads, [batch, time, G, J, B], and the new content of the cache.
+        """Returns the outputs of the heads, [batch, time, key heads, values per key head, value width], and the new cache.
 
         Args:
           inputs: result of `_projected`, in row order.
           segment_ids: int32 [batch, time].
-          cache: {name: content before the first token}; {} if there is none.
+          cache: {name: content before the first token}; {} without a cache.
         """
         activation: Callable[[jax.Array], jax.Array] = ACTIVATION_FNS[self.spec.activation]
         heads_in, new_cache = {}, {}
@@ -156,7 +156,7 @@ class DeltaAttention(SpecLayer):
             self.update_decode_state(name, self._split_heads(x, *leading))
 
     def _split_heads(self, x: jax.Array, *leading: str, heads: str = "activation_heads") -> jax.Array:
-        """Constrains an array whose dimensions are those of the axes `leading`, then heads, then others that are not split."""
+        """Constrains the sharding of an array with dimensions `leading`, then the heads, then others that are not split."""
         return self.split(x, *leading, heads, *("norm",) * (x.ndim - len(leading) - 1))
 
     def _child_projection(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
@@ -176,15 +176,15 @@ class DeltaAttention(SpecLayer):
 
     @property
     def _delta(self) -> DeltaSpec:
-        assert self.spec.delta is not None  # what makes a layer one of this class
+        assert self.spec.delta is not None  # the spec checks this for layers of kind 'linear'
         return self.spec.delta
 
 
 class Convolution(SpecLayer):
-    """The kernel of a causal convolution of each channel.
+    """The weights of a causal convolution along time, separate for each channel.
 
     Attributes:
-      shape: [width, ...].
+      shape: [width of the convolution, *dimensions of the channels].
       split_axes: logical axes of `shape`.
     """
 
@@ -199,6 +199,6 @@ class Convolution(SpecLayer):
 
 
 def _of_length_one(x: jax.Array) -> jax.Array:
-    """Returns vectors divided by their length, float32."""
+    """Scales the vectors along the last dimension of x to length one. Returns float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _EPSILON)

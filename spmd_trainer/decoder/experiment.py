@@ -25,12 +25,12 @@ class DecoderExperiment(base_experiment.BaseExperiment):
     Attributes:
       MESH_AXIS_NAMES: names of the mesh axes. An axis 'seq', as in ('replica', 'data', 'seq', 'mdl'), splits each row's tokens.
       ICI_MESH_SHAPE, DCN_MESH_SHAPE: sizes of these axes, within a slice and across slices; DCN_MESH_SHAPE None: one slice.
-      TRAINING_OPTIMIZED_SHARDING: also split the residual stream, and with it the saved activations, over mdl.
-      AXES: changes to `axes.DEFAULT_AXES`: logical axis -> mesh axes.
+      TRAINING_OPTIMIZED_SHARDING: also split the residual stream, and so the saved activations, over the mesh axis 'mdl'.
+      AXES: changes to `axes.DEFAULT_AXES`: {logical axis: mesh axes}.
       ATTENTION_KERNEL: name of the attention kernel; None for the first that suits the device and the layer.
-      CONTEXT_PARALLEL: form of attention for rows split over the mesh: 'ring' (also None) or 'all_to_all'.
+      CONTEXT_PARALLEL: attention algorithm for rows whose tokens are split over the mesh: 'ring' (also None) or 'all_to_all'.
       FPROP_DTYPE: dtype of the computation; variables are float32.
-      CHECKPOINT_POLICY: rematerialisation policy.
+      CHECKPOINT_POLICY: rematerialization policy of the layers.
       LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS, NUM_TRAIN_STEPS: settings of AdamW (beta1 0.9, beta2 0.95), with gradients
         clipped to norm 1, linear warm-up and cosine decay to a tenth. Norms and biases have no weight decay.
       ADAM_EPSILON: added to the square root of the second moment.
@@ -86,7 +86,7 @@ class DecoderExperiment(base_experiment.BaseExperiment):
         return Config(DecoderLanguageModel, name="lm", lm_tpl=lm_p, fprop_dtype=self.FPROP_DTYPE)
 
     def spec(self) -> Config[DecoderSpec]:
-        """Returns the model's `DecoderSpec`, from the class attributes."""
+        """Returns the config of the model's `DecoderSpec`, made from the class attributes."""
         names = [field.name for field in dataclasses.fields(DecoderSpec)]
         return config_of_spec({name: getattr(self, name.upper()) for name in names if hasattr(self, name.upper())})
 
@@ -103,6 +103,6 @@ class DecoderExperiment(base_experiment.BaseExperiment):
 
 
 def config_of_spec(fields: Mapping[str, Any]) -> Config[DecoderSpec]:
-    """Returns the config of a `DecoderSpec`. Dataclasses in its fields become configs, so that overrides reach their fields."""
+    """Returns the config of a `DecoderSpec`. Dataclasses among its fields become configs too, so that they can be overridden."""
     parts = {name: Config(type(x), **vars(x)) for name, x in fields.items() if dataclasses.is_dataclass(x)}
     return Config(DecoderSpec, **{**fields, **parts})

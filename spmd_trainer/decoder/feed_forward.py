@@ -79,9 +79,9 @@ class ExpertProjection(SpecLayer):
             self.add_weight("b", self.shape[::2], self.split_axes[::2], init=0.0, collections=[share])
 
     def __call__(self, rows: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
-        """Returns the products [S, X, M, N] for rows [S, X, M, K] sorted by expert.
+        """Multiplies rows [S, X, M, K], sorted by expert, by their experts' matrices. Returns [S, X, M, N].
 
-        S is the number of shards of the tokens, X that of the experts, and M the number of rows in each; see `grouped_dot`.
+        There are S token shards, X expert shards, M rows in each, K inputs and N outputs; see `grouped_dot`.
         """
         split = parts.split(*map(self.mesh_axes, self.split_axes[1:]))
         out = grouped_dot(
@@ -94,15 +94,15 @@ class ExpertProjection(SpecLayer):
             name=self.path,
         )
         if moe_of(self).biases:
-            # As a product with one input, whose gradient sums over the rows of each group. Negated twice: LoRA takes variables
-            # that products alone read for matrices.
+            # The bias is a product with one input, so that its gradient is summed over the rows of each group. It is negated
+            # twice, because LoRA takes a variable that only products read for a matrix.
             inputs, weights = jnp.full((*rows.shape[:3], 1), -1, rows.dtype), -self.read("b")[:, None]
             of_bias = dataclasses.replace(split, inputs=())
             out += grouped_dot(
                 inputs, weights, groups.sizes, split=of_bias, pair=groups.pair, num_pairs=groups.num_pairs
             )
-        # JAX's policies that save matrix products know them by their primitive. This one, with the number 1, makes them save the
-        # experts' products too; XLA removes it.
+        # JAX's policies that save matrix products recognize them by their primitive. This product with the number 1 makes the
+        # policies save the experts' products too; XLA removes it.
         no_dims: tuple[int, ...] = ()
         one, numbers = jnp.ones((), out.dtype), ((no_dims, no_dims), (no_dims, no_dims))
         return jax.lax.dot_general(out, one, numbers, precision=jax.lax.Precision.HIGHEST)
@@ -111,10 +111,10 @@ class ExpertProjection(SpecLayer):
 class MixtureOfExperts(SpecLayer):
     """A mixture of gated feed-forward layers (experts). The router chooses some experts for each token, and drops no token.
 
-    Shared experts are one feed-forward layer beside the routed experts. It computes all tokens.
+    Shared experts are one feed-forward layer, which computes all tokens. Its output is added to that of the routed experts.
 
-    A routed expert computes only the tokens that chose it: tokens are sorted by expert (`kernels.token_groups`), multiplied by
-    their expert's matrices (`kernels.grouped_dot`), and put back in order.
+    A routed expert computes only the tokens for which it was chosen: tokens are sorted by expert (`kernels.token_groups`),
+    multiplied by their expert's matrices (`kernels.grouped_dot`), and put back in order.
     """
 
     def setup(self) -> None:
@@ -132,17 +132,17 @@ class MixtureOfExperts(SpecLayer):
             )
 
     def __call__(self, x: jax.Array, real: jax.Array) -> jax.Array:
-        """Computes the layer. Returns [batch, time, model_dims].
+        """Applies the experts to all tokens. Returns [batch, time, model_dims].
 
         Args:
           x: [batch, time, model_dims].
-          real: bool [batch, time], False for padding; see `Router`.
+          real: bool [batch, time], False for padding, which the router's losses leave out.
         """
         moe = moe_of(self)
         experts, weights = self.router(x, real)
         parts = parts_of(self, x)
         groups = token_groups.sort(experts, parts)
-        # Whole tokens on each device, as the sort needs them.
+        # Each device needs whole tokens for the sort.
         rows = token_groups.dispatch(self.split(x, "batch", "length", "norm"), groups, parts)
         if moe.weigh_inputs:
             rows *= token_groups.weights_of_rows(weights, groups, parts).astype(rows.dtype)

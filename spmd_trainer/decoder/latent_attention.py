@@ -29,7 +29,7 @@ class LatentAttention(Attention):
     cached: ClassVar[tuple[str, ...]] = ("key_state",)
 
     def create_inputs(self) -> None:
-        """See `Attention.create_inputs`."""
+        """Creates the layers that compute queries, latent vectors, keys and values; see `Attention.create_inputs`."""
         spec, latent, queries_from = self.spec, self._latent, "embed"
         if latent.query_dims:
             self._child_down("query_down", latent.query_dims)
@@ -56,7 +56,7 @@ class LatentAttention(Attention):
         )
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """See `Attention.__call__`."""
+        """Attends over whole rows; see `Attention.__call__`."""
         query, vectors = self._query(x, context), self._vectors(x, context)
         self._fill_cache({"key_state": vectors[:, :, None]}, context)
         width = self._latent.key_value_dims
@@ -64,18 +64,18 @@ class LatentAttention(Attention):
         rotated = jnp.broadcast_to(vectors[:, :, None, width:], (*query.shape[:3], self.spec.rotary_dims))
         key = checkpoint_name(jnp.concatenate([unrotated, rotated], axis=-1), "key_proj")
         value = checkpoint_name(value, "value_proj")
-        # Kernels want values as wide as keys.
+        # Kernels need values that are as wide as keys.
         value = jnp.pad(value, [(0, 0)] * 3 + [(0, key.shape[-1] - value.shape[-1])])
         return self._project(self._attend(query, key, value, context)[..., : self._latent.value_dims])
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """See `Attention.extend_step`."""
+        """Attends from new tokens to the cache; see `Attention.extend_step`."""
         query = self._query(x, context)
         cache = self._extended("key_state", self._vectors(x, context)[:, :, None], context)
         to_key, to_value = jnp.split(self.key_value.read("w"), [self._unrotated], axis=-1)
         unrotated, rotated = jnp.split(query, [self._unrotated], axis=-1)
         query = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", unrotated, to_key), rotated], axis=-1)
-        # The whole cache is the values: a part of it would be copied.
+        # The values are the whole cached vectors, because a slice of them would be a copy of the cache.
         heads = self._attend_to_cache(query, cache, cache, context)[..., : self._latent.key_value_dims]
         return self._project(jnp.einsum("btnr,rnh->btnh", heads, to_value))
 
@@ -88,7 +88,7 @@ class LatentAttention(Attention):
         return checkpoint_name(query, "query_proj")
 
     def _vectors(self, x: jax.Array, context: Context) -> jax.Array:
-        """Returns the vectors to cache: each token's normalised latent vector, followed by the rotated part of its key."""
+        """Returns the vectors to cache: each token's normalized latent vector, followed by the rotated part of its key."""
         vector, rotated = jnp.split(self.key_value_down(x), [self._latent.key_value_dims], axis=-1)
         rotated = self._rotate(rotated[:, :, None], context)[:, :, 0]
         return checkpoint_name(jnp.concatenate([self.key_value_norm(vector), rotated], axis=-1), "key_value_down")
@@ -108,7 +108,7 @@ class LatentAttention(Attention):
 
     @property
     def _latent(self) -> LatentSpec:
-        assert self.spec.latent is not None  # what makes a layer one of this class
+        assert self.spec.latent is not None  # otherwise `DecoderLayer` takes another class
         return self.spec.latent
 
     @property

@@ -1,4 +1,4 @@
-"""The decoder's embedding, output layer and layers, and the block of layers that is repeated."""
+"""The decoder's embedding, output layer and transformer layer, and the block of transformer layers that is repeated."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Embedding(SpecLayer):
     """An embedding table: a vector for each token id or position.
 
     Attributes:
-      num_rows: number of ids.
-      rows_axis: logical axis of the ids.
+      num_rows: number of token ids or positions.
+      rows_axis: logical axis of the table's rows, see `axes.DEFAULT_AXES`.
     """
 
     num_rows: int = 0
@@ -33,7 +33,7 @@ class Embedding(SpecLayer):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Returns the embeddings, [batch, time, model_dims], of ids [batch, time]."""
-        # The batch is split over the axes of 'embed', so the lookup needs whole rows.
+        # The mesh axes of 'embed' also split the batch, so the lookup needs table rows that they don't split.
         rows = self.split(self.read("w"), self.rows_axis, "norm")
         return self.split(jnp.take(rows, ids, axis=0, mode="clip"), "batch", "length", "activation_embed")
 
@@ -90,7 +90,7 @@ class DecoderLayer(SpecLayer):
             self.add_weight("layer_scale", (1,), ("norm",), init=1.0, trainable=False)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Returns the new residual stream [batch, time, model_dims]."""
+        """Returns the residual stream after this layer, [batch, time, model_dims]; `x` is the residual stream before it."""
         attended = self.attention(self._normed("attention", x), context)
         return self._feed_forward(self._residual("attention", x, attended, context), context)
 
@@ -100,7 +100,7 @@ class DecoderLayer(SpecLayer):
         return self._feed_forward(self._residual("attention", x, attended, context), context)
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of the cache by `transform_fn(array, batch_dim, time_dim)`."""
+        """Replaces each array of this layer's decode cache by `transform_fn(array, batch_dim, time_dim)`."""
         self.attention.transform_decode_state(transform_fn)
 
     def _feed_forward(self, x: jax.Array, context: Context) -> jax.Array:
@@ -123,31 +123,31 @@ class DecoderLayer(SpecLayer):
 
 
 def create_layers(parent: SpecLayer, name: str, layers: Sequence[LayerSpec]) -> None:
-    """Creates a child of `parent` for each of the layers: `{name}_0`, `{name}_1`, ..."""
+    """Creates a child of `parent` for each of `layers`: `{name}_0`, `{name}_1`, ..."""
     for index, layer in enumerate(layers):
         parent.child(f"{name}_{index}", DecoderLayer, layer_kind=layer.kind, has_experts=layer.has_experts)
 
 
 class DecoderBlock(SpecLayer):
-    """The layers `spec.repeated_layers`, in order: `layer_0`, `layer_1`, ..."""
+    """A block of the layers `spec.repeated_layers`, in order: `layer_0`, `layer_1`, ..."""
 
     def setup(self) -> None:
         create_layers(self, "layer", self.spec.repeated_layers)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """Returns the residual stream [batch, time, model_dims] after all layers."""
+        """Returns the residual stream [batch, time, model_dims] after all layers of the block."""
         for layer in self._layers():
             x = layer(x, context)
         return x
 
     def extend_step(self, x: jax.Array, context: Context) -> jax.Array:
-        """Computes all layers for new tokens only. Keys and values of earlier tokens come from the decode cache."""
+        """Computes the block's layers for new tokens only. Keys and values of earlier tokens come from the decode cache."""
         for layer in self._layers():
             x = layer.extend_step(x, context)
         return x
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of the cache by `transform_fn(array, batch_dim, time_dim)`."""
+        """Replaces each array of the layers' decode caches by `transform_fn(array, batch_dim, time_dim)`."""
         for layer in self._layers():
             layer.transform_decode_state(transform_fn)
 

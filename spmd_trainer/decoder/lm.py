@@ -1,21 +1,22 @@
-"""The decoder as a praxis language model: embeddings, repeated layers, logits, loss, and a cache for decoding.
+"""A decoder as a praxis language model: embeddings, repeated layers, logits, loss, and a cache for decoding.
 
     task_p.model = Config(lm.DecoderLanguageModel, name="lm")
     task_p.model.lm_tpl.spec = Config(spec.DecoderSpec, vocab_size=32000, model_dims=4096, ...)
 
-`DecoderLanguageModel` generates text by the settings in its field `generation`; for praxis' own decoders, use a praxis
-`LanguageModel` with a `DecoderLm`. A decode loop runs in a method of the model, with `base_layer.DECODE_CACHE` mutable:
+`DecoderLanguageModel.decode` generates text by the settings in its field `generation`. To use praxis' own decode functions
+instead, take a praxis `LanguageModel` with a `DecoderLm`. A decode loop must run in a method of the model, with the collection
+`base_layer.DECODE_CACHE` mutable:
 
     logits = self.lm.prefill(ids, lengths, cache_length)   # ids int32 [B, T], prompts at the left, any right padding
-    ...                                                    # logits float32 [B, V], of the token after each prompt
-    logits = self.lm.extend_step(token).logits             # token int32 [B]; logits float32 [B, V], of the next token
+    ...                                                    # logits float32 [B, V], for the token after each prompt
+    logits = self.lm.extend_step(token).logits             # token int32 [B]; logits float32 [B, V], for the next token
 
 B is the number of rows, T the width of `ids` and V the size of the vocabulary. `prefill` moves each prompt to the right end of
-[0, T), so that the tokens of a step have the same index in the cache in all rows, T + step. Variables of the collection, below
-`lm`: `time_step`, int32, the next index to write; `first_index`, int32 [B], the index of each row's first token; and for each
-layer `attention/key_state` and `attention/value_state`, [B, cache_length, K, H], for K cached heads of width H; with latent
-attention `attention/key_state` alone, with linear attention those of `DeltaAttention`. Variables of layers that are repeated R
-times are stacked, with a leading dimension R; with `unroll_in_decode` they are separate variables below `layer{r}`.
+[0, T), so that the tokens of a decode step have the same cache index in all rows, T + step. The collection has these variables
+below `lm`: `time_step`, int32, the next index to write; `first_index`, int32 [B], the index of each row's first token; and for
+each layer `attention/key_state` and `attention/value_state`, [B, cache_length, K, H], for K cached heads of width H. Latent
+attention has only `attention/key_state`; for linear attention see `DeltaAttention`. Layers that are repeated R times have stacked
+variables with a leading dimension R, or with `unroll_in_decode` separate variables below `layer{r}`.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ class DecoderLm(SpecLayer):
     Attributes:
       packed_input: True if a row may hold several texts, distinguished by segment_ids.
       model_type: only CAUSAL is supported. praxis' LanguageModel sets it.
-      checkpoint_policy: rematerialisation policy of each block of layers.
+      checkpoint_policy: rematerialization policy of each block of layers.
       unroll_in_decode: unroll the loop over layers in decode steps. The cache then has separate variables for each layer,
-        which are updated in place. Compilation takes longer.
+        which are updated in place, but compilation takes longer.
       attention_kernel: name of the attention kernel, see `spmd_trainer.kernels.kernels`. None: the first one that suits the
         device and the layer.
-      context_parallel: form of attention for rows split over the mesh (`axes` maps 'length' to mesh axes): 'ring' or
-        'all_to_all'. None: 'ring'.
+      context_parallel: attention algorithm for rows whose tokens are split over the mesh (`axes` maps 'length' to mesh axes):
+        'ring' or 'all_to_all'. None: 'ring'.
     """
 
     packed_input: bool = True
@@ -82,14 +83,13 @@ class DecoderLm(SpecLayer):
         mesh_axis_names: Sequence[str],
         training_optimized: bool,
     ) -> Any:
-        """Sets the mesh, and splits variables and activations over axes with these names, as `DEFAULT_AXES` does. Returns
-        lm_p.
+        """Sets the mesh in a config, and applies `DEFAULT_AXES` to mesh axes with these names. Returns lm_p.
 
         Args:
           lm_p: config of this class, changed in place. Entries already in its `axes` stay.
           replica_axis, data_axis, mdl_axis: names of the mesh axes.
-          ici_mesh_shape, dcn_mesh_shape: sizes of all axes, within a slice and across slices.
-          mesh_axis_names: names of all axes.
+          ici_mesh_shape, dcn_mesh_shape: sizes of all mesh axes, within a slice and across slices.
+          mesh_axis_names: names of all mesh axes.
           training_optimized: also split the residual stream over mdl_axis.
         """
         lm_p.ici_mesh_shape, lm_p.dcn_mesh_shape = ici_mesh_shape, dcn_mesh_shape
@@ -149,10 +149,10 @@ class DecoderLm(SpecLayer):
           inputs: token ids, int32 [batch, time].
           paddings: [batch, time], 1 for padding.
           labels: class_ids int32 [batch, time] and class_weights [batch, time], or None.
-          segment_ids: int32 [batch, time], equal for a text's tokens, which are consecutive; None: each row is one text.
+          segment_ids: int32 [batch, time], the same for all tokens of a text, which are consecutive; None: a row is one text.
           segment_pos: int32 [batch, time], position of each token in its text. None: 0, 1, 2, ...
           causal_attention_mask, segment_mask: must be None.
-          start_time_step: index in the decode cache that the next `extend_step` writes.
+          start_time_step: index in the decode cache at which the next `extend_step` writes.
 
         Raises:
           UserError: an attention mask is given, or rows are longer than the learned positions.
@@ -173,7 +173,7 @@ class DecoderLm(SpecLayer):
         order = self._order(length)
         context = self._context_of_rows(order, segment_ids, segment_pos)
         x = self._hidden(order.apply(inputs), context)
-        if self.spec.mtp_layers and labels is None and self.is_initializing():  # they create their variables
+        if self.spec.mtp_layers and labels is None and self.is_initializing():  # these layers create their variables
             labels = NestedMap(class_ids=inputs, class_weights=paddings)
         if labels is not None:
             if self.spec.mtp_layers:
@@ -216,11 +216,11 @@ class DecoderLm(SpecLayer):
         return output
 
     def prefill(self, ids: jax.Array, lengths: jax.Array, cache_length: int) -> jax.Array:
-        """Computes prompts and fills the decode cache. Returns logits of the first new token, float32 [batch, vocab_size].
+        """Runs the model on prompts and fills the decode cache. Returns float32 [batch, vocab_size], logits of the next token.
 
         Args:
-          ids: int32 [batch, time]; each row's prompt begins at 0.
-          lengths: int32 [batch], tokens of each prompt, 1 or more.
+          ids: token ids, int32 [batch, time]; each row's prompt begins at 0.
+          lengths: int32 [batch], number of tokens in each prompt, 1 or more.
           cache_length: number of tokens that the cache must hold: `time` plus the number of decode steps.
 
         Raises:
@@ -242,14 +242,16 @@ class DecoderLm(SpecLayer):
         return self._logits(x[:, -1:])[:, 0]
 
     def extend_step(self, inputs: jax.Array, segment_pos: jax.Array | None = None) -> NestedMap:
-        """Adds tokens to the decode cache, after `prefill`, another step or, without linear attention, `__call__`.
+        """Runs the model on new tokens, and adds them to the decode cache.
+
+        A previous call of `prefill`, or of `__call__` for models without linear attention, must have filled the cache.
 
         Args:
           inputs: token ids, int32 [batch] or [batch, new tokens].
           segment_pos: positions of the tokens in their texts, int32 of the same shape. None: the next positions of each row.
 
         Returns:
-          logits, log_probs and probs of the token after each input token, float32 [batch, vocab_size] or [batch, new tokens,
+          logits, log_probs and probs for the token after each input token, float32 [batch, vocab_size] or [batch, new tokens,
           vocab_size].
         """
         ids = inputs[:, None] if inputs.ndim == 1 else inputs
@@ -270,7 +272,7 @@ class DecoderLm(SpecLayer):
         return jax.tree.map(lambda x: x[:, 0], output) if inputs.ndim == 1 else output
 
     def transform_decode_state(self, transform_fn: base_layer.DecodeStateTransformFn) -> None:
-        """Replaces each array of the cache by `transform_fn(array, batch_dim, time_dim)`, with -1 for a missing dimension."""
+        """Replaces each array of the decode cache by `transform_fn(array, batch_dim, time_dim)`; -1: it has no such dimension."""
         self.update_decode_state("first_index", transform_fn(self.get_decode_state("first_index"), 0, -1))
         if self.spec.num_repeats:
             self.layers.transform_decode_state(transform_fn)
@@ -278,7 +280,7 @@ class DecoderLm(SpecLayer):
             layer.transform_decode_state(transform_fn)
 
     def lazy_broadcast_prefix(self, num_suffix_samples: int, suffix_length: int) -> None:
-        """Not supported.
+        """Overrides a praxis method that this class does not support.
 
         Raises:
           UserError: always.
@@ -297,7 +299,7 @@ class DecoderLm(SpecLayer):
         )
 
     def _hidden(self, ids: jax.Array, context: Context) -> jax.Array:
-        """Returns the final norm's output, [batch, padded time, model_dims], for whole rows of ids in the context's order."""
+        """Returns the final norm's output, [batch, padded time, model_dims], for rows of ids in the order `context.order`."""
 
         def run(layer: DecoderLayer, x: jax.Array) -> jax.Array:
             return layer(x, context)
@@ -313,7 +315,7 @@ class DecoderLm(SpecLayer):
         run: Callable[[DecoderLayer, jax.Array], jax.Array],
         run_repeated: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        """Returns the residual stream after all layers: `run` computes a layer, `run_repeated` those that are repeated."""
+        """Returns the residual stream after all layers. `run` computes one layer, `run_repeated` all repeated layers."""
         for layer in self._not_repeated("first_layers"):
             x = run(layer, x)
         if self.spec.num_repeats:
@@ -373,13 +375,13 @@ class DecoderLm(SpecLayer):
 
 
 class DecoderLanguageModel(layers.LanguageModel):
-    """praxis' `LanguageModel` with a `DecoderLm` as `lm_tpl`. `generation` holds the settings of `decode`."""
+    """praxis' `LanguageModel` with a `DecoderLm` as `lm_tpl`. Its method `decode` uses the settings in `generation`."""
 
     lm_tpl: pax_fiddle.Config[base_layer.BaseLayer] = base_layer.template_field(DecoderLm)
     generation: GenerationSettings = base_layer.instance_field(GenerationSettings)
 
     def matrix_flops(self, num_params: float, num_frozen: float, length: int) -> float:
-        """See `DecoderSpec.matrix_flops`."""
+        """Returns the FLOPs per token of all matrix products; see `DecoderSpec.matrix_flops`."""
         flops: float = pax_fiddle.build(self.lm_tpl.spec).matrix_flops(num_params, num_frozen, length)
         return flops
 

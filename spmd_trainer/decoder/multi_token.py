@@ -1,8 +1,8 @@
-"""Multi-token prediction (DeepSeek V3, arXiv:2412.19437, section 2.2): a further loss, of tokens after the next one.
+"""Multi-token prediction (DeepSeek V3, arXiv:2412.19437, section 2.2): an additional loss for tokens after the next one.
 
-Layer k = 1, 2, ... gets the hidden states of the layer before it (of the model, for k = 1) and, at each position, the embedding
-of the token k positions later. It predicts the token after that one. Embedding and output layer are the model's. Decoding
-doesn't use these layers.
+The multi-token layer k = 1, 2, ... gets the hidden states of the multi-token layer before it (for k = 1, of the model) and, at
+each position, the embedding of the token k positions later. It predicts the token after that one. Embedding and output layer
+are shared with the model. Decoding doesn't use these layers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from spmd_trainer.kernels.cross_entropy import TokenLosses
 
 
 class Rows(NamedTuple):
-    """Whole rows, in row order.
+    """A batch of whole rows with their labels, in row order.
 
     Attributes:
       ids: token ids, int32 [batch, time].
-      class_ids, class_weights: the next tokens and their weights, [batch, time].
-      segment_ids: int32 [batch, time].
+      class_ids, class_weights: the labels, which are the next tokens, and their weights, [batch, time].
+      segment_ids: int32 [batch, time], the text that each token belongs to.
     """
 
     ids: jax.Array
@@ -36,7 +36,10 @@ class Rows(NamedTuple):
     segment_ids: jax.Array
 
     def later(self, count: int) -> Rows:
-        """Returns the rows `count` positions later; the weights are 0 where that is another text."""
+        """Returns the rows shifted by `count`, so that each position has the entries of the token `count` positions later.
+
+        A weight becomes 0 if the later token belongs to another text than the position.
+        """
 
         def moved(x: jax.Array, fill: int) -> jax.Array:
             return jnp.pad(x[:, count:], ((0, 0), (0, min(count, x.shape[1]))), constant_values=fill)
@@ -47,7 +50,7 @@ class Rows(NamedTuple):
 
 
 class MultiTokenLayer(SpecLayer):
-    """One layer that predicts a further token. `final_norm` is applied to its output before the output layer."""
+    """One multi-token prediction layer. Its caller applies `final_norm` to its output, before the model's output layer."""
 
     def setup(self) -> None:
         dims, last = self.spec.model_dims, self.spec.layers[-1]
@@ -65,17 +68,17 @@ class MultiTokenLayer(SpecLayer):
         self.child("final_norm", Norm, shape=(dims,))
 
     def __call__(self, hidden: jax.Array, embedded: jax.Array, context: Context) -> jax.Array:
-        """Returns the new hidden states, of hidden states and embeddings of later tokens, all [batch, time, model_dims]."""
+        """Returns new hidden states, made from hidden states and embeddings of later tokens; all [batch, time, model_dims]."""
         joined = self.token(self.token_norm(embedded)) + self.hidden(self.hidden_norm(hidden))
         output: jax.Array = self.layer(joined, context)
         return output
 
 
 class MultiTokenPrediction(SpecLayer):
-    """All layers that predict further tokens: `layer_0`, `layer_1`, ...
+    """All multi-token prediction layers: `layer_0`, `layer_1`, ...
 
     Attributes:
-      checkpoint_policy: rematerialisation policy of each layer.
+      checkpoint_policy: rematerialization policy of each layer.
     """
 
     checkpoint_policy: AutodiffCheckpointType = AutodiffCheckpointType.SAVE_NOTHING
@@ -92,15 +95,15 @@ class MultiTokenPrediction(SpecLayer):
         embed: Callable[[jax.Array], jax.Array],
         token_losses: Callable[[jax.Array, jax.Array], TokenLosses],
     ) -> None:
-        """Adds the auxiliary loss `multi_token`, the mean cross entropy of all layers times `mtp_weight`, and a summary of each.
+        """Adds the auxiliary loss `multi_token`, the layers' mean cross entropy times `mtp_weight`, and a summary per layer.
 
         Args:
           hidden: the model's hidden states after its final norm, [batch, padded time, model_dims], in the order `context.order`.
-          rows: the model's input and labels. A label of a layer has the weight that it has as a next token, and none if it is of
-            another text than the position.
-          context: context of the layers.
-          embed: returns the embeddings of ids in the order `context.order`.
-          token_losses: returns the losses of hidden states and labels in that order.
+          rows: the model's inputs and labels. In each layer, a label has the weight that it has in the model's own loss, or 0 if
+            it belongs to another text than the position.
+          context: context of the model's forward pass.
+          embed: function (ids) -> embeddings, in the order `context.order`.
+          token_losses: function (hidden states, labels) -> losses of the tokens, in the same order.
         """
         order = context.order
         assert order is not None  # None only in decode steps

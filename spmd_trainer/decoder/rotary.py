@@ -15,7 +15,10 @@ from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 
 
 def frequencies(spec: DecoderSpec, kind: str) -> tuple[np.ndarray, float]:
-    """Returns the angle per position of each pair of dimensions, float32 [dims / 2], and a factor for sine and cosine."""
+    """Returns the rotary frequencies of a kind of layer, and the factor by which sine and cosine are multiplied.
+
+    The frequencies, float32 [rotated dims / 2], are the angles per position for each pair of dimensions.
+    """
     base, scaling = spec.rotary_base, spec.rotary_scaling
     if kind == "local" and spec.local_rotary_base is not None:
         base, scaling = spec.local_rotary_base, None
@@ -35,7 +38,7 @@ def frequencies(spec: DecoderSpec, kind: str) -> tuple[np.ndarray, float]:
 
 
 def _llama3(plain: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
-    """Divides low frequencies by `scaling.factor`, keeps high ones, and interpolates between them."""
+    """Scales frequencies as Llama 3: divides low ones by `scaling.factor`, keeps high ones, and interpolates between them."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     rotations = scaling.original_max_positions * plain / np.float32(2 * math.pi)
     kept = np.clip((rotations - low) / (high - low), 0, 1) if low < high else rotations >= high
@@ -43,8 +46,8 @@ def _llama3(plain: np.ndarray, scaling: RotaryScaling) -> np.ndarray:
 
 
 def _yarn(plain: np.ndarray, base: float, scaling: RotaryScaling) -> tuple[np.ndarray, float]:
-    """Divides low frequencies by `scaling.factor`, keeps high ones, and interpolates between them. Also returns the factor for
-    sine and cosine.
+    """Scales frequencies by YaRN: divides low ones by `scaling.factor`, keeps high ones, and interpolates between them. Also
+    returns the factor for sine and cosine.
     """
     dims = 2 * len(plain)
 
@@ -75,8 +78,8 @@ def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple
 
     Args:
       spec: the model.
-      kind: the kind of layer, of those with rotary embeddings.
-      positions: int32 [batch, time].
+      kind: the kind of layer, e.g. 'local'; it must have rotary embeddings.
+      positions: int32 [batch, time], position of each token in its text.
     """
     per_position, factor = frequencies(spec, kind)
     angles = positions[..., None].astype(jnp.float32) * per_position
@@ -84,7 +87,7 @@ def sine_and_cosine(spec: DecoderSpec, kind: str, positions: jax.Array) -> tuple
 
 
 def of_layers(spec: DecoderSpec, positions: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns {kind of layer: `sine_and_cosine`} of the layers with rotary embeddings."""
+    """Returns {kind of layer: result of `sine_and_cosine`} for the kinds with rotary embeddings."""
     if spec.positions != "rotary":
         return {}
     kinds = sorted({*spec.layer_pattern} - {"linear", *spec.unrotated_kinds})
@@ -92,7 +95,7 @@ def of_layers(spec: DecoderSpec, positions: jax.Array) -> dict[str, tuple[jax.Ar
 
 
 def rotate(x: jax.Array, sine: jax.Array, cosine: jax.Array, *, pairs_adjacent: bool = False) -> jax.Array:
-    """Applies a rotary embedding to the first dimensions, in float32. Returns an array of x's shape and dtype.
+    """Applies a rotary embedding to the first dimensions of each head, in float32. Returns an array of x's shape and dtype.
 
     Args:
       x: [batch, time, heads, head_dims].

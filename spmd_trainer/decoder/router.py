@@ -14,7 +14,7 @@ from spmd_trainer.kernels.token_groups import TokenParts
 from spmd_trainer.models.decoder_spec import MoeSpec
 from spmd_trainer.step import masks
 
-# Least sum of a token's scores by which they are divided. Its square is still a normal float32.
+# Lower bound for the sum by which a token's scores are divided. Its square is a normal float32.
 _LEAST_SUM = 1e-18
 
 
@@ -35,11 +35,11 @@ class Router(SpecLayer):
     def __call__(self, x: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns each token's experts, int32 [batch, time, num_experts_per_token], and their weights, float32.
 
-        Adds the auxiliary losses with a nonzero weight and, in training, a summary of the load (tokens of each expert).
+        Also adds the auxiliary losses with nonzero weights and, in training, a summary of the load (tokens of each expert).
 
         Args:
           x: [batch, time, model_dims].
-          real: bool [batch, time], False for padding, which is left out of losses and load.
+          real: bool [batch, time], False for padding, which the losses and the load leave out.
         """
         moe = moe_of(self)
         exact = jax.lax.Precision.HIGHEST  # by default a TPU multiplies in bfloat16, and a GPU in TF32
@@ -47,13 +47,13 @@ class Router(SpecLayer):
         if moe.biases:
             logits = logits + self.theta.b.astype(jnp.float32)
         scores = jax.nn.softmax(logits, axis=-1) if moe.score == "softmax" else jax.nn.sigmoid(logits)
-        # A sigmoid of large logits is 1 for several experts, and the order of the logits is that of the scores.
+        # The sigmoids of large logits are all rounded to 1, so the logits, which have the same order, rank experts better.
         by_logits = moe.score == "sigmoid" and not moe.choice_bias and moe.num_groups == 1
         experts = self._chosen(jax.lax.stop_gradient(logits if by_logits else scores))
         if moe.aux_loss_weight or not self.do_eval:
             tokens = _tokens_of_experts(experts, real, moe.num_experts)
             if not self.do_eval:
-                # Also what moves the biases, after the whole batch: of every verbosity.
+                # The choice biases are updated from this summary, so it is written at any verbosity.
                 self.add_summary(masks.LOAD, tokens, base_layer.SummaryType.HISTOGRAM, verbosity=0)
             self._add_load_balancing_loss(scores, tokens, real)
         if moe.z_loss_weight:
@@ -67,7 +67,7 @@ class Router(SpecLayer):
         return experts, weights if moe.scaling_factor == 1 else weights * moe.scaling_factor
 
     def _chosen(self, scores: jax.Array) -> jax.Array:
-        """Returns each token's experts by the scores [batch, time, E], plus `choice_bias` if the spec has one."""
+        """Chooses each token's experts by the scores [batch, time, experts], plus `choice_bias` if the spec has one."""
         if moe_of(self).choice_bias:
             scores = scores + self.get_var("choice_bias")
         return token_groups.for_each_token(functools.partial(_best, moe_of(self)), scores, parts_of(self, scores))
@@ -86,20 +86,20 @@ class Router(SpecLayer):
 def moe_of(layer: SpecLayer) -> MoeSpec:
     """Returns `layer.spec.moe`, which must not be None."""
     moe = layer.spec.moe
-    assert moe is not None  # only specs with experts build the layers that ask
+    assert moe is not None  # only specs with experts build the layers that call this
     return moe
 
 
 def parts_of(layer: SpecLayer, x: jax.Array) -> TokenParts:
-    """Returns the sharding of the experts and of the tokens `x`, [batch, time, ...]."""
+    """Returns how the mesh splits the experts and the tokens `x`, [batch, time, ...]."""
     batch, length, experts = map(layer.mesh_axes, ("batch", "length", "experts"))
     return TokenParts.of(x, moe_of(layer).num_experts, batch=batch, length=length, experts=experts)
 
 
 def _best(moe: MoeSpec, scores: jax.Array) -> jax.Array:
-    """Returns the experts with the highest scores [batch, time, E], chosen within the best `num_chosen_groups` groups.
+    """Returns the experts with the highest scores in the best `num_chosen_groups` groups. `scores`: [batch, time, experts].
 
-    The score of a group is the sum of its two highest scores.
+    The score of a group is the sum of the two highest scores in it.
     """
     if moe.num_chosen_groups < moe.num_groups:
         by_group = scores.reshape(*scores.shape[:2], moe.num_groups, -1)
@@ -112,18 +112,18 @@ def _best(moe: MoeSpec, scores: jax.Array) -> jax.Array:
 
 
 def _shares(real: jax.Array) -> jax.Array:
-    """Returns each token's weight in a mean over the tokens without padding, [batch, time]; 0 for padding."""
+    """Returns each token's weight in a mean over all tokens that are not padding, [batch, time]; 0 for padding."""
     return real / jnp.maximum(jnp.sum(real), 1)
 
 
 def _tokens_of_experts(experts: jax.Array, real: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the number of tokens of each expert, float32 [E]. It is summed in int32, so it is the same on any mesh."""
+    """Returns the number of tokens of each expert, float32 [num_experts]. Counted in int32, so it is the same on any mesh."""
     # A sum that XLA fuses, instead of one-hot vectors for all tokens and experts.
     is_chosen = (experts[..., None] == jnp.arange(num_experts)) & real[..., None, None]
     return jnp.sum(is_chosen, axis=(0, 1, 2), dtype=jnp.int32).astype(jnp.float32)
 
 
-# The backward pass keeps neither a one-hot vector for each token and expert, nor scatters, which XLA would not split.
+# With this, the backward pass stores no one-hot vectors of tokens and experts, and needs no scatter, which XLA would not split.
 @jax.checkpoint
 def _scores_of(experts: jax.Array, scores: jax.Array) -> jax.Array:
     """Returns the scores of the chosen experts, [batch, time, num_experts_per_token]."""

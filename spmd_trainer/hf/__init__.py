@@ -1,21 +1,21 @@
 """Reads and writes Hugging Face model folders: config.json, *.safetensors, generation_config.json, tokenizer.
 
-config_json.py       config.json as a `DecoderSpec`, and back
-families/            the architectures: their settings, and the names of their tensors
-setting_types.py     the names and types of the settings
-text_part.py         the text model in the folder of a model for text and images
-tensor_names.py      which tensors hold which variables, and in which order of dimensions
-safetensors_file.py  the format of the files
-quantised.py         tensors in FP8, and in MXFP4 (mxfp4.py), read as bfloat16
+config_json.py       converts config.json to a `DecoderSpec`, and back
+families/            the supported architectures: their config.json settings and their tensor names
+setting_types.py     checks the names and types of the settings in config.json
+text_part.py         finds the text model in the folder of a multimodal model
+tensor_names.py      maps variables to tensors, including the order of the dimensions
+safetensors_file.py  reads and writes safetensors files
+quantised.py         reads FP8 and MXFP4 (mxfp4.py) tensors as bfloat16
 folder.py            opens a folder and checks its tensors
 placing.py           reads tensors onto a mesh
-source.py            HfSource: a folder as a source of `checkpointing.restore` and `init_from_checkpoint_rules`
-export_folder.py     writes a folder
-export_mode.py       --mode=export: writes a checkpoint as a folder
-writing.py           how files and folders are written
+source.py            HfSource: a folder as a checkpoint for `checkpointing.restore` and `init_from_checkpoint_rules`
+export_folder.py     writes a model folder
+export_mode.py       --mode=export: writes a checkpoint as a model folder
+writing.py           writes safetensors files, and renames a finished folder
 experiment.py        `experiment_from_folder` and `load`
-errors.py            the errors
-peft/                folders of adapters in PEFT's format
+errors.py            the exceptions of this package
+peft/                reads and writes folders of adapters in PEFT's format
 """
 
 from spmd_trainer.hf.errors import HfDamagedError, HfError, HfMismatchError, HfNotFoundError

@@ -1,7 +1,7 @@
 """Converts the config.json of a Hugging Face folder to a `DecoderSpec`, and back.
 
-Missing keys get transformers' defaults, which differ from family to family. Both spellings of the rotary
-settings are read: `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
+Missing keys get transformers' defaults, which differ between model families. Rotary settings can be read under the key
+names of transformers 4 (`rope_theta` with `rope_scaling`) and of transformers 5 (`rope_parameters`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spmd_trainer.hf.setting_types import check_known, check_types
 from spmd_trainer.models.decoder_spec import DecoderSpec, RotaryScaling
 from spmd_trainer.sharding.messages import count_text
 
-# Most experts of all layers of a folder's model together.
+# Maximum number of experts, over all layers of a folder's model.
 _MOST_EXPERTS = 1_000_000
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ACTIVATIONS = {
@@ -31,10 +31,10 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
 }
-# Settings without a default that `Family.read` looks at.
+# Settings without a default that `Family.read` uses if they are present.
 _READ_IF_PRESENT = ("num_local_experts", "sliding_window_pattern", "_sliding_window_pattern")
 _ROTARY_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-# Fields that a config.json must hold as floats.
+# Fields of DecoderSpec that are written to config.json as floats.
 _FLOATS = ("norm_epsilon", "attention_softcap", "final_softcap")
 # Unsupported options of transformers that change a model's output: {key: the values that switch it off}.
 _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
@@ -46,7 +46,7 @@ _SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = {
 # Rotary embeddings.
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _ROTARY_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
-# {kind: {field of RotaryScaling: key}}
+# {kind of scaling: {field of RotaryScaling: key in config.json}}
 _SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "linear": {"factor": "factor"},
@@ -68,7 +68,7 @@ _SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
     },
     "proportional": {"factor": "factor", "share": "partial_rotary_factor"},
 }
-# transformers has no defaults for these.
+# The keys that each kind of scaling requires. transformers has no defaults for them.
 _REQUIRED_OF_SCALING: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -77,12 +77,13 @@ _REQUIRED_OF_SCALING: Mapping[str, tuple[str, ...]] = {
     "proportional": (),
 }
 _NO_FLOATS = ("original_max_position_embeddings", "truncate")
-# `mrope_...` divides a head between positions in time, height and width, which are equal for text.
+# Keys that any kind of scaling may have. `mrope_...` divides a head between positions in time, height and width, which are
+# equal for text.
 _OF_ANY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """Returns the family named by a config.json.
+    """Returns the model family that a config.json names.
 
     Args:
       config: content of the file.
@@ -134,7 +135,7 @@ def spec_of(config: Mapping[str, Any], where: str) -> DecoderSpec:
 
 
 def _absurd_counts(spec: DecoderSpec) -> list[str]:
-    """Returns a list with one error text if the model has more layers or experts than a folder may have, otherwise []."""
+    """Returns [error message] if the model has more layers or experts than a folder's model may have, otherwise []."""
     experts = 1 if spec.moe is None else spec.moe.num_experts
     if spec.num_layers <= MOST_LAYERS and spec.num_layers * experts <= _MOST_EXPERTS:
         return []
@@ -174,11 +175,13 @@ def _refuse_options(config: Mapping[str, Any], family: Family, where: str) -> No
 
 
 def config_of(spec: DecoderSpec, architecture: str | None = None) -> Settings:
-    """Returns the config.json of a model, in the spellings of transformers 4 and 5. It has no dtype, and its token ids are null.
+    """Makes the content of a config.json for a model, with the key names of both transformers 4 and 5.
+
+    It has no dtype, and its token ids are None.
 
     Args:
       spec: the model.
-      architecture: the model's class in transformers; None: the first family that describes the model exactly.
+      architecture: the model's class in transformers; None: that of the first family that describes the model exactly.
 
     Raises:
       HfError: no family describes the model, or the requested family doesn't.
@@ -226,25 +229,25 @@ def _write(spec: DecoderSpec, family: Family) -> Settings:
         if not spec.max_positions:
             del config[family.keys["max_positions"]]
         config.update(_write_rotary(spec, family))
-    # Otherwise transformers uses the ids of the family's first models.
+    # Without these keys, transformers would use the token ids of the family's first models.
     config.update(dict.fromkeys(TOKENS))
     family.write(spec, config)
     return config
 
 
 def _spelling(activation: str, usual: str) -> str:
-    """Returns transformers' name of an activation: `usual` if it has this meaning, else the first matching name."""
+    """Returns transformers' name for an activation: `usual` if it denotes this activation, else the first name that does."""
     if _ACTIVATIONS[usual] == activation:
         return usual
     return next((theirs for theirs, ours in _ACTIVATIONS.items() if ours == activation), activation)
 
 
-# Settings of training, which don't change a trained model's output.
+# Training settings, which don't change a trained model's output.
 _OF_TRAINING = ("dropout", "attention_dropout", "initializer_range", "mtp_layers", "mtp_weight")
 
 
 def differing_fields(one: DecoderSpec, other: DecoderSpec) -> list[str]:
-    """Returns the fields in which two models differ, ignoring those that only matter in training."""
+    """Returns the names of the fields in which two models differ, ignoring fields that matter only in training."""
     names = [field.name for field in dataclasses.fields(DecoderSpec) if field.name not in _OF_TRAINING]
     differing = [name for name in names if _comparable(one, name) != _comparable(other, name)]
     if "moe" in differing and one.moe is not None and other.moe is not None:
@@ -280,7 +283,7 @@ def _comparable(spec: DecoderSpec, field: str) -> Any:
         case "local_rotary_base" if "local" not in spec.layer_kinds:
             return None
         case "local_rotary_base" if value == spec.rotary_base and spec.rotary_scaling is None:
-            return None  # the frequencies of the other layers
+            return None  # the local layers have the same frequencies as the others
         case "moe" if value is not None:
             return dataclasses.replace(value, aux_loss_weight=0.0, z_loss_weight=0.0, choice_bias_rate=0.0)
     return value
@@ -291,24 +294,25 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any], family: Fa
 
     Args:
       settings: the content of config.json, with the family's defaults.
-      fields: the fields, with the sizes already set.
-      family: the architecture.
+      fields: the spec's fields; the sizes are already set.
+      family: the model family.
 
     Raises:
-      HfError: the kind of scaling, or one of its settings, is not supported or missing; or the family rotates no part of a head.
+      HfError: the kind of scaling, or one of its settings, is not supported or missing; or only a part of each head is
+        rotated, which the family doesn't support.
     """
     by_layer_type = family.rotary_by_layer_type
     parameters = _object(settings, "rope_parameters")
     older = _object(settings, "rope_scaling")
     longest = fields["max_positions"]
-    # transformers 5 keeps it among the rotary settings.
+    # transformers 5 keeps partial_rotary_factor among the rotary settings.
     rotated = parameters.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1
     if rotated != 1 and "partial_rotary_factor" not in family.defaults:
         raise HfError(f"rope_parameters.partial_rotary_factor: {family.architecture} rotates whole heads; leave it out")
     fields["rotary_dims"] = 0 if rotated == 1 else int(fields["head_dims"] * rotated)
     local_base = settings.get("rope_local_base_freq") or (settings["rope_theta"] if by_layer_type else None)
     if (_GLOBAL in parameters or _LOCAL in parameters) and (by_layer_type or not older):
-        # transformers gives rope_scaling to the global layers alone.
+        # transformers applies rope_scaling to the global layers only.
         of_global = {**_object(parameters, _GLOBAL), **older}
         of_local = _object(parameters, _LOCAL)
         for kind, found in {_GLOBAL: of_global, _LOCAL: of_local}.items():
@@ -329,7 +333,7 @@ def _read_rotary(settings: Mapping[str, Any], fields: dict[str, Any], family: Fa
 
 
 def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns the object `settings[key]`; {} if it is missing. Raises HfError if the value is not an object."""
+    """Returns the JSON object `settings[key]`; {} if it is missing. Raises HfError if the value is not an object."""
     found = settings.get(key)
     if found is None:
         return {}
@@ -349,7 +353,7 @@ def _scaling(parameters: Mapping[str, Any], name: str, longest: int) -> RotarySc
             f"{did_you_mean(str(kind), _ROTARY_KINDS, otherwise='')}"
         )
     known = _SCALING_KEYS[kind]
-    # Frequencies that are not scaled may come with settings of any scaling, which have no effect then.
+    # With the kind 'default', frequencies are not scaled, and the settings of other kinds are allowed but have no effect.
     read = known.values() if known else {key for keys in _SCALING_KEYS.values() for key in keys.values()}
     if missing := [key for key in _REQUIRED_OF_SCALING[kind] if parameters.get(key) is None]:
         raise HfError(f"{name} has the rope type {kind!r} and no {', '.join(missing)}")
@@ -364,13 +368,13 @@ def _scaling(parameters: Mapping[str, Any], name: str, longest: int) -> RotarySc
 
 
 def _write_rotary(spec: DecoderSpec, family: Family) -> dict[str, Any]:
-    """Returns the rotary settings of a config.json of a family, in the spellings of transformers 4 and 5."""
+    """Returns the rotary settings for a family's config.json, with the key names of both transformers 4 and 5."""
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(spec.rotary_base)}
     if spec.rotary_scaling is not None:
         scaling = spec.rotary_scaling
         parameters["rope_type"] = scaling.kind
         for field, key in _SCALING_KEYS[scaling.kind].items():
-            # transformers takes mscale=0 like a missing one, and warns of it.
+            # transformers treats mscale=0 as missing, and warns about it.
             if (value := getattr(scaling, field)) is not None and not (field.startswith("mscale") and value == 0):
                 parameters[key] = float(value) if key not in _NO_FLOATS else value
     config: dict[str, Any] = {"rope_parameters": parameters, "rope_theta": parameters["rope_theta"]}

@@ -1,4 +1,4 @@
-"""Errors of Hugging Face folders. All of them are UserErrors, and CheckpointErrors of the matching kind."""
+"""Exceptions for Hugging Face folders. Each is a UserError, and also the matching kind of CheckpointError."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class HfError(CheckpointError, UserError):
 
 
 class HfNotFoundError(HfError, CheckpointNotFoundError):
-    """The directory lacks a file of a Hugging Face folder."""
+    """A Hugging Face folder lacks a required file, or was asked for a training step, which such folders don't have."""
 
 
 class HfDamagedError(HfError, DamagedCheckpointError):
-    """A file's content violates its format."""
+    """A file in a Hugging Face folder is malformed or cut off."""
 
 
 class HfMismatchError(HfError, CheckpointMismatchError):
-    """The folder's tensors differ from the model's."""
+    """A Hugging Face folder doesn't fit the model, e.g. in its tensor names, shapes or vocabulary size."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Job(Protocol):
-    """The parts of a `training.job.Job` used here."""
+    """The attributes of a `training.job.Job` that are needed to read and write folders."""
 
     @property
     def task(self) -> SingleTask:
@@ -44,7 +44,7 @@ class Job(Protocol):
 
 
 def experiment_from_folder(directory: str | os.PathLike[str], **attributes: Any) -> type[BaseExperiment]:
-    """Returns an experiment that fine-tunes the model of a folder.
+    """Returns an experiment class that fine-tunes the model in a Hugging Face folder.
 
     Args:
       directory: the folder.
@@ -67,21 +67,21 @@ def experiment_from_folder(directory: str | os.PathLike[str], **attributes: Any)
 
 
 def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
-    """Reads a folder onto a job's mesh.
+    """Reads a Hugging Face folder onto a job's mesh.
 
     Args:
       directory: the folder.
-      job: the job, with the folder's model.
+      job: the job; its model must be the one in the folder.
 
     Returns:
-      The state of step 0, with the folder's variables, fresh optimizer states and fresh adapters. DoRA's adapters still need
-      `LoraModel.prepare`.
+      The train state at step 0, with the folder's variables, and newly initialized optimizer states and adapters. DoRA adapters
+      must then be prepared with `LoraModel.prepare`.
 
     Raises:
       HfNotFoundError: the directory is not a Hugging Face folder.
       HfMismatchError: the folder holds another model, or its tensors don't match its config.json.
       HfError: the architecture or an option is not supported.
-      CheckpointReadError: storage does not answer, or refuses.
+      CheckpointReadError: storage does not answer, or refuses access.
     """
     path: epath.Path = storage.directory("directory", directory)
     source = hf_source.open_source(path, None)
@@ -103,12 +103,12 @@ def load(directory: str | os.PathLike[str], job: Job) -> TrainState:
 
 
 def require_model(directory: epath.Path, task: SingleTask) -> None:
-    """Checks that a task's model is the folder's; see `folder.require_agreement`.
+    """Checks that a task's model, if it is a decoder, is the one in a Hugging Face folder; see `folder.require_agreement`.
 
     Called by every process.
 
     Raises:
-      HfMismatchError: the models differ; the message names the settings.
+      HfMismatchError: the models differ; the message names the settings that differ.
       HfError, CheckpointReadError: the folder can't be read.
     """
     spec = spec_of_task(task)
@@ -117,7 +117,7 @@ def require_model(directory: epath.Path, task: SingleTask) -> None:
 
 
 def warn_of_differences(source: object, task: SingleTask) -> None:
-    """Warns if a task's model has other settings than the folder that its variables come from. This can be intended."""
+    """Logs a warning if variables come from a Hugging Face folder whose model has other settings than the task's model."""
     spec = spec_of_task(task)
     if spec is None or not isinstance(source, hf_source.HfSource):
         return
@@ -126,7 +126,7 @@ def warn_of_differences(source: object, task: SingleTask) -> None:
 
 
 def spec_of_task(task: SingleTask) -> DecoderSpec | None:
-    """Returns the spec of a task's decoder; None for other models."""
+    """Returns the DecoderSpec of a task's model; None if the model is not a decoder."""
     spec = getattr(getattr(task.model, "lm_tpl", None), "spec", None)
     built = fdl.build(spec) if isinstance(spec, fdl.Buildable) else spec
     return built if isinstance(built, DecoderSpec) else None

@@ -1,4 +1,4 @@
-"""Writes a state as a Hugging Face folder: tensors in files of bounded size, the configs, the tokenizer's files."""
+"""Writes a train state as a Hugging Face folder: tensor files of limited size, the configs and the tokenizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from spmd_trainer.train_states import TrainState
 # transformers' own limit. A larger tensor gets a separate file.
 MAX_FILE_BYTES = 5 * 10**9
 DTYPES = ("float32", "bfloat16", "float16")
-# Files of a tokenizer, current and old.
+# Names of tokenizer files, in current and older formats.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,7 +42,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-# Jinja templates for further purposes, e.g. tools and retrieval.
+# Folder of further chat templates, e.g. for tools and retrieval.
 TEMPLATES = "additional_chat_templates"
 
 
@@ -60,21 +60,21 @@ def export(
 ) -> None:
     """Writes the variables of a state as a folder that transformers can open. Called by every process; process 0 writes.
 
-    The folder gets its final name once complete. In an object store, config.json is written last.
+    The folder gets its final name once it is complete. In an object store, config.json is written last.
 
     Args:
-      state: a state on the job's mesh, with or without optimizer states. Adapters are left out; see
+      state: a state on the job's mesh, with or without optimizer states. Adapters are not written; to merge them first, see
         `LoraModel.merged`.
-      job: the job; its model is a decoder of `decoder`.
-      directory: the folder; it must not exist, or be empty.
+      job: the job; its model must be a DecoderLanguageModel.
+      directory: the folder to write; it must be missing or empty.
       dtype: 'float32', 'bfloat16' or 'float16'; None: that of the variables.
-      imported_from: the folder that the model came from, whose config.json, generation_config.json and tokenizer are copied. If
-        the model's settings have changed, config.json is made from the model, with the folder's token ids. None: config.json is
-        made from the model.
-      tokenizer: without `imported_from`, a folder or file (tokenizer.json, SentencePiece model) of the tokenizer to copy, if any.
-      eos_id: without `imported_from`, the id of the end-of-text token.
+      imported_from: the Hugging Face folder that the model came from; its config.json, generation_config.json and tokenizer
+        are copied. If the model's settings have changed, config.json is made from the model, with the folder's token ids.
+        None: config.json is made from the model.
+      tokenizer: a folder, or a tokenizer.json or SentencePiece file, of the tokenizer to copy; ignored with `imported_from`.
+      eos_id: id of the end-of-text token, for config.json; ignored with `imported_from`.
       architecture: the model's class in transformers; None: that of `imported_from`, or the first that describes the model.
-      max_file_bytes: most bytes of a tensor file. A larger tensor gets a separate file.
+      max_file_bytes: maximum size of a tensor file. A larger tensor gets a separate file.
 
     Raises:
       UserError: the directory can't be written.
@@ -97,7 +97,7 @@ def export(
     logging.info("wrote %s in %s to %s", tensors_text, count_text(len(files), "file"), path)
 
 
-# The tensors of each file, by its name.
+# {file name: the tensors in the file}
 _Files: TypeAlias = dict[str, list[writing.ToWrite]]
 
 
@@ -110,7 +110,7 @@ def _plan(
     architecture: str | None,
     max_file_bytes: int,
 ) -> tuple[dict[str, Any], _Files, Mapping[str, VariableSpec]]:
-    """Makes all checks that need no writing. Returns config.json, the tensors of each file, and the VariableSpecs by path."""
+    """Makes all checks before anything is written. Returns config.json's content, the tensors by file, and the VariableSpecs."""
     if dtype is not None and dtype not in DTYPES:
         raise HfError(f"dtype={dtype!r}; give one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES, otherwise='')}")
     spec = spec_of_task(job.task)
@@ -153,11 +153,11 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
         found = {**config, "architectures": [family.architecture], "model_type": family.model_type, **dtypes}
         if MTP_LAYERS in found:
             found[MTP_LAYERS] = spec.mtp_layers
-        found.pop("quantization_config", None)  # an export is not quantised
+        found.pop("quantization_config", None)  # an export is not quantized
         found.pop("auto_map", None)  # names Python files that are not copied; transformers has the architecture
         if spec.max_positions not in (0, there.max_positions):
             found[family.keys["max_positions"]] = spec.max_positions
-        # The length may also be that of the rotary scaling.
+        # The new maximum length may have changed the rotary scaling.
         if not config_json.differing_fields(config_json.spec_of(found, where), spec):
             return found
     if differing:
@@ -173,7 +173,7 @@ def _config(spec: DecoderSpec, source: epath.Path | None, architecture: str | No
 
 
 def _made(spec: DecoderSpec, asked: str | None, usual: str) -> dict[str, Any]:
-    """Returns a config.json made from a model, for the architecture `asked`; if None, for `usual` or else any that fits."""
+    """Makes config.json from a model, for the architecture `asked`; if that is None, for `usual`, or else for any that fits."""
     if asked is not None:
         return config_json.config_of(spec, asked)
     try:
@@ -183,7 +183,6 @@ def _made(spec: DecoderSpec, asked: str | None, usual: str) -> dict[str, Any]:
 
 
 def _files(tensors: list[writing.ToWrite], max_file_bytes: int) -> _Files:
-    """Distributes tensors over files, in the order of the model's layers."""
     groups: list[list[writing.ToWrite]] = [[]]
     size = 0
     for tensor in sorted(tensors, key=lambda tensor: _by_layer(tensor.described.name)):
@@ -198,7 +197,7 @@ def _files(tensors: list[writing.ToWrite], max_file_bytes: int) -> _Files:
 
 
 def _by_layer(name: str) -> tuple[int, int, str]:
-    """Sort key: embeddings, then the layers by number, then the rest."""
+    """Returns the sort key of a tensor: embeddings come first, then the layers by number, then the rest."""
     number = next((int(part) for part in name.split(".") if part.isdigit()), None)
     is_embedding = any(part in ("embed_tokens", "wte", "wpe") for part in name.split("."))
     return (0 if is_embedding else 2 if number is None else 1, number or 0, name)
@@ -207,7 +206,7 @@ def _by_layer(name: str) -> tuple[int, int, str]:
 def _write_rest(
     target: epath.Path, config: Mapping[str, Any], files: _Files, source: str | os.PathLike[str] | None
 ) -> None:
-    """Writes the index, the tokenizer and the configs. config.json comes last, because readers take it as complete then."""
+    """Writes the index, the tokenizer and the configs; config.json comes last, because it marks the folder as complete."""
     if SINGLE not in files:
         weight_map = {tensor.described.name: name for name, tensors in files.items() for tensor in tensors}
         described = [tensor.described for tensors in files.values() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a Hugging Face folder, its adapters as a PEFT folder, or its variables as a checkpoint."""
+"""`--mode=export`: writes a checkpoint as a Hugging Face folder, its adapters as a PEFT folder, or its variables alone."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from spmd_trainer.training.phases import Phase
 
 
 def export(job: Job) -> int:
-    """Writes the variables of one checkpoint, or averages (`--eval_averages`), to `--export_dir`. Called by every process.
+    """Writes the variables in a checkpoint, or their averages (`--eval_averages`), to `--export_dir`. Called by every process.
 
-    With `--export_checkpoint`, writes a checkpoint directory with one step and without optimizer states, for evaluation and for
-    `init_from_checkpoint_rules`. This works for any model. Otherwise writes a Hugging Face folder. The adapters of a run with
-    `task.lora` are merged into the base or, with `--export_adapter`, written alone. If the run began with a Hugging Face folder,
-    its configs and tokenizer are copied. If `--restore_checkpoint_dir` is such a folder, as in a command for fine-tuning, and
-    the run has saved checkpoints, the run's checkpoint is exported.
+    With `--export_checkpoint`, which supports any model, writes a checkpoint with a single step and without optimizer states,
+    for evaluation and for `init_from_checkpoint_rules`. Otherwise writes a Hugging Face folder. With `task.lora`, the adapters
+    are merged into the base model; `--export_adapter` writes the adapters alone, as a PEFT folder. If the run started from a
+    Hugging Face folder, that folder's configs and tokenizer are copied. `--restore_checkpoint_dir` may be such a folder, as in
+    the command for fine-tuning; the run's own checkpoint is then exported, if there is one.
 
     Args:
       job: the job; `--restore_checkpoint_dir` and `--restore_checkpoint_step` select the checkpoint.
@@ -45,7 +45,7 @@ def export(job: Job) -> int:
       The step of the exported checkpoint.
 
     Raises:
-      UserError: there is no checkpoint, the directory is not empty, or transformers has no architecture for the model.
+      UserError: there is no checkpoint, `--export_dir` is not empty, or transformers has no architecture for the model.
     """
     settings = job.config.of(ExportConfig)
     if settings.adapter and job.task.lora is None:
@@ -54,7 +54,7 @@ def export(job: Job) -> int:
         raise UserError(
             "--export_checkpoint: the experiment has adapters (task.lora); write them with --export_adapter"
         )
-    # The processes do what the first one sees.
+    # Process 0 decides for all processes.
     own = decided_by_process_0(lambda: checkpoints.prefers_own(job.config))
     config = dataclasses.replace(job.config, restore_checkpoint_dir=None) if own else job.config
     source = dataclasses.replace(job, config=config)
@@ -92,7 +92,7 @@ def export(job: Job) -> int:
 
 
 def _save(restored: Restored, job: Job, directory: epath.Path, taken: str) -> None:
-    """Saves a state without optimizer states as a checkpoint of its step."""
+    """Saves a restored state, without optimizer states, as a checkpoint with the same step number."""
     variables = job.partitioner.layout.without_opt_states().variables
     noted = {**restored.metadata["metadata"], "averages": taken}
     with Checkpointer(directory, label="the variables of step") as written:
@@ -100,7 +100,7 @@ def _save(restored: Restored, job: Job, directory: epath.Path, taken: str) -> No
 
 
 def _merged(state: TrainState, job: Job) -> TrainState:
-    """Returns a state without adapter variables: the adapters are merged into the base, whose arrays are donated."""
+    """Merges the adapters into the base model. Returns a state without adapters; the arrays of the base are donated to it."""
     metadata = job.partitioner.layout.without_opt_states()
     variables = dataclasses.replace(metadata.variables, mdl_vars=lora.base_only(metadata.variables.mdl_vars))
     without = dataclasses.replace(metadata, variables=variables)
@@ -119,11 +119,11 @@ def _merged(state: TrainState, job: Job) -> TrainState:
 
 
 def _imported_from(job: Job, noted: Mapping[str, Any]) -> epath.Path | None:
-    """Returns the Hugging Face folder that the run began with; None if it has another vocabulary size, or there is no folder.
+    """Returns the Hugging Face folder that the run started from; None without one, or if its vocabulary size is not the model's.
 
     Args:
       job: the job.
-      noted: the metadata of the checkpoint, which names the folder if the run began with one.
+      noted: the metadata of the checkpoint, which names the folder if the run started from one.
     """
     folder = noted.get(FOLDER_KEY, {}).get("path")
     rules = job.task.train.init_from_checkpoint_rules or {}
@@ -133,7 +133,7 @@ def _imported_from(job: Job, noted: Mapping[str, Any]) -> epath.Path | None:
 
 
 def _tokenizer(job: Job) -> tuple[str | None, int | None]:
-    """Returns the path of the training data's tokenizer, if given as a path, and its end-of-text id; otherwise None."""
+    """Returns the path of the training data's tokenizer, or None if it has no path, and its end-of-text id, or None."""
     for dataset in job.config.experiment.config.train_datasets:
         if "tokenizer" in dir(dataset):
             given = dataset.tokenizer

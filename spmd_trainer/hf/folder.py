@@ -1,4 +1,4 @@
-"""Opens Hugging Face folders: reads config.json and the headers of the tensor files, and checks that they agree."""
+"""Opens Hugging Face folders: reads config.json and the headers of the safetensors files, and checks that they agree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from spmd_trainer.storage import json_values, reading
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"
-# Formats of older folders.
+# Weight files of older folders.
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # Buffers that older versions of transformers stored: causal masks and rotary frequencies.
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
@@ -42,10 +42,10 @@ class HfFolder:
 
     Attributes:
       path: path of the folder.
-      config: the content of config.json, or of its text model's part.
-      family: the architecture.
-      spec: the model.
-      variables: the model's variables by path, with the tensors that hold them.
+      config: the content of config.json; for a multimodal model, the settings of its text model.
+      family: the architecture's config.json format and tensor names.
+      spec: the model's settings.
+      variables: the model's variables by path, each with the tensors that hold it.
       tensors: the stored tensors by name.
     """
 
@@ -61,7 +61,7 @@ class HfFolder:
         return f"Hugging Face folder {self.path}"
 
     def dtype(self) -> np.dtype[Any]:
-        """Returns the dtype of most of the model's values."""
+        """Returns the dtype that most of the stored parameters have."""
         counts: dict[np.dtype[Any], int] = {}
         for tensor in self.tensors.values():
             counts[tensor.dtype] = counts.get(tensor.dtype, 0) + int(np.prod(tensor.shape))
@@ -69,24 +69,24 @@ class HfFolder:
 
 
 def is_folder(directory: epath.PathLike) -> bool:
-    """Returns True if a directory has a config.json that names a model.
+    """Returns True if a directory has a config.json that names an architecture or a model type.
 
     Raises:
-      CheckpointReadError: storage does not answer, or refuses.
+      CheckpointReadError: storage does not answer, or refuses access.
     """
     config = read_json(directory, CONFIG)
     return config is not None and ("architectures" in config or "model_type" in config)
 
 
 def open_folder(directory: epath.PathLike) -> HfFolder:
-    """Opens a folder: reads its config and the headers of its files.
+    """Opens a Hugging Face folder: reads config.json and the headers of the safetensors files.
 
     Raises:
       HfNotFoundError: the directory has no config.json, or no safetensors files.
       HfDamagedError: a file is malformed or cut off.
-      HfMismatchError: tensors are missing, surplus or misshapen.
-      HfError: the architecture or an option is not supported.
-      CheckpointReadError: storage does not answer, or refuses.
+      HfMismatchError: tensors are missing or surplus, or have the wrong shape or dtype.
+      HfError: the architecture or an option in config.json is not supported.
+      CheckpointReadError: storage does not answer, or refuses access.
     """
     path = os.fspath(directory)
     config, family, spec = _described(path)
@@ -97,12 +97,12 @@ def open_folder(directory: epath.PathLike) -> HfFolder:
     names = family.names(spec)
     base = names.base
     if not any(name.startswith(base) for name in tensors):
-        # Saved without the head, like GPT-2's own folders.
+        # The model was saved without its output head, so its names lack the prefix, as in OpenAI's folder of GPT-2.
         tensors = {name if name == _TIED else base + name: tensor for name, tensor in tensors.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if not _BUFFERS.search(name)}
     if spec.tied_embeddings:
         tensors.pop(_TIED, None)  # transformers does not read it either
-    # transformers keeps their number in config.json, and leaves them out.
+    # transformers keeps the number of multi-token prediction layers in config.json, even though it doesn't save them.
     has_further = any(name.startswith(f"{base}layers.{spec.num_layers}.") for name in tensors)
     further = min(config.get(MTP_LAYERS) or 0, len(tensors)) if has_further and names.in_mtp_layer else 0
     whole = dataclasses.replace(spec, mtp_layers=further)
@@ -125,14 +125,14 @@ def open_folder(directory: epath.PathLike) -> HfFolder:
 
 
 def read_model(directory: epath.PathLike) -> tuple[dict[str, Any], Family, DecoderSpec]:
-    """Returns the content of config.json, and the architecture and the model that it describes.
+    """Reads a folder's config.json. Returns its content, and the architecture and the model that it describes.
 
     Raises:
       HfNotFoundError: config.json is missing.
       HfDamagedError: config.json is malformed.
-      HfMismatchError: the model is larger than the weights in the folder, if there are any.
-      HfError: the architecture or an option is not supported, or a size is beyond the limits.
-      CheckpointReadError: storage does not answer, or refuses.
+      HfMismatchError: the folder has weight files, and config.json describes a larger model than they can hold.
+      HfError: the architecture or an option is not supported, or the model has too many layers or experts.
+      CheckpointReadError: storage does not answer, or refuses access.
     """
     config, family, spec = _described(os.fspath(directory))
     _refuse_beyond_files(os.fspath(directory), config, spec)
@@ -145,13 +145,13 @@ def _described(path: str) -> tuple[dict[str, Any], Family, DecoderSpec]:
 
 
 def read_config(directory: epath.PathLike) -> tuple[dict[str, Any], str]:
-    """Returns the content of config.json, or of its text model's part (see `text_part`), and for messages where it stands.
+    """Returns the settings in a folder's config.json (see `text_part.config_of_text`), and their location for messages.
 
     Raises:
       HfNotFoundError: config.json is missing.
-      HfDamagedError: it is malformed.
-      HfError: the text model's part is missing.
-      CheckpointReadError: storage does not answer, or refuses.
+      HfDamagedError: config.json is malformed.
+      HfError: config.json describes a multimodal model, and lacks the settings of its text model.
+      CheckpointReadError: storage does not answer, or refuses access.
     """
     where = os.path.join(os.fspath(directory), CONFIG)
     config = read_json(directory, CONFIG)
@@ -163,7 +163,7 @@ def read_config(directory: epath.PathLike) -> tuple[dict[str, Any], str]:
 def _refuse_beyond_files(path: str, config: Mapping[str, Any], spec: DecoderSpec) -> None:
     """Raises HfMismatchError if config.json describes more parameters than the folder's weight files can hold.
 
-    Called before any work that grows with the number of layers.
+    Called before any work whose cost grows with the number of layers.
     """
 
     def weights() -> int:
@@ -180,7 +180,7 @@ def _refuse_beyond_files(path: str, config: Mapping[str, Any], spec: DecoderSpec
 
 
 def _values_at_least(spec: DecoderSpec) -> int:
-    """Returns a lower bound of the number of parameters: those of the embedding and of each layer's largest weights."""
+    """Returns a lower bound on the number of parameters. It counts the embedding and the largest weights of each layer."""
     counts = collections.Counter(spec.layer_kinds)
     delta = spec.delta or DeltaSpec()
     linear = spec.model_dims * delta.num_heads * 2 * (delta.key_dims + delta.values_per_head * delta.value_dims)
@@ -198,11 +198,11 @@ def _values_at_least(spec: DecoderSpec) -> int:
 
 
 def read_json(directory: epath.PathLike, name: str) -> dict[str, Any] | None:
-    """Returns the object in a JSON file; None if the file doesn't exist.
+    """Returns the object in the JSON file `name` of a directory; None if the file doesn't exist.
 
     Raises:
       HfDamagedError: the content is not JSON, or not an object.
-      CheckpointReadError: storage does not answer, or refuses.
+      CheckpointReadError: storage does not answer, or refuses access.
     """
     path = os.path.join(os.fspath(directory), name)
     try:
@@ -248,17 +248,17 @@ def check_tensors(
     head: str,
     fix: str,
 ) -> None:
-    """Checks that the stored tensors are those that a model's variables need.
+    """Checks that the stored tensors are exactly those that a model's variables need.
 
     Args:
       variables: the variables by path.
       stored: the stored tensors by name.
       dtypes: names of the allowed dtypes.
-      described_by: source of the model's shapes, for the message.
-      head, fix: first and last line of the message.
+      described_by: where the model's shapes come from, for the error message, e.g. 'config.json'.
+      head, fix: first and last line of the error message.
 
     Raises:
-      HfMismatchError: they differ; the message has a line for each of the first differences.
+      HfMismatchError: names, shapes or dtypes differ; the message lists the first differences.
     """
     wanted = {piece.name: piece for variable in variables.values() for piece in variable.pieces}
     missing = [name for name in wanted if name not in stored]
@@ -276,10 +276,10 @@ def check_tensors(
 
 
 def require_agreement(directory: epath.PathLike, spec: DecoderSpec) -> None:
-    """Checks that a folder's config.json describes the model `spec`, e.g. with the same rotary base, which shapes don't show.
+    """Checks that a folder's config.json describes the model `spec`, also in settings that don't change shapes.
 
     Raises:
-      HfMismatchError: the models differ; the message names the fields.
+      HfMismatchError: the models differ; the message names the fields that differ.
       HfError, CheckpointReadError: see `read_model`.
     """
     _, _, there = read_model(directory)

@@ -1,8 +1,8 @@
-"""Reads weights in MXFP4, the format of gpt-oss: 4-bit floats in blocks of 32, each with a scale 2^n (OCP Microscaling 1.0).
+"""Reads weights in MXFP4, the format of gpt-oss: 4-bit floats in blocks of 32 with a scale 2^n per block (OCP Microscaling 1.0).
 
-A tensor NAME [experts, inputs, outputs] is stored as two uint8 tensors. `NAME_blocks` [experts, outputs, inputs / 32, 16] has two
-values in a byte, the first value in the lower bits. `NAME_scales` [experts, outputs, inputs / 32] has n + 127 for each block.
-bfloat16 holds the values exactly, except those beyond its range, which become infinite.
+A tensor NAME [experts, inputs, outputs] is stored as two uint8 tensors. `NAME_blocks` [experts, outputs, inputs / 32, 16] holds
+two values per byte, the first value in the lower bits. `NAME_scales` [experts, outputs, inputs / 32] holds n + 127 for each
+block. The values are read as bfloat16, which is exact, except that values beyond its range become infinite.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Tensor(Tensor):
-    """A bfloat16 tensor that is dequantised from blocks and scales when it is read; see `Tensor`.
+    """A bfloat16 tensor that is dequantized from MXFP4 when it is read; see `Tensor`.
 
     Attributes:
-      blocks, scales: the stored tensors.
+      blocks, scales: the stored tensors of 4-bit values and of their scales.
     """
 
     blocks: Tensor
     scales: Tensor
 
     def read_rows(self, first: int, last: int) -> npt.NDArray[ml_dtypes.bfloat16]:
-        """See `Tensor.read_rows`."""
+        """Reads the rows [first, last) and dequantizes them; see `Tensor.read_rows`."""
         stored = (tensor.read_rows(first, last) for tensor in (self.blocks, self.scales))
         return dequantised(*stored).transpose(0, 2, 1)
 
 
 def dequantised(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[ml_dtypes.bfloat16]:
-    """Returns the values, bfloat16 [..., 32 * N], of N blocks, uint8 [..., N, 16], with scales, uint8 [..., N]."""
+    """Converts N blocks of MXFP4 values, uint8 [..., N, 16], with scales, uint8 [..., N], to bfloat16 [..., 32 * N]."""
     exponents = scales.astype(np.int32) - _EXPONENT_BIAS
     with np.errstate(over="ignore"):  # the largest ones end in infinity, as in transformers
         values = np.ldexp(np.take(_PAIRS, blocks, axis=0), exponents[..., None, None])
@@ -52,10 +52,10 @@ def dequantised(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) ->
 
 
 def combined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a folder with an `Mxfp4Tensor` in place of each pair of blocks and scales.
+    """Returns the tensors of a folder, by name, with an `Mxfp4Tensor` in place of each pair `NAME_blocks`, `NAME_scales`.
 
     Raises:
-      HfDamagedError: blocks have no scales, or their shapes or dtypes don't fit.
+      HfDamagedError: blocks have no scales, or the shapes or dtypes of blocks and scales don't fit.
     """
     found = dict(tensors)
     for name, blocks in tensors.items():

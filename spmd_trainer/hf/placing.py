@@ -1,4 +1,4 @@
-"""Reads tensors onto a mesh. A process reads only its devices' shards, in blocks, which it transposes and stacks."""
+"""Reads stored tensors onto a mesh. Each process reads only its own devices' shards, block by block, and transposes them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from spmd_trainer.hf.safetensors_file import Tensor
 from spmd_trainer.hf.tensor_names import Piece, Variable
 from spmd_trainer.sharding.variables import VariableSpec
 
-# A block of so many bytes stays in a processor's cache between reading and transposing.
+# A block of this many bytes stays in the CPU cache between reading and transposing.
 _BLOCK_BYTES = 1 << 20
-# Bytes that are read ahead of the variable that is being placed, if the largest variable is smaller.
+# Maximum bytes of variables that are being read at the same time. A larger variable is read alone.
 _AHEAD_BYTES = 32 << 20
-# JAX uses NumPy's memory as it is, if it begins at a multiple of this; otherwise it copies.
+# JAX uses the memory of a NumPy array without a copy if its address is a multiple of this number of bytes.
 _ALIGNMENT = 64
 _MAX_THREADS = 8
-# After so many bytes, memory that the C library keeps of freed blocks is given back.
+# Each time this many bytes were placed, memory that the C library kept when it was freed is returned to the system.
 _TRIM_BYTES = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """The part of a shard that one tensor fills. Letters name dimensions, see `tensor_names`.
+    """The part of a shard that one stored tensor fills. Dimensions are named by letters, see `families.family`.
 
     Attributes:
       name: name of the tensor, for messages.
-      array: the part, a view of the shard.
-      bounds: {letter: (start, stop)}, the shard's indices in each dimension of the variable, without padding.
+      array: a view of this part of the shard.
+      bounds: {letter: (start, stop)}: the indices that the shard has in each dimension of the variable, without padding.
     """
 
     name: str
@@ -48,11 +48,11 @@ class _Target:
     bounds: Mapping[str, tuple[int, int]]
 
     def copy(self, block: npt.NDArray[Any], limits: Mapping[str, tuple[int, int]], order: Sequence[str]) -> None:
-        """Copies the overlap of a block of the tensor and the shard into the shard.
+        """Copies those values of a block that belong to the shard into the shard.
 
         Args:
-          block: part of the tensor, with its dimensions in the variable's order.
-          limits: {letter: (start, stop)}, the block's indices in each dimension that it holds only a part of.
+          block: a part of the tensor, with its dimensions in the variable's order.
+          limits: {letter: (start, stop)}: the block's indices in those dimensions of which it has only a part.
           order: the letters of the block's dimensions.
         """
         here, there = [], []
@@ -68,12 +68,12 @@ class _Target:
 
 
 def copy_in_range(target: npt.NDArray[Any], values: npt.NDArray[Any], name: str) -> None:
-    """Copies floating-point values to an array of the same shape, converted to its dtype.
+    """Copies floating-point values into an array of the same shape, and converts them to its dtype.
 
     Args:
-      target: the array.
-      values: the values.
-      name: name of the tensor, for the message.
+      target: the array to copy to.
+      values: the values to copy.
+      name: name of the tensor, for the error message.
 
     Raises:
       HfError: finite values are out of the range of the target's dtype.
@@ -99,12 +99,12 @@ def _max_exponent(dtype: np.dtype[Any]) -> int:
 def read_onto_mesh(
     wanted: Mapping[str, VariableSpec], source: Mapping[str, Variable], tensors: Mapping[str, Tensor], mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Reads variables. Each process reads each shard of its devices once. Besides the arrays, its host memory holds shards of at
-    most one variable, or 32 MiB if this is more.
+    """Reads variables onto a mesh. Each process reads each shard of its devices once. Apart from the arrays on the devices, it
+    keeps at most 32 MiB of shards in host memory, or those of one variable if they are larger.
 
     Args:
       wanted: the model's variables by path.
-      source: the tensors that hold each variable, by the same path. Floating-point dtypes are converted to the model's.
+      source: by the same paths, the variables with the tensors that hold them. Values are converted to the model's dtypes.
       tensors: the stored tensors by name.
       mesh: the mesh.
 
@@ -117,7 +117,7 @@ def read_onto_mesh(
     with concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
 
         def start(path: str, spec: VariableSpec, sharding: NamedSharding) -> ReadShard:
-            """Allocates the shards of a variable, and starts to fill them."""
+            """Allocates the shards of a variable, and starts filling them. Returns a function that waits for a shard."""
             shape, held = sharding.shard_shape(spec.padded_shape), set(logical_bounds(spec, sharding).values())
             shards = {bounds: _shard(shape, bounds, spec.dtype) for bounds in held}
             blocks = [
@@ -138,7 +138,7 @@ def read_onto_mesh(
 
 
 def _blocks(tensor: Tensor, piece: Piece, targets: Sequence[_Target]) -> Iterator[tuple[int, int]]:
-    """Yields ranges [first, last) of about 1 MiB in the tensor's outermost letter. Together they cover the targets."""
+    """Yields index ranges [first, last) of `piece.outermost`, of about 1 MiB each, which together cover the targets."""
     outer = piece.outermost
     begin, end = piece.rows(0, 1)
     step = max(1, _BLOCK_BYTES // max(1, (end - begin) * tensor.row_bytes))
@@ -149,14 +149,13 @@ def _blocks(tensor: Tensor, piece: Piece, targets: Sequence[_Target]) -> Iterato
 
 
 def _fill(tensor: Tensor, piece: Piece, first: int, last: int, targets: Sequence[_Target]) -> None:
-    """Reads a block of a tensor, and copies it into the targets."""
     block = piece.of_rows(tensor.read_rows(*piece.rows(first, last)))
     for target in targets:
         target.copy(block, {piece.outermost: (first, last)}, piece.order)
 
 
 def _targets(piece: Piece, shards: Mapping[Bounds, npt.NDArray[Any]]) -> list[_Target]:
-    """Returns the parts of shards that a tensor fills."""
+    """Returns, for each shard that overlaps with a tensor, the part that the tensor fills."""
     found = []
     depth = len(piece.leading)
     for bounds, shard in shards.items():

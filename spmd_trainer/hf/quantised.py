@@ -1,7 +1,8 @@
-"""Reads quantised weights as bfloat16: FP8 in blocks, as in DeepSeek V3's folder, or MXFP4 (`mxfp4.py`).
+"""Reads quantized weights as bfloat16: FP8 in blocks, as in DeepSeek V3's folder, or MXFP4 (`mxfp4.py`).
 
-In FP8, each tensor NAME, float8_e4m3fn [outputs, inputs], has a second tensor `NAME_scale_inv`, [blocks of outputs, blocks of
-inputs], with the factor of each block (float32 in DeepSeek V3, bfloat16 in Qwen 3). Products are float32, rounded to bfloat16.
+An FP8 tensor NAME, float8_e4m3fn [outputs, inputs], is stored with a tensor `NAME_scale_inv` [blocks of outputs, blocks of
+inputs], which holds one factor for each block (float32 in DeepSeek V3, bfloat16 in Qwen 3). The values are multiplied by the
+factors in float32, and the products are rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from spmd_trainer.hf.errors import HfDamagedError, HfError
 from spmd_trainer.hf.safetensors_file import Tensor
 from spmd_trainer.hf.setting_types import is_whole
 
-# {quant_method: {setting: (True for a valid value, what is supported)}}. How activations are quantised is for those who compute
-# in FP8, but a fixed scale of theirs is stored in the folder.
+# {quant_method: {setting: (function that returns True for a valid value, text about valid values)}}. The quantization of
+# activations matters only for computing in FP8, but 'static' schemes store scales of activations in the folder.
 _SETTINGS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "fp8": {
         "activation_scheme": (lambda value: value in (None, "dynamic"), "'dynamic' is"),
@@ -34,7 +35,7 @@ _SETTINGS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     },
     "mxfp4": {},
 }
-# Settings of each method without an effect here: the tensors' names show which are quantised.
+# Settings that don't matter with any method, as the tensors' names show which of them are quantized.
 _WITHOUT_EFFECT = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
 FACTORS = "_scale_inv"
 _FACTOR_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
@@ -45,8 +46,8 @@ class Fp8Tensor(Tensor):
     """A bfloat16 tensor that is computed from FP8 values and factors when it is read; see `Tensor`.
 
     Attributes:
-      values, factors: the stored tensors.
-      block: rows and columns of a block.
+      values, factors: the stored tensors of FP8 values and of the blocks' factors.
+      block: number of rows and of columns in a block.
     """
 
     values: Tensor
@@ -54,7 +55,7 @@ class Fp8Tensor(Tensor):
     block: tuple[int, int]
 
     def read_rows(self, first: int, last: int) -> npt.NDArray[ml_dtypes.bfloat16]:
-        """See `Tensor.read_rows`."""
+        """Reads the rows [first, last) and dequantizes them; see `Tensor.read_rows`."""
         rows, columns = self.block
         of_rows = self._of_blocks[np.arange(first, last) // rows]
         factors = np.repeat(of_rows, columns, axis=1)[:, : self.shape[1]]
@@ -63,7 +64,7 @@ class Fp8Tensor(Tensor):
 
     @functools.cached_property
     def _of_blocks(self) -> npt.NDArray[np.float32]:
-        """All factors: one request for a tensor that is read in many parts."""
+        """The factors of all blocks, which are read once, because the values are read in many parts."""
         return self.factors.read_rows(0, self.factors.shape[0]).astype(np.float32)
 
 
@@ -73,7 +74,7 @@ def refuse_unsupported(config: Mapping[str, Any], where: str, *, in_mxfp4: bool)
     Args:
       config: the content of config.json.
       where: path of the file, for messages.
-      in_mxfp4: True if weights may be in MXFP4, too.
+      in_mxfp4: True if MXFP4 weights are supported, too, which depends on the model family.
 
     Raises:
       HfError: the method, or one of its settings, is not supported.
@@ -96,14 +97,14 @@ def refuse_unsupported(config: Mapping[str, Any], where: str, *, in_mxfp4: bool)
 
 
 def combined(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the tensors of a folder, with one bfloat16 tensor in place of each quantised tensor and its factors.
+    """Returns the tensors of a folder, with one bfloat16 tensor in place of each quantized tensor and its factors.
 
     Args:
       tensors: the stored tensors by name.
       config: the content of config.json, checked by `refuse_unsupported`.
 
     Raises:
-      HfDamagedError: quantised values have no factors, or factors no values; or their shapes or dtypes don't fit.
+      HfDamagedError: quantized values have no factors, or factors have no values; or their shapes or dtypes don't fit.
     """
     settings = config.get("quantization_config")
     if settings is None:

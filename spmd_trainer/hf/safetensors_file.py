@@ -1,7 +1,7 @@
 """Reads and writes files in the safetensors format: a header of names, dtypes, shapes and offsets, then the arrays' bytes.
 
-The library `safetensors` maps local files into memory, so everything read counts as the process' memory. This module reads
-slices, from a disk or an object store.
+The `safetensors` library memory-maps local files, so everything that it reads counts as memory of the process. This module
+reads only the requested slices of a file, which may be on a disk or in an object store.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
-# The library's limit.
+# The `safetensors` library has the same limit.
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -60,7 +60,7 @@ class Described:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor(Described):
-    """An array in a file.
+    """An array in a safetensors file.
 
     Attributes:
       path: path of the file.
@@ -72,7 +72,7 @@ class Tensor(Described):
 
     @property
     def row_bytes(self) -> int:
-        """Size in bytes of a row, one index of the first dimension."""
+        """Size in bytes of a row, i.e. of the values at one index of the first dimension."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
     def read_rows(self, first: int, last: int) -> npt.NDArray[Any]:
@@ -80,7 +80,7 @@ class Tensor(Described):
 
         Raises:
           HfDamagedError: the file ends before the last of these rows.
-          CheckpointReadError: storage does not answer, or refuses.
+          CheckpointReadError: storage does not answer, or refuses access.
         """
         start, end = self.start + first * self.row_bytes, self.start + last * self.row_bytes
         content = step_files.read(f"reading {self.path}", lambda: reading.read(self.path, start, end))
@@ -90,12 +90,12 @@ class Tensor(Described):
 
 
 def read_header(path: str) -> dict[str, Tensor]:
-    """Returns the arrays of a file by name. Reads only the header.
+    """Reads the header of a safetensors file. Returns the arrays in the file by name, without reading their values.
 
     Raises:
       HfDamagedError: the file is malformed or cut off.
       FileNotFoundError: the file doesn't exist.
-      CheckpointReadError: storage does not answer, or refuses.
+      CheckpointReadError: storage does not answer, or refuses access.
     """
     size = step_files.read(f"looking at {path}", lambda: reading.size(path))
     length = int.from_bytes(step_files.read(f"reading {path}", lambda: reading.read(path, 0, _LENGTH_BYTES)), "little")
@@ -106,7 +106,7 @@ def read_header(path: str) -> dict[str, Tensor]:
         )
     try:
         content = step_files.read(f"reading {path}", lambda: reading.read(path, _LENGTH_BYTES, first))
-        header = json_values.parse_object(content, unique=True)  # as the format demands
+        header = json_values.parse_object(content, unique=True)  # the format forbids duplicate names
         found = {name: _parse(name, path, entry, first) for name, entry in header.items() if name != _METADATA}
         end = _end(found.values(), first)
     except (ValueError, KeyError, TypeError) as error:
@@ -121,10 +121,10 @@ def read_header(path: str) -> dict[str, Tensor]:
 
 
 def _end(tensors: Iterable[Tensor], first: int) -> int:
-    """Returns the offset of the end of the last tensor. Checks, as the library does, that tensors are contiguous from `first` on.
+    """Returns the file offset at which the last tensor ends. Checks that tensors are contiguous, starting at offset `first`.
 
     Raises:
-      ValueError: tensors overlap, or there are bytes between them.
+      ValueError: tensors overlap, or there are gaps between them.
     """
     end, before = first, "the header"
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.nbytes)):
@@ -148,17 +148,17 @@ def _parse(name: str, path: str, entry: Mapping[str, Any], first: int) -> Tensor
 
 
 def in_file_order(tensors: Iterable[Described]) -> list[Described]:
-    """Returns arrays in the order in which the library writes them: by descending element size, then by name."""
+    """Sorts arrays into the order in which the `safetensors` library writes them: by descending element size, then by name."""
     return sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
 
 
 def write(file: BinaryIO, tensors: list[Described], arrays: Iterator[npt.NDArray[Any]]) -> None:
-    """Writes a file, one array at a time.
+    """Writes a safetensors file, one array at a time.
 
     Args:
-      file: an empty file.
-      tensors: the arrays in the order of `in_file_order`.
-      arrays: their contents, in the same order.
+      file: an empty file, opened for writing.
+      tensors: names, dtypes and shapes of the arrays, in the order of `in_file_order`.
+      arrays: the values of the arrays, in the same order.
     """
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0

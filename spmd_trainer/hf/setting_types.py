@@ -21,9 +21,9 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# Of what counts something, or gives a size: no dimension of an array is longer.
+# Maximum for counts and sizes: no array dimension can be larger.
 _LARGEST = 2**31 - 1
-# {what a setting must be: (True for a valid value, the settings)}
+# {description of valid values: (function that returns True for a valid value, names of the settings)}
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     # Settings that count something, or that give a size.
     f"a whole number above 0, at most {_LARGEST:,}": (
@@ -91,12 +91,12 @@ _NULL_IS_NONE = frozenset(
 
 
 def check_types(settings: Mapping[str, Any], read: frozenset[str] | None = None, *, inside: str = "") -> None:
-    """Checks the types of settings.
+    """Checks the types and ranges of settings in a config.json.
 
     Args:
-      settings: the content of a config.json, with the family's defaults, or an object in it.
-      read: the settings that the family reads; others may have any type. None: all.
-      inside: name of the object if `settings` is an object in a config.json; its settings may be null.
+      settings: the content of a config.json, with the model family's defaults; or a JSON object in it.
+      read: names of the settings that the family reads; others may have any type. None: all are checked.
+      inside: key of the JSON object in config.json, if `settings` is one; its settings may be null.
 
     Raises:
       HfError: a setting has the wrong type or is out of range.
@@ -129,15 +129,15 @@ _WITHOUT_EFFECT = frozenset(_NAMES_WITHOUT_EFFECT.split())
 
 
 def check_known(config: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Checks that each setting is one that the family reads, or that is known to have no effect.
+    """Checks that a config.json has only settings that the model family reads, or that are known to have no effect.
 
     Args:
       config: the content of a config.json. Settings that are null, false, 0 or empty are not checked: they switch nothing on.
-      known: the settings that the family reads.
-      where: path of the file, for the message.
+      known: names of the settings that the family reads.
+      where: path of the file, for the error message.
 
     Raises:
-      HfError: it has other settings, which may change what the model computes; the message names them.
+      HfError: there are unknown settings, which may change what the model computes; the message names them.
     """
     given = (key for key, value in config.items() if value)
     unknown = sorted(key for key in given if key not in known and key not in _WITHOUT_EFFECT)

@@ -1,4 +1,4 @@
-"""Hugging Face folders as sources of `checkpointing.restore` and `init_from_checkpoint_rules`."""
+"""Presents a Hugging Face folder as a checkpoint for `checkpointing.restore` and `init_from_checkpoint_rules`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _VARS, _STEP = "mdl_vars/", "step"
 
 @dataclasses.dataclass(frozen=True)
 class HfSource(CheckpointSource):
-    """A Hugging Face folder as a checkpoint of step 0, with the dtypes of the stored tensors.
+    """A Hugging Face folder, presented as a checkpoint at step 0 whose variables have the dtypes of the stored tensors.
 
     Attributes:
       folder: the opened folder.
@@ -46,10 +46,10 @@ class HfSource(CheckpointSource):
     mismatch_error = HfMismatchError
 
     def require_fit(self, wanted: Mapping[str, VariableSpec], *, partial: bool = False) -> None:
-        """Checks that the folder holds these variables, in any floating-point dtype; see `CheckpointSource.require_fit`.
+        """Checks that the folder holds the variables `wanted`, in any floating-point dtype. See `CheckpointSource.require_fit`.
 
         Raises:
-          HfMismatchError: paths or shapes differ, or `wanted` has optimizer states or moving averages.
+          HfMismatchError: paths or shapes differ, or `wanted` has optimizer states or moving averages, or no decoder.
         """
         in_folder = {path: spec for path, spec in wanted.items() if path != _STEP}
         if rest := [path for path in in_folder if not path.startswith(_VARS)]:
@@ -60,12 +60,12 @@ class HfSource(CheckpointSource):
             )
         saved = {p: variable for p, variable in self.saved.items() if p in in_folder or not p.startswith(MTP_ROOTS)}
         for path in saved.keys() & in_folder.keys():
-            # A model's variables are converted to its own dtype.
+            # Stored values are converted to the model's dtype when they are read.
             saved[path] = dataclasses.replace(saved[path], dtype=records.dtype_name(in_folder[path].dtype))
         super(HfSource, dataclasses.replace(self, saved=saved)).require_fit(in_folder, partial=partial)
 
     def read(self, wanted: Mapping[str, VariableSpec], mesh: Mesh, source: Mapping[str, str]) -> dict[str, jax.Array]:
-        """Reads variables, and the step counter, onto a mesh; see `CheckpointSource.read`."""
+        """Reads variables onto a mesh; a step counter is set to 0. See `CheckpointSource.read`."""
         variables = {path: self.folder.variables[source[path]] for path in wanted if path != _STEP}
         read = {source[path] for path in variables}
         if left_out := [path for path in self.saved if path.startswith(MTP_ROOTS) and path not in read]:
@@ -85,24 +85,24 @@ class HfSource(CheckpointSource):
 
 
 def find_agreed(directory: epath.Path) -> bool:
-    """Returns True if process 0 finds a Hugging Face folder in a directory. Called by every process."""
+    """Returns True on every process if process 0 sees that `directory` is a Hugging Face folder. Called by every process."""
     return decided_by_process_0(lambda: hf_folder.is_folder(directory))
 
 
 def open_source(directory: epath.Path, step: int | None, variables: TrainState | None = None) -> HfSource | None:
-    """Opens a folder. Called by every process.
+    """Opens a Hugging Face folder as a checkpoint source. Called by every process.
 
     Args:
       directory: the folder.
-      step: must be None or 0, because a folder has no steps.
-      variables: not used; other kinds of checkpoints need the model.
+      step: must be None or 0, because a folder has no training steps.
+      variables: not used; the functions that open other kinds of checkpoints need the model's variables.
 
     Returns:
       The source, or None if the directory is not a Hugging Face folder.
 
     Raises:
       HfError: the folder can't be opened (see `folder.open_folder`), or `step` is neither None nor 0.
-      CheckpointReadError: storage does not answer, or refuses.
+      CheckpointReadError: storage does not answer, or refuses access.
     """
     del variables
     if not find_agreed(directory):

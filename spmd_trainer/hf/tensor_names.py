@@ -1,6 +1,6 @@
-"""The tensors of a Hugging Face folder that hold a decoder's variables, and how to view them in the variables' dimensions.
+"""Maps a decoder's variables to the tensors of a Hugging Face folder, and reorders the tensors' dimensions.
 
-`families.family` explains the layouts.
+Dimensions are named by letters; `families.family` explains the letters and the notation for layouts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from spmd_trainer.models.decoder_spec import DecoderSpec, DeltaSpec, LatentSpec
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The letters of a dimension of a tensor: `outer`, and within them the parts that are fused there, if any.
+    """One dimension of a tensor, as letters. It is a product of variable dimensions, and may contain several fused variables.
 
     Attributes:
-      outer: letters before the fused parts; all letters of a dimension that is not fused.
-      parts: the letters of each fused part, in order; () for a dimension that is not fused.
+      outer: letters before the fused variables; all letters of a dimension without fused variables.
+      parts: the letters of each fused variable, in order; () for a dimension without fused variables.
     """
 
     outer: tuple[str, ...]
@@ -32,15 +32,15 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A tensor that holds part of a variable.
+    """A tensor that holds a variable, or the values at one index of its leading dimensions (e.g. of one layer).
 
     Attributes:
       name: the tensor's name in the folder.
-      leading: the index in the variable's leading dimensions: (repeat,), (repeat, expert), (expert,) or ().
+      leading: this index in the variable's leading dimensions: (repeat,), (repeat, expert), (expert,) or ().
       groups: the letters of each dimension of the tensor.
       order: the letters of the variable's dimensions after the leading ones.
-      sizes: the size of each letter.
-      part: see `Rule`.
+      sizes: {letter: size of this dimension}.
+      part: index of the variable among those that are fused in the tensor.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Piece:
 
     @property
     def outermost(self) -> str:
-        """The first letter of the tensor's first dimension, of the variable's part of it."""
+        """The first letter of the tensor's first dimension, ignoring other variables that are fused there."""
         return self._letters(self.groups[0])[0]
 
     def rows(self, first: int, last: int) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class Piece:
         return start + first * unit, start + last * unit
 
     def of_rows(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Returns a view of rows of the tensor, see `rows`, that has the dimensions `order` of the variable."""
+        """Returns a view of the given tensor rows (see `rows`) that has the variable's dimensions, in the order `order`."""
         shape: list[int] = []
         index: list[slice] = []
         letters: list[str] = []
@@ -84,7 +84,7 @@ class Piece:
             index += [slice(None)] * len(group.outer)
             if group.parts:
                 start, size, total = self._fused(group)
-                is_cut = axis == 0 and not group.outer  # these rows are those of the part alone
+                is_cut = axis == 0 and not group.outer  # these rows belong to this variable alone
                 shape.append(size if is_cut else total)
                 index.append(slice(None) if is_cut else slice(start, start + size))
             letters += self._letters(group)
@@ -98,7 +98,7 @@ class Piece:
         return (*group.outer, *group.parts[self.part]) if group.parts else group.outer
 
     def _fused(self, group: Group) -> tuple[int, int, int]:
-        """Returns start and size of the variable's part in a fused dimension, and the size of all parts."""
+        """Returns where the variable starts in a fused dimension, its size there, and the size of all fused variables."""
         sizes = [self._size(part) for part in group.parts]
         return (sum(sizes[: self.part]), sizes[self.part], sum(sizes)) if sizes else (0, 1, 1)
 
@@ -112,8 +112,8 @@ class Variable:
 
     Attributes:
       path: path of the variable in the train state.
-      shape: logical shape.
-      pieces: the tensors, in the order of the leading dimensions.
+      shape: shape without padding.
+      pieces: the tensors that hold the variable, in the order of its leading dimensions.
     """
 
     path: str
@@ -127,7 +127,7 @@ class Variable:
 
 
 def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
-    """Returns the variables of a model by path, each with its tensors, named as in `family`."""
+    """Returns the variables of a model by path, each with the tensors that hold it in a folder of this family."""
     names, sizes = family.names(spec), _sizes(spec, spec.layers[0].kind)
     found = {}
     for rule in names.model:
@@ -155,19 +155,19 @@ def variables_of(spec: DecoderSpec, family: Family) -> dict[str, Variable]:
 
 
 def mtp_copies_of(spec: DecoderSpec, family: Family) -> dict[str, str]:
-    """Returns {tensor of a layer that predicts a further token: tensor of the model that it is a copy of}."""
+    """Returns {copy: original} for tensors of multi-token prediction layers that are copies of other tensors of the model."""
     names = family.names(spec)
     return {layer + copy: name for _, layer in _mtp_layers(spec, names) for copy, name in names.mtp_copies.items()}
 
 
 def _mtp_layers(spec: DecoderSpec, names: Names) -> Iterator[tuple[str, str]]:
-    """Yields (path of a layer that predicts a further token, prefix of its tensors)."""
+    """Yields (path in the model, prefix of the tensor names) of each multi-token prediction layer."""
     for k in range(spec.mtp_layers):
         yield f"mtp/layer_{k}", names.base + names.layer.format(layer=spec.num_layers + k)
 
 
 def _layers(spec: DecoderSpec) -> Iterator[tuple[str, list[int]]]:
-    """Yields (path of a layer, or of stacked layers, in the model; numbers of these layers in the folder)."""
+    """Yields (path in the model, layer numbers in the folder) of each separate layer and of each stack of layers."""
     period, repeats, first = len(spec.repeated_layers), spec.num_repeats, len(spec.first_layers)
     for j in range(first):
         yield f"first_layers_{j}", [j]
@@ -195,7 +195,7 @@ def _variable(
 
 
 def parse_layout(layout: str) -> tuple[tuple[Group, ...], tuple[str, ...]]:
-    """Parses a layout, e.g. 'd (n h) -> d n h'. Returns the letters of each dimension of the tensor, and of the variable."""
+    """Parses a layout, e.g. 'd (n h) -> d n h'. Returns the letters of each tensor dimension, and the variable's letters."""
     tensor, _, variable = layout.partition(" -> ")
     groups = []
     for dimension in re.findall(r"\((?:[^()]|\([^()]*\))*\)|\w", tensor):
@@ -210,7 +210,7 @@ def parse_layout(layout: str) -> tuple[tuple[Group, ...], tuple[str, ...]]:
 
 
 def _sizes(spec: DecoderSpec, kind: str) -> dict[str, int]:
-    """Returns the size of each letter in the layers of a kind."""
+    """Returns {letter: size of this dimension} for layers of a kind, such as 'local'."""
     latent, delta, heads = spec.latent or LatentSpec(), spec.delta or DeltaSpec(), spec.heads_of(kind)
     return {
         "v": spec.vocab_size,

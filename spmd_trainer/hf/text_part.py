@@ -1,6 +1,6 @@
-"""The text model in a folder of a model for text and images: its part of config.json, and its tensors.
+"""Finds the text model in the folder of a multimodal model: its settings in config.json, and its tensors.
 
-The vision model is not read, and an export has the text model alone.
+The vision and audio models are not read, and an export contains the text model alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spmd_trainer.hf.errors import HfError
 from spmd_trainer.hf.quantised import FACTORS
 from spmd_trainer.hf.safetensors_file import Tensor
 
-# {architecture of the whole: architecture of the text model}
+# {architecture of the multimodal model: architecture of its text model}
 _TEXT_MODELS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
@@ -23,7 +23,7 @@ _TEXT_MODELS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
-# Prefixes of the text model's tensors, and those in a folder of the text model alone. transformers 4 has the last two.
+# {prefix of the text model's tensor names: their prefix in a folder of the text model alone}. transformers 4 has the last two.
 _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -41,7 +41,7 @@ _VISION = (
     "multi_modal_projector.",
 )
 _TIED = "tie_word_embeddings"
-# Settings that the whole may have for its text model.
+# Settings of the text model that may stand at the top level of config.json.
 _SHARED = (
     _TIED,
     "quantization_config",
@@ -51,22 +51,22 @@ _SHARED = (
     "eos_token_id",
     "pad_token_id",
 )
-# {ending of a tensor with the matrices of all experts: which of an expert's matrices it has}
+# {name ending of a tensor that holds matrices of all experts: which of each expert's matrices it holds}
 _FUSED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 
 
 def config_of_text(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str]:
-    """Returns the content of a config.json, or of its text model's part if it describes a model for text and images.
+    """Returns the settings in a config.json; for a multimodal model, the settings of its text model.
 
     Args:
-      config: the content of the file.
+      config: the content of config.json.
       where: path of the file, for messages.
 
     Returns:
-      The content, and for messages where it stands.
+      The settings, and their location for messages.
 
     Raises:
-      HfError: the part is missing.
+      HfError: the settings of the text model are missing.
     """
     names = config.get("architectures")
     whole = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
@@ -78,20 +78,20 @@ def config_of_text(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any
     found = {key: config[key] for key in _SHARED if config.get(key) is not None}
     found |= {key: value for key, value in text.items() if value is not None or key not in found}
     if config.get(_TIED) is not None:
-        found[_TIED] = config[_TIED]  # transformers ties those of the whole
+        found[_TIED] = config[_TIED]  # transformers uses the setting of the multimodal model
     return {**found, "architectures": [_TEXT_MODELS[whole]]}, f"{where}: text_config"
 
 
 def tensors_of_text(tensors: Mapping[str, Tensor], where: str, *, fused_experts: bool) -> dict[str, Tensor]:
-    """Returns the tensors without those of a vision model, by their names in a folder of the text model alone.
+    """Returns the text model's tensors, by the names that they have in a folder of the text model alone.
 
     Args:
       tensors: the stored tensors by name.
       where: path of the folder, for a warning that the vision model is left out.
-      fused_experts: replace a tensor that holds the matrices of all experts by one for each expert.
+      fused_experts: True to replace each tensor that holds matrices of all experts by one tensor per expert and matrix.
 
     Raises:
-      HfError: such a tensor is in FP8.
+      HfError: a tensor that would have to be replaced in this way is in FP8.
     """
     if any(name.startswith(_VISION) for name in tensors):
         logging.warning("%s: its text model is read, and its vision model is not", where)
@@ -110,13 +110,16 @@ def tensors_of_text(tensors: Mapping[str, Tensor], where: str, *, fused_experts:
 
 
 def name_in_text(name: str) -> str:
-    """Returns the name that a tensor has in a folder of the text model alone."""
+    """Returns the name that a multimodal model's tensor `name` has in a folder of the text model alone."""
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
     return _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
 
 
 def _experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) for each expert of [E, 2 X, D], gate and up, or [E, D, X], down; or the tensor itself."""
+    """Yields (name, tensor) for each expert's matrices in a tensor of all experts; yields any other tensor unchanged.
+
+    Tensors of all experts are [experts, 2 * hidden, model] (gate, then up) and [experts, model, hidden] (down).
+    """
     ending = next((ending for ending in _FUSED if name.endswith(ending)), None)
     if ending is None or len(tensor.shape) != 3 or tensor.shape[1] % len(_FUSED[ending]):
         yield name, tensor

@@ -35,7 +35,7 @@ _UNFINISHED = ".writing"
 
 @dataclasses.dataclass(frozen=True)
 class ToWrite:
-    """A tensor to write.
+    """A tensor to write to a safetensors file.
 
     Attributes:
       described: name, dtype and shape of the tensor.
@@ -49,13 +49,13 @@ class ToWrite:
 def tensors_of(
     variables: Mapping[str, Variable], dtype: np.dtype[Any], copies: Mapping[str, str] | None = None
 ) -> list[ToWrite]:
-    """Returns the tensors to write, in the order of the variables. A fused tensor has several parts. Non-trainable variables stay
-    float32, because biases of experts differ by less than the precision of bfloat16.
+    """Returns the tensors to write, in the order of the variables. A tensor that fuses several variables has several parts.
 
     Args:
       variables: the variables by path.
-      dtype: dtype of the tensors.
-      copies: tensors to write a second time: {further name: name}. Those that are not written, as tied ones, are left out.
+      dtype: dtype of the tensors. Non-trainable variables are written in float32 regardless, because the differences
+        between the biases of experts are too small for bfloat16.
+      copies: tensors to write again under a second name, {second name: name}, if they are written at all (tied ones aren't).
     """
     parts: dict[str, list[tuple[Variable, Piece]]] = {}
     for variable in variables.values():
@@ -69,14 +69,14 @@ def tensors_of(
 
 
 def check_directory(name: str, path: epath.Path) -> None:
-    """Checks that a folder can be written to a directory. The remains of a killed export are ignored.
+    """Checks that a directory is writable, and missing or empty. Temporary folders that a killed export left are ignored.
 
     Args:
       name: name of the setting that gives the directory, for messages.
       path: the directory.
 
     Raises:
-      UserError: the directory can't be written.
+      UserError: the directory can't be read or written.
       HfError: the directory is not empty.
     """
     access.check_readable(name, path)
@@ -88,13 +88,13 @@ def check_directory(name: str, path: epath.Path) -> None:
 
 @contextlib.contextmanager
 def atomically(path: epath.Path, *, last: str) -> Iterator[epath.Path | None]:
-    """Yields the folder to write to on process 0, and None on other processes.
+    """Context manager for writing a folder. Yields the folder to write to on process 0, and None on other processes.
 
-    A local folder has a temporary name until the block ends. In an object store, files are written to `path` directly.
+    A local folder has a temporary name until the `with` block ends. In an object store, files are written to `path` directly.
 
     Args:
-      path: the folder.
-      last: name of the file by which readers recognise a folder; it is moved last.
+      path: the final path of the folder.
+      last: name of the file by which readers recognize a folder; it is moved to `path` last.
     """
     if jax.process_index() != 0:
         yield None
@@ -110,11 +110,11 @@ def atomically(path: epath.Path, *, last: str) -> Iterator[epath.Path | None]:
 
 @contextlib.contextmanager
 def _under_another_name(path: epath.Path, last: str) -> Iterator[epath.Path]:
-    """Yields a new folder. Its content is moved to `path` at the end, or deleted if the block fails.
+    """Yields a temporary folder. Its content is moved to `path` at the end, or deleted if the `with` block fails.
 
     Args:
-      path: a directory without links in its name, new or empty. An empty directory is kept, as it may be a mount point.
-      last: the file to move last.
+      path: the final path, with symbolic links resolved. If it is an empty directory, that is kept, as it may be a mount point.
+      last: name of the file to move last.
     """
     exists = path.exists()
     parent = path if exists else path.parent
@@ -144,12 +144,12 @@ def write_file(
     specs: Mapping[str, VariableSpec],
     state: TrainState,
 ) -> None:
-    """Writes a file of tensors. Called by every process.
+    """Writes a safetensors file. Called by every process, because all of them take part in gathering the variables.
 
     Args:
       target: the folder; None on the processes that don't write.
       name: the file's name.
-      tensors: the tensors.
+      tensors: the tensors, in any order.
       specs: VariableSpecs of the variables, by path.
       state: the state that holds the variables.
     """
@@ -170,7 +170,6 @@ def write_file(
 def _contents(
     tensors: list[ToWrite], specs: Mapping[str, VariableSpec], state: TrainState
 ) -> Iterator[npt.NDArray[Any]]:
-    """Yields the content of each tensor. Keeps one tensor in memory at a time."""
     leaves = {f"mdl_vars/{path}": leaf for path, leaf in named_leaves(state.mdl_vars)}
     for tensor in tensors:
         content = np.empty(tensor.described.shape, tensor.described.dtype)
@@ -181,7 +180,7 @@ def _contents(
 
 
 def _logical(array: jax.Array, spec: VariableSpec, leading: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Returns a variable at index `leading` of its leading dimensions, on the host, unpadded. Called by every process."""
+    """Returns `array[leading]` as a host array without padding. Called by every process."""
     part = array
     if leading or not array.is_fully_addressable:
         part = _slicer(array.sharding, len(leading), array.is_fully_addressable)(array, leading)
@@ -190,7 +189,7 @@ def _logical(array: jax.Array, spec: VariableSpec, leading: tuple[int, ...]) -> 
 
 @functools.cache
 def _slicer(sharding: NamedSharding, depth: int, is_local: bool) -> Callable[..., jax.Array]:
-    """Returns a jitted function (array, index) -> array[index], which copies one layer at a time from the devices.
+    """Returns a jitted function (array, index) -> array[index], so that only one layer at a time is copied to the host.
 
     The result is sharded like the array, or replicated if other processes hold parts of the array.
     """

@@ -1,8 +1,8 @@
 """Kernels: self-attention over whole rows, grouped matrix products for sparse experts, and cross entropy without stored logits.
 
-Start with `attend.py`: layers call its `attend`, which picks a kernel for the device, the shapes and the pattern, and runs it
-on each device's part of the arrays. `kernels.py` defines which keys a query sees, the interface of a kernel, and the order in
-which kernels are tried:
+Start with `attend.py`: layers call its `attend`, which picks a kernel for the device, the shapes and the attention pattern, and
+runs it on each device's part of the arrays. `kernels.py` defines which keys a query sees, the interface of a kernel, and the
+order in which kernels are tried:
 
 - `splash.py`: JAX's splash attention for TPUs.
 - `cudnn.py`: cuDNN's fused attention for CUDA GPUs.

@@ -1,10 +1,8 @@
-"""All-to-all attention (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): exchanges a split of tokens for one of heads.
+"""All-to-all attention (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): splits heads in place of tokens.
 
-Each device of a sequence axis has a part of the row's tokens, with all heads. One all-to-all each for queries, keys and values
-gives it whole rows with a part of the heads. Any kernel computes attention on these, and one all-to-all brings the outputs back.
+Each of n devices has a part of the row's tokens, with all heads. One all-to-all each for queries, keys and values gives the
+device whole rows with a part of the heads. Any kernel computes attention on these, and one all-to-all brings the outputs back.
 Tokens keep their order.
-
-Shapes: B rows, T tokens of a row, N query heads, K key heads, head width H.
 """
 
 from __future__ import annotations
@@ -17,14 +15,14 @@ from spmd_trainer.kernels.kernels import Kernel, Pattern, Rows
 
 
 def attend(rows: Rows, pattern: Pattern, axes: tuple[str, ...], kernel: Kernel) -> jax.Array:
-    """Computes attention over rows that are split over mesh axes. Call it under `jax.shard_map`.
+    """Computes attention over rows whose tokens are split over mesh axes. Call this function under `jax.shard_map`.
 
-    Returns this device's part of the output, [B, T / n, N, H], of value's dtype.
+    Returns this device's part of the output, with the shape of `rows.query` and the dtype of the values.
 
     Args:
-      rows: this device's part, of T / n tokens.
+      rows: this device's part of the rows, with all heads.
       pattern: which keys a query sees.
-      axes: the mesh axes, of n devices together.
+      axes: the mesh axes that split the tokens.
       kernel: the kernel, which gets whole rows of the shapes that `shapes_of_kernel` returns.
     """
     query, key, value, segment_ids, sinks = rows
@@ -49,8 +47,8 @@ def shapes_of_kernel(
     """Returns the shapes of the queries and keys that the kernel gets on each device.
 
     Args:
-      query, key: a device's part, [B, T / n, N, H] and [B, T / n, K, H].
-      count: number of devices, n.
+      query, key: a device's part, [rows, tokens / count, heads, width], before the exchange.
+      count: number of devices that split the tokens.
     """
     padded = jax.eval_shape(lambda q, k: with_divisible_heads(q, k, k, count)[:2], query, key)
     queries, keys = (
@@ -62,11 +60,11 @@ def shapes_of_kernel(
 def with_divisible_heads(
     query: jax.Array, key: jax.Array, value: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Repeats key and value heads, and pads heads with zeros, so that `count` divides the heads.
+    """Repeats key and value heads, and pads heads with zeros, so that `count` divides the numbers of heads.
 
     Args:
-      query: [B, T, N, H].
-      key, value: [B, T, K, H]; N is a multiple of K.
+      query: [rows, tokens, N, width].
+      key, value: [rows, tokens, K, width]; N is a multiple of K.
       count: number of equal pieces that the heads must divide into.
 
     Returns:

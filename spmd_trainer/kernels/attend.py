@@ -1,7 +1,4 @@
-"""The attention called by layers: picks a kernel and runs it on each device's part of the arrays.
-
-Shapes: B rows, T tokens of a row, N query heads, K key heads, head width H.
-"""
+"""The attention function that layers call. It picks a kernel and runs it on each device's part of the arrays."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ from spmd_trainer.kernels.kernels import Call, Choice, Pattern, Rows
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The mesh axes that split each dimension of a call's arrays; () for a dimension that is not split.
+    """The mesh axes that split each dimension of an attention call's arrays; () for a dimension that is not split.
 
     Attributes:
-      batch: axes of the rows.
-      length: axes of the tokens (context parallelism).
-      heads: axes of the query heads. Keys and values are split over them too during the call.
+      batch: axes that split the rows.
+      length: axes that split the tokens of each row (context parallelism).
+      heads: axes that split the query heads. Keys and values are split over them too during the call.
     """
 
     batch: tuple[str, ...] = ()
@@ -48,21 +45,21 @@ def attend(
     dropout: Callable[[jax.Array], jax.Array] | None = None,
     name: str = "",
 ) -> jax.Array:
-    """Computes self-attention over rows. Returns [B, T, N, H], of value's dtype.
+    """Computes self-attention over B rows of T tokens. Returns [B, T, N, H], of value's dtype.
 
     On a mesh of several devices each device computes its own rows and heads. Rows and heads are padded so that they divide evenly
-    among the devices. Under a `jax.shard_map`, `split` is ignored: the arrays belong to one device.
+    among the devices. Under a `jax.shard_map`, `split` is ignored, because the arrays belong to one device.
 
     Args:
-      query: [B, T, N, H].
-      key, value: [B, T, K, H]; N is a multiple of K. Query head n uses key head n // (N / K).
+      query: [B, T, N, H], for N query heads of width H.
+      key, value: [B, T, K, H], for K key heads; N is a multiple of K. Query head n uses key head n // (N / K).
       pattern: which keys a query sees.
       segment_ids: int32 [B, T]; a token sees only tokens of its segment. None if each row is one segment.
-      sinks: [N], a further logit of each head's softmax, whose probability goes to no key; None for no sinks.
+      sinks: [N], an additional logit in each head's softmax, whose probability goes to no key; None for no sinks.
       split: how the arrays are split over the ambient mesh (`jax.set_mesh`).
       kernel: name of the kernel to use; None for the first that can be used (see `kernels.choose`).
       context_parallel: how attention is computed if `split.length` splits the rows' tokens: 'ring', with tokens in the order of
-        `sequence_order.py`, or 'all_to_all', with tokens in order. None for 'ring'.
+        `sequence_order.py`, or 'all_to_all', with tokens in row order. None for 'ring'.
       dropout: function that drops probabilities [B, K, N / K, T, T]; None for no dropout.
       name: the layer's name, for reports.
 
@@ -79,7 +76,7 @@ def attend(
     parts = _Parts.of(split, mesh, name)
     form = _context_parallel(parts, query.shape[1], context_parallel, name)
     if sinks is not None:
-        # One for each row, so that all arrays have the same axes.
+        # One copy for each row, so that the same mesh axes can split all arrays.
         sinks = jnp.broadcast_to(sinks.astype(jnp.float32), (query.shape[0], query.shape[2]))
     rows = Rows(query, key, value, segment_ids, sinks)
     padded = parts.padded(rows)
@@ -129,7 +126,7 @@ def _on_each_device(choice: Choice, pattern: Pattern, parts: _Parts, rows: Rows)
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """The `Split` of a call's arrays on a mesh, without axes of size 1; empty under a `jax.shard_map`.
+    """The `Split` of an attention call on a mesh, without axes of size 1; empty under a `jax.shard_map`.
 
     Attributes:
       sizes: size of each axis; empty on one device.
@@ -142,7 +139,7 @@ class _Parts:
 
     @classmethod
     def of(cls, split: Split, mesh: AbstractMesh, name: str) -> _Parts:
-        """Returns the split on a mesh, which may have no axes. `name`: the layer's name, for errors.
+        """Returns the split on a mesh, which may have no axes. `name`: the layer's name, for error messages.
 
         Raises:
           UserError: the mesh lacks an axis of `split`.
@@ -162,11 +159,11 @@ class _Parts:
         return cls(batch, length, heads, sizes)
 
     def count(self, dimension: str) -> int:
-        """Returns the number of parts that a dimension is split into: 'batch', 'length' or 'heads'."""
+        """Returns the number of parts that the dimension 'batch', 'length' or 'heads' is split into."""
         return math.prod(self.sizes[axis] for axis in getattr(self, dimension))
 
     def local(self, x: jax.Array) -> jax.ShapeDtypeStruct:
-        """Returns the shape of a device's part of a padded array [B, T, heads, H]."""
+        """Returns the shape of a device's part of a padded array [rows, tokens, heads, width]."""
         batch, length, heads, width = x.shape
         shape = (batch // self.count("batch"), length // self.count("length"), heads // self.count("heads"), width)
         return jax.ShapeDtypeStruct(shape, x.dtype)
@@ -191,7 +188,7 @@ def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) 
     """Returns how attention is computed, 'ring' or 'all_to_all', if the tokens of a row are split; None for whole rows.
 
     Raises:
-      UserError: the form is unknown, or the devices don't divide the length.
+      UserError: `asked` is unknown, or the number of devices doesn't divide the number of tokens.
     """
     if asked is not None:
         require_one_of("context_parallel", asked, sequence_order.FORMS)
@@ -208,10 +205,10 @@ def _context_parallel(parts: _Parts, length: int, asked: str | None, name: str) 
 
 
 def _choose(call: Call, asked: str | None, form: str | None, num_devices: int) -> Choice:
-    """Picks the kernel of a call. `form`: 'ring' or 'all_to_all' if `num_devices` devices split the tokens; otherwise None.
+    """Picks the kernel for a call. `form`: 'ring' or 'all_to_all' if `num_devices` devices split the tokens; otherwise None.
 
     Raises:
-      UserError: as `kernels.choose`; also dropout with a split length, and another kernel than 'chunked' for a ring.
+      UserError: as in `kernels.choose`; also for dropout if the tokens are split, and for a ring without kernel 'chunked'.
     """
     if form is None:
         return kernels.choose(call, asked)

@@ -21,12 +21,12 @@ class Gpu:
       compute_capability: major and minor version.
       multiprocessors: number of streaming multiprocessors.
       lanes: float32 units of a multiprocessor.
-      clock_ghz: highest clock of the multiprocessors.
+      clock_ghz: maximum clock frequency of the multiprocessors.
       memory_bytes: memory that CUDA reports, which is less than the data sheet's.
       bandwidth: bandwidth of the memory in bytes per second.
       l2_bytes: size of the L2 cache.
-      shared_bytes: shared memory of a multiprocessor. A block may use all but 1 KiB of it.
-      per_host: most GPUs in a host.
+      shared_bytes: shared memory of a multiprocessor. A thread block may use all but 1 KiB of it.
+      per_host: maximum number of GPUs in a host.
     """
 
     name: str
@@ -144,7 +144,7 @@ def model_flops(num_params: int, tokens: int, *, num_frozen: int = 0) -> float:
     """Returns a training step's FLOPs as 6 * parameters * tokens (Kaplan et al. 2020, arXiv:2001.08361).
 
     Frozen parameters (`num_frozen`) count 4 * parameters * tokens, because they need no gradient. The result covers the forward
-    and the backward pass, without attention's products of queries, keys and values and without rematerialisation. `num_params`
+    and the backward pass, without attention's products of queries, keys and values and without rematerialization. `num_params`
     must leave out the parameters of experts that a token doesn't choose. The compiler's own count isn't used, because it counts a
     loop's body once.
     """
@@ -158,7 +158,7 @@ class Target:
     Attributes:
       platform: 'cpu', 'tpu', 'cuda' or 'rocm'.
       kind: `jax.Device.device_kind`, e.g. 'NVIDIA H100 80GB HBM3'.
-      compute_capability: of a CUDA GPU, e.g. (9, 0); None if unknown.
+      compute_capability: compute capability of a CUDA GPU, e.g. (9, 0); None if unknown, and for other devices.
     """
 
     platform: str
@@ -167,14 +167,14 @@ class Target:
 
 
 def current_target() -> Target:
-    """Returns the device of the ambient mesh (`jax.set_mesh`), e.g. a topology's; without a mesh, the first device."""
+    """Returns the device that programs are compiled for: that of the ambient mesh (`jax.set_mesh`), or else the first device."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     kind = device.device_kind
     return Target(_platform(device.platform, kind), kind, compute_capability(kind))
 
 
 def _platform(platform: str, kind: str) -> str:
-    """Returns the platform's name; JAX calls both CUDA and ROCm 'gpu'."""
+    """Returns 'cuda' or 'rocm' for JAX's platform 'gpu'; returns any other platform unchanged."""
     if platform != "gpu":
         return platform
     return "rocm" if kind.startswith(("AMD", "gfx")) else "cuda"

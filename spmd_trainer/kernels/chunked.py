@@ -1,12 +1,9 @@
-"""Attention in blocks with an online softmax, in `jax.numpy`: memory O(T), on every device.
+"""Attention in blocks with an online softmax, in `jax.numpy`, for every device. For rows of T tokens, it needs memory O(T).
 
 Queries and keys are cut into blocks. A pair of a query block and a key block is computed only if some query sees some key. One
 pair comes after another in a `lax.scan`, so the program's size doesn't depend on T. The forward pass keeps each query's largest
 logit, its sum of exponentials and its weighted sum of values (Milakov & Gimelshein 2018, arXiv:1805.02867). The backward pass
 computes the logits again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135).
-
-Shapes: B rows, T tokens of a row, N query heads, K key heads, G = N / K query heads per key head, head width H, n blocks of
-queries and m blocks of keys.
 
 `forward`, `finish` and `backward` get the positions of the queries and keys as arguments, so ring attention uses them for keys
 that come from another device:
@@ -38,22 +35,23 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd_trainer.kernels import chips
 from spmd_trainer.kernels.kernels import MASKED, Call, Pattern, Rows
 
-# Most tokens of a block. On CPUs the float32 logits of a small block stay in the cache; accelerators need more work per step.
+# Maximum number of tokens in a block. On CPUs the float32 logits of a small block stay in the cache; accelerators need more work
+# per step.
 _BLOCK, _BLOCK_ON_CPU = 512, 128
 # Index of a token that was added to fill a block: no real query sees it.
 PADDING_INDEX = np.iinfo(np.int32).max
 
 
-# The arrays of a call, the output and the log-sum-exp.
+# (arrays of the attention call, output, log-sum-exp of the logits)
 Residuals: TypeAlias = tuple[Rows, jax.Array, jax.Array]
 
 
 class Tokens(NamedTuple):
-    """Positions of queries or keys.
+    """Positions of queries or keys, in blocks of tokens.
 
     Attributes:
-      position: int32 [n, block], each token's index in the whole row; `PADDING_INDEX` for tokens that fill a block.
-      segment_ids: int32 [n, B, block]; None if each row is one segment.
+      position: int32 [blocks, block], each token's index in the whole row; `PADDING_INDEX` for tokens that fill a block.
+      segment_ids: int32 [blocks, rows, block]; None if each row is one segment.
     """
 
     position: jax.Array
@@ -61,12 +59,12 @@ class Tokens(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Running sums of each query over the keys so far, float32.
+    """Running sums of each query over the keys so far, float32. A group is the query heads that share a key head.
 
     Attributes:
-      largest: [n, B, K, G, block], the largest logit.
-      total: [n, B, K, G, block], sum of exp(logit - largest).
-      weighted: [n, B, K, G, block, H], sum of exp(logit - largest) * value.
+      largest: [blocks, rows, key heads, group, block], the largest logit.
+      total: [blocks, rows, key heads, group, block], sum of exp(logit - largest).
+      weighted: [blocks, rows, key heads, group, block, head width], sum of exp(logit - largest) * value.
     """
 
     largest: jax.Array
@@ -75,12 +73,12 @@ class Sums(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """Inputs of the backward pass for each query.
+    """Inputs of the backward pass for each query. A group is the query heads that share a key head.
 
     Attributes:
-      out: [n, B, K, G, block, H], gradient of the output.
-      lse: float32 [n, B, K, G, block], log of the sum of exp(logit) over all keys.
-      row_sum: float32 [n, B, K, G, block], see `row_sums`.
+      out: [blocks, rows, key heads, group, block, head width], gradient of the output.
+      lse: float32 [blocks, rows, key heads, group, block], log of the sum of exp(logit) over all keys.
+      row_sum: float32 [blocks, rows, key heads, group, block], see `row_sums`.
     """
 
     out: jax.Array
@@ -89,7 +87,7 @@ class RowGrads(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Running sums of gradients, float32, in the shapes of the queries, keys and values in blocks."""
+    """Running sums of gradients, float32, with the shapes of queries, keys and values in blocks."""
 
     query: jax.Array
     key: jax.Array
@@ -97,17 +95,17 @@ class Grads(NamedTuple):
 
 
 def reasons_against(call: Call) -> list[str]:
-    """See `Kernel`."""
+    """Returns why this kernel can't compute a call; see `Kernel.reasons_against`."""
     return ["it can't drop probabilities"] if call.dropout else []
 
 
 def attend(rows: Rows, pattern: Pattern) -> jax.Array:
-    """See `Kernel`."""
+    """Computes attention on one device; see `Kernel.attend`."""
     return _attention(rows, pattern, block_length(rows.query.shape[1]))
 
 
 def block_length(length: int) -> int:
-    """Returns the tokens of a block for rows of `length` tokens: equal blocks, as few as the device's largest block allows."""
+    """Returns the tokens per block for rows of `length` tokens: as few blocks as the device's maximum allows, equally large."""
     most = _BLOCK_ON_CPU if chips.current_target().platform == "cpu" else _BLOCK
     if length <= most:
         return length
@@ -116,36 +114,39 @@ def block_length(length: int) -> int:
 
 
 def query_blocks(x: jax.Array, kv_heads: int, block: int) -> jax.Array:
-    """Returns [B, T, N, H] as [n, B, K, G, block, H], padded with zeros to a multiple of `block`."""
+    """Cuts tokens into blocks, padded with zeros, and groups the query heads that share a key head.
+
+    [rows, tokens, query heads, head width] -> [blocks, rows, key heads, group, block, head width].
+    """
     batch, length, heads, width = x.shape
     x = x.reshape(batch, length, kv_heads, heads // kv_heads, width)
     return _padded(x, block).reshape(batch, -1, block, *x.shape[2:]).transpose(1, 0, 3, 4, 2, 5)
 
 
 def key_blocks(x: jax.Array, block: int) -> jax.Array:
-    """Returns [B, T, K, H] as [n, B, K, block, H], padded with zeros to a multiple of `block`."""
+    """Cuts tokens into blocks, padded with zeros: [rows, tokens, heads, width] -> [blocks, rows, heads, block, width]."""
     return _padded(x, block).reshape(x.shape[0], -1, block, *x.shape[2:]).transpose(1, 0, 3, 2, 4)
 
 
 def from_query_blocks(x: jax.Array, length: int) -> jax.Array:
-    """Returns [n, B, K, G, block, H] as [B, length, N, H]."""
+    """Inverts `query_blocks`. Returns [rows, length, query heads, head width]."""
     n, batch, kv_heads, groups, block, width = x.shape
     return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, n * block, kv_heads * groups, width)[:, :length]
 
 
 def from_key_blocks(x: jax.Array, length: int) -> jax.Array:
-    """Returns [n, B, K, block, H] as [B, length, K, H]."""
+    """Inverts `key_blocks`. Returns [rows, length, heads, width]."""
     n, batch, kv_heads, block, width = x.shape
     return x.transpose(1, 0, 3, 2, 4).reshape(batch, n * block, kv_heads, width)[:, :length]
 
 
 def token_blocks(index: jax.Array | np.ndarray, segment_ids: jax.Array | None, block: int) -> Tokens:
-    """Returns the positions of tokens, in blocks.
+    """Returns the positions and segments of tokens, in blocks.
 
     Args:
-      index: int32 [T], each token's index in the whole row.
-      segment_ids: int32 [B, T] or None.
-      block: tokens of a block; T is padded to a multiple of it.
+      index: int32 [tokens], each token's index in the whole row.
+      segment_ids: int32 [rows, tokens] or None.
+      block: number of tokens in a block; the tokens are padded to a multiple of it.
     """
     missing = -len(index) % block
     index = jnp.pad(jnp.asarray(index, jnp.int32), (0, missing), constant_values=PADDING_INDEX)
@@ -155,7 +156,7 @@ def token_blocks(index: jax.Array | np.ndarray, segment_ids: jax.Array | None, b
 
 
 def visible_pairs(length: int, block: int, pattern: Pattern) -> np.ndarray:
-    """Returns the pairs (query block, key block) in which some query may see some key, int32 [pairs, 2], for rows in order."""
+    """Returns the (query block, key block) pairs in which some query may see some key, int32 [pairs, 2]."""
     n = -(-length // block)
     queries, keys = np.divmod(np.arange(n * n, dtype=np.int32), np.int32(n))
     seen = np.ones(n * n, bool)
@@ -168,7 +169,7 @@ def visible_pairs(length: int, block: int, pattern: Pattern) -> np.ndarray:
 
 
 def initial_sums(queries: jax.Array, sinks: jax.Array | None) -> Sums:
-    """Returns the sums before any key is added, for queries in blocks. A sink (float32 [B, N]) is like a key of the value 0."""
+    """Returns the sums before any key is added. `sinks`, float32 [rows, heads], count like keys whose values are 0."""
     weighted = jnp.zeros_like(queries, jnp.float32)
     if sinks is not None:
         return Sums(weighted[..., 0] + sinks.reshape(*weighted.shape[1:4], 1), weighted[..., 0] + 1, weighted)
@@ -188,10 +189,10 @@ def forward(
     """Adds the keys in the given pairs of blocks to the sums of the queries. Returns the new sums.
 
     Args:
-      queries: [n, B, K, G, block, H].
-      keys, values: [m, B, K, block, H].
-      query_tokens, key_tokens: their positions; both have segment ids, or neither.
-      pairs: int32 [pairs, 2], the blocks of queries and keys to compute.
+      queries: queries in blocks, see `query_blocks`.
+      keys, values: keys and values in blocks, see `key_blocks`.
+      query_tokens, key_tokens: positions of the queries and of the keys; both have segment ids, or neither.
+      pairs: int32 [pairs, 2], the (query block, key block) pairs to compute.
       sums: the sums so far.
       pattern: which keys a query sees.
     """
@@ -214,12 +215,12 @@ def forward(
 
 
 def finish(sums: Sums) -> tuple[jax.Array, jax.Array]:
-    """Returns the output [n, B, K, G, block, H] and the log-sum-exp [n, B, K, G, block], float32, once all keys are added."""
+    """Returns the output and the log-sum-exp of the logits, float32, in blocks like `sums`, which must include all keys."""
     return sums.weighted / sums.total[..., None], sums.largest + jnp.log(sums.total)
 
 
 def sink_grads(sinks: jax.Array | None, rows: RowGrads) -> jax.Array | None:
-    """Returns the gradients of the sinks, [B, N]. A sink affects the output only by the probability that it takes from keys."""
+    """Returns the gradients of the sinks, [rows, heads]. A sink affects the output only by taking probability from the keys."""
     if sinks is None:
         return None
     probabilities = jnp.exp(sinks.reshape(*rows.lse.shape[1:4], 1) - rows.lse)
@@ -227,9 +228,9 @@ def sink_grads(sinks: jax.Array | None, rows: RowGrads) -> jax.Array | None:
 
 
 def row_sums(outs: jax.Array, out_grads: jax.Array) -> jax.Array:
-    """Returns the sum of output * gradient over the head's width, float32 [n, B, K, G, block].
+    """Returns the sum of output * gradient over the head width, float32, for each query in blocks.
 
-    It equals the sum over keys of probability * gradient of the probability, which the gradient of the softmax subtracts.
+    This equals the sum over keys of probability * gradient of the probability, which the gradient of the softmax subtracts.
     """
     return jnp.sum(outs.astype(jnp.float32) * out_grads.astype(jnp.float32), axis=-1)
 
@@ -251,9 +252,9 @@ def backward(
     grads: Grads,
     pattern: Pattern,
 ) -> Grads:
-    """Adds the gradients through the given pairs of blocks to `grads`. Returns the new sums.
+    """Adds the gradients from the given pairs of blocks to `grads`, the gradients so far. Returns the new gradients.
 
-    `rows` has the queries' data, and `grads` the gradients so far. The other arguments are those of `forward`.
+    `rows` has each query's inputs of the backward pass. The other arguments are those of `forward`.
     """
     keys, values, query_tokens, key_tokens, pairs = _tied(keys, values, query_tokens, key_tokens, pairs)
 
@@ -281,10 +282,10 @@ def backward(
 def _tied(
     keys: jax.Array, values: jax.Array, query_tokens: Tokens, key_tokens: Tokens, pairs: jax.Array | np.ndarray
 ) -> tuple[jax.Array, jax.Array, Tokens, Tokens, jax.Array]:
-    """Makes the arguments depend on the keys.
+    """Returns the arguments, tied to each other by a barrier, so that token positions depend on the keys.
 
     Token positions are the same in all layers. If layers are a `lax.scan`, its differentiation would otherwise move everything
-    that depends on positions alone out of the loop, and keep it: the masks of all pairs of blocks, [T, T].
+    that depends on positions alone out of the loop, and store it: the masks of all pairs of blocks, [tokens, tokens].
     """
     tied: tuple[jax.Array, jax.Array, Tokens, Tokens, jax.Array] = lax.optimization_barrier(
         (keys, values, query_tokens, key_tokens, jnp.asarray(pairs))
@@ -292,26 +293,26 @@ def _tied(
     return tied
 
 
-# The three products of a pair of blocks, float32. They treat the queries of a group's heads as one dimension: XLA computes
-# products with two such dimensions more slowly.
+# The three products of a pair of blocks, float32. They treat the queries of a group's heads as one dimension, because XLA
+# computes products with two such dimensions more slowly.
 
 
 def _per_pair(of_query: jax.Array, of_key: jax.Array) -> jax.Array:
-    """Multiplies [B, K, G, block, H] and [B, K, block, H] to [B, K, G, block, block]."""
+    """Multiplies [rows, heads, group, queries, width] by [rows, heads, keys, width] to [rows, heads, group, queries, keys]."""
     merged = of_query.reshape(*of_query.shape[:2], -1, of_query.shape[-1])
     out = jnp.einsum("bkqh,bksh->bkqs", merged, of_key, preferred_element_type=jnp.float32)
     return out.reshape(*of_query.shape[:-1], -1)
 
 
 def _per_query(of_pair: jax.Array, of_key: jax.Array) -> jax.Array:
-    """Multiplies [B, K, G, block, block] and [B, K, block, H] to [B, K, G, block, H]: sums over keys."""
+    """Multiplies [rows, heads, group, queries, keys] by [rows, heads, keys, width] to [rows, heads, group, queries, width]."""
     merged = of_pair.reshape(*of_pair.shape[:2], -1, of_pair.shape[-1])
     out = jnp.einsum("bkqs,bksh->bkqh", merged, of_key, preferred_element_type=jnp.float32)
     return out.reshape(*of_pair.shape[:-1], -1)
 
 
 def _per_key(of_pair: jax.Array, of_query: jax.Array) -> jax.Array:
-    """Multiplies [B, K, G, block, block] and [B, K, G, block, H] to [B, K, block, H]: sums over queries and a group's heads."""
+    """Multiplies [rows, heads, group, queries, keys] by [rows, heads, group, queries, width] to [rows, heads, keys, width]."""
     pairs, queries = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (of_pair, of_query))
     return jnp.einsum("bkqs,bkqh->bksh", pairs, queries, preferred_element_type=jnp.float32)
 
@@ -321,7 +322,7 @@ def _at(tokens: Tokens, block: jax.Array) -> Tokens:
 
 
 def _masked(logits: jax.Array, query: Tokens, key: Tokens, pattern: Pattern) -> jax.Array:
-    """Returns the logits [B, K, G, block, block] with a large negative number where a query doesn't see a key."""
+    """Returns the logits of a pair of blocks, with a large negative number where a query doesn't see a key."""
     query_index, key_index = query.position[:, None], key.position[None, :]
     if pattern.causal:
         seen = key_index <= query_index
@@ -337,13 +338,11 @@ def _masked(logits: jax.Array, query: Tokens, key: Tokens, pattern: Pattern) -> 
 
 
 def _padded(x: jax.Array, block: int) -> jax.Array:
-    """Returns [B, T, ...] padded with zeros to a multiple of `block` tokens."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % block)] + [(0, 0)] * (x.ndim - 2))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _attention(rows: Rows, pattern: Pattern, block: int) -> jax.Array:
-    """See `Kernel`; `block` is the number of tokens of a block."""
     return _attention_forward(rows, pattern, block)[0]
 
 
@@ -352,7 +351,7 @@ def _attention_forward(rows: Rows, pattern: Pattern, block: int) -> tuple[jax.Ar
     sums = initial_sums(queries, rows.sinks)
     outs, lse = finish(forward(queries, keys, values, tokens, tokens, pairs, sums, pattern))
     out = from_query_blocks(outs, rows.query.shape[1]).astype(rows.value.dtype)
-    # Both are named like the layers' outputs, so a rematerialisation policy that saves these needs no second forward pass.
+    # Both are named like the layers' outputs, so a rematerialization policy that saves these needs no second forward pass.
     out, lse = checkpoint_name(out, "context"), checkpoint_name(lse, "context")
     return out, (rows, out, lse)
 

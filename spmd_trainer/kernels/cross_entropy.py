@@ -2,14 +2,12 @@
 
 The logits of a block are computed, reduced to a few numbers per token, and dropped; the backward pass computes them again. Memory
 holds the logits of one block only, whatever the batch and the vocabulary. The price is a fourth matrix product: with stored
-logits there are three. Published as Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009), whose kernels also split the
-vocabulary into blocks; here only the mesh splits it.
+logits there are three. The method was published as Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009), whose kernels also
+split the vocabulary into blocks; here only the mesh splits it.
 
-On a mesh, each device computes its own tokens with its own part of the vocabulary. The matrix is gathered along its width before
-the first block. Maxima, sums and gradients are combined across devices after the last block, in float32. The loops contain no
-collectives.
-
-Shapes: B rows, T tokens of a row, n tokens of a block, D features of a token, V labels of the vocabulary.
+On a mesh, each device computes its own tokens with its own part of the vocabulary. The output matrix is gathered along its width
+before the first block. Maxima, sums and gradients are combined across devices after the last block, in float32. The loops contain
+no collectives.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ from jax.sharding import PartitionSpec
 from spmd_trainer.sharding import jaxprs
 from spmd_trainer.sharding.host_devices import hold_until_known
 
-# Most logits of a block on a device.
+# Maximum number of logits in a block, on one device.
 BLOCK_LOGITS = 2**27
 
-# Several blocks have a multiple of these tokens, as matrix units want it.
+# If there is more than one block, the number of tokens in a block is a multiple of this, which suits matrix units.
 _TILE = 128
 
 # Logits of the padding.
@@ -39,12 +37,12 @@ _LEAST = float(jnp.finfo(jnp.float32).min)
 
 
 class TokenLosses(NamedTuple):
-    """Results for each token.
+    """Losses and related results for each token.
 
     Attributes:
-      xent: cross entropy of its label, float32 [B, T].
-      log_sum: logarithm of the sum of its exponentiated logits, float32 [B, T].
-      argmax: the most likely label (the first one if several are equal), int32 [B, T]. Without a gradient.
+      xent: cross entropy of the token's label, float32 [rows, tokens].
+      log_sum: logarithm of the sum of the token's exponentiated logits, float32 [rows, tokens].
+      argmax: the token's most likely label (the first one if several are equal), int32 [rows, tokens]. It has no gradient.
     """
 
     xent: jax.Array
@@ -54,13 +52,13 @@ class TokenLosses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class VocabularySplit:
-    """The mesh axes that split the tokens and the matrix; () if a dimension is whole.
+    """The mesh axes that split the tokens and the output matrix, [vocabulary, width]; () for a dimension that is not split.
 
     Attributes:
-      batch, length: axes of the tokens.
-      vocab: axes of the matrix' rows.
-      width: axes of the matrix' columns. Over axes that also split tokens, this module gathers the matrix for the products, and
-        reduces and scatters its gradient. Over other axes, XLA gathers it.
+      batch, length: axes that split the rows of tokens, and the tokens of each row.
+      vocab: axes that split the matrix's rows, i.e. the vocabulary.
+      width: axes that split the matrix's columns. Over axes that also split tokens, this module gathers the matrix for the
+        products, and reduces and scatters its gradient. Over other axes, XLA gathers the matrix.
     """
 
     batch: tuple[str, ...] = ()
@@ -86,19 +84,18 @@ def cross_entropy(
 ) -> TokenLosses:
     """Computes the cross entropy of labels, for the logits `hidden` times the transpose of `matrix`.
 
-    The batch and the matrix are padded to divide evenly among the devices. Added labels get the probability 0.
+    The batch and the matrix are padded to divide evenly among the devices. Added labels get the probability 0. In the context
+    `sharding.jaxprs.products_shown`, the logits of all tokens are computed in one product.
 
     Args:
-      hidden: [B, T, D].
-      matrix: [V, D], of the same dtype.
+      hidden: [B, T, D], for B rows of T tokens with D features.
+      matrix: [V, D], for a vocabulary of V labels; of the same dtype as `hidden`.
       labels: int32 [B, T], 0 to V - 1.
       biases: [V], added to the logits of each token; None for no biases.
       softcap: logits become softcap * tanh(logits / softcap); None for no cap.
       label_smoothing: probability that is taken from the label and divided equally among the other labels (Szegedy et al. 2016,
         arXiv:1512.00567, where the label gets an equal part too).
       split: how the arrays are split over the ambient mesh. Ignored under a `jax.shard_map`.
-
-    In the context `sharding.jaxprs.products_shown`, the logits of all tokens are computed in one product.
     """
     if jaxprs.are_products_shown():
         form = _Form(VocabularySplit(), (), matrix.shape[0], matrix.shape, softcap, label_smoothing)
@@ -113,7 +110,7 @@ def cross_entropy(
     (rows, length), (vocab_size, width) = hidden.shape[:2], matrix.shape
     if length != even(length, kept.length):
         kept = dataclasses.replace(kept, length=())
-    # An axis splits tokens or the vocabulary: the parts of a token's labels are on devices that have this token.
+    # An axis splits either tokens or the vocabulary, because all parts of a token's logits must be on devices with this token.
     kept = dataclasses.replace(
         kept,
         vocab=tuple(axis for axis in kept.vocab if axis not in kept.tokens),
@@ -130,7 +127,6 @@ def cross_entropy(
 
 
 def _padded(x: jax.Array, shape: tuple[int, ...], fill: float = 0) -> jax.Array:
-    """Returns `x` with `fill` at the end of each dimension up to `shape`."""
     if x.shape == shape:
         return x
     widths = [(0, size - held) for size, held in zip(shape, x.shape, strict=True)]
@@ -139,12 +135,12 @@ def _padded(x: jax.Array, shape: tuple[int, ...], fill: float = 0) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """Static settings of a call.
+    """Static settings of a `cross_entropy` call.
 
     Attributes:
       split: the call's split, without mesh axes of size 1.
       axes: all mesh axes larger than 1.
-      vocab_size: V without padding.
+      vocab_size: number of labels without padding.
       padded: shape of the matrix with its padding.
       softcap, label_smoothing: see `cross_entropy`.
     """
@@ -158,13 +154,13 @@ class _Form:
 
     @property
     def of_other(self) -> float:
-        """Target probability of each label except the token's own."""
+        """Target probability of each label other than the token's own label."""
         return self.label_smoothing / (self.vocab_size - 1) if self.label_smoothing else 0.0
 
     def on_each_device(self, local: Callable[..., Any], given: str, returned: str) -> Callable[..., Any]:
-        """Returns a function of whole arrays that runs `local` on each device's parts.
+        """Returns a function that takes whole arrays and runs `local` on each device's parts of them.
 
-        `given` and `returned` have one letter per argument and result: 't' for an array by tokens, 'v' for the matrix, 'w' for
+        `given` and `returned` have one letter per argument and result: 't' for [rows, tokens, ...], 'v' for the matrix, 'w' for
         the matrix with its whole width, 'b' for the biases.
         """
         if not self.axes:
@@ -180,15 +176,15 @@ class _Form:
         return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def gathered(self, part: jax.Array, width: int) -> jax.Array:
-        """Returns a device's part of the matrix, gathered to its whole width and without padding of the width."""
+        """Gathers a device's part of the matrix to its whole width, and removes the padding of the width."""
         if not self.split.width:
             return part
         return lax.all_gather(part, self.split.width, axis=1, tiled=True)[:, :width]
 
     def scattered(self, of_part: jax.Array) -> jax.Array:
-        """Sums the matrix' gradients, of whole width, over the devices' tokens.
+        """Sums the gradients of the matrix, which have its whole width, over the tokens of all devices.
 
-        Returns a device's part, padded as before `gathered`.
+        Returns a device's part of the sum, padded like the argument of `gathered`.
         """
         if self.split.width:
             of_part = _padded(of_part, (of_part.shape[0], self.padded[1]))
@@ -201,11 +197,11 @@ class _Form:
         return hold_until_known([earlier], *later) if self.axes else later
 
     def first(self, part: jax.Array) -> jax.Array | int:
-        """Returns the first label of this device's part of the matrix."""
+        """Returns the first label in this device's part of the matrix."""
         return lax.axis_index(self.split.vocab) * part.shape[0] if self.split.vocab else 0
 
     def logits(self, hidden: jax.Array, part: jax.Array, biases: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Returns a block's logits for this device's labels, float32 [n, labels here], and these labels, int32 [labels here]."""
+        """Returns a block's logits, float32 [tokens, labels], for the labels of this device, and these labels, int32 [labels]."""
         products = jnp.einsum("nd,vd->nv", hidden, part, preferred_element_type=jnp.float32)
         if biases is not None:
             products += biases
@@ -217,17 +213,17 @@ class _Form:
         return jnp.where(labels < self.vocab_size, products, _LEAST) if is_padded else products, labels
 
     def probabilities(self, own: jax.Array, labels: jax.Array) -> jax.Array:
-        """Returns the target probability of each label on this device for each token of a block, float32 [n, labels here].
+        """Returns the target probability of each label on this device for each token of a block, float32 [tokens, labels].
 
         Args:
-          own: int32 [labels here], the labels on this device.
-          labels: int32 [n], the tokens' labels.
+          own: int32 [labels], the labels on this device.
+          labels: int32 [tokens], the tokens' labels.
         """
         others = jnp.where(own < self.vocab_size, self.of_other, 0.0) if self.label_smoothing else 0.0
         return jnp.where(own == labels[:, None], 1.0 - self.label_smoothing, others)
 
     def expected(self, logits: jax.Array, own: jax.Array, labels: jax.Array) -> jax.Array:
-        """Returns the sum of logits * `probabilities` for each token, [n]."""
+        """Returns the sum of logits * `probabilities` over this device's labels, for each token of a block."""
         of_label = jnp.sum(jnp.where(own == labels[:, None], logits, 0.0), axis=-1)
         if not self.label_smoothing:
             return of_label
@@ -299,7 +295,7 @@ def _forward(
 def _backward(
     form: _Form, hidden: jax.Array, part: jax.Array, biases: jax.Array | None, labels: jax.Array, *rest: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    # What other devices add to is summed in float32.
+    # Gradients that are summed over devices are float32.
     of_hidden_dtype = jnp.float32 if form.split.vocab else hidden.dtype
 
     def block(
@@ -320,7 +316,7 @@ def _backward(
         return (of_part, of_biases), of_hidden.astype(of_hidden_dtype)
 
     log_sum, *grads = rest
-    # A block's filling has no gradient, whatever the biases are: exp(logits - inf) is 0.
+    # The padding of a block gets no gradient, whatever the biases are, because exp(logits - inf) is 0.
     given = (
         *(_blocks(part.shape[0], x) for x in (hidden, labels)),
         _blocks(part.shape[0], log_sum, math.inf),
@@ -339,7 +335,7 @@ def _backward(
 
 
 def _blocks(vocab_size: int, x: jax.Array, fill: float = 0) -> jax.Array:
-    """Returns a device's array by tokens, [B, T, ...], as blocks [blocks, n, ...]; the last one is filled up with `fill`."""
+    """Cuts a device's [rows, tokens, ...] into [blocks, tokens of a block, ...], and fills up the last block with `fill`."""
     x = x.reshape(-1, *x.shape[2:])
     most = max(1, BLOCK_LOGITS // vocab_size)
     unit = _TILE if _TILE <= most < x.shape[0] else 1

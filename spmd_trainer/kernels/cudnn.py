@@ -1,15 +1,13 @@
 """Attention by cuDNN's fused kernels, for NVIDIA GPUs of compute capability 8.0 and later.
 
-No array has both a query and a key dimension: there is neither a mask nor a bias. Packed rows go to cuDNN as the offset and the
-length of each segment ("ragged" tensors). The number of segments is static in the program. A batch with more segments, or with a
-segment in several pieces, is computed by the chunked kernel instead, in the same program. A batch in which each row is one
-segment is computed without packing. With packing, cuDNN clears buffers as if each segment were as long as a row, which took 12%
-of a step of Llama-3.2-1B on an H200.
+No array has both a query and a key dimension: there is neither a mask nor a bias. Packed rows are described to cuDNN by the
+offset and the length of each segment ("ragged" tensors). The maximum number of segments is static in the program. A batch with
+more segments, or with a segment in several pieces, is computed by the chunked kernel instead, in the same program. A batch in
+which each row is one segment is computed without packing, because with packing, cuDNN clears buffers as if each segment were as
+long as a row, which took 12% of a training step of Llama-3.2-1B on an H200.
 
 JAX's own function (`jax.nn.dot_product_attention`) doesn't support packed rows, and checks the capabilities of this process' GPU,
 which may differ from the compile target. So this module uses the function's primitives.
-
-Shapes: B rows, T tokens of a row, N query heads, K key heads, head width H, at most M segments per row on average.
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ from spmd_trainer.errors import installation
 from spmd_trainer.kernels import chunked
 from spmd_trainer.kernels.kernels import Call, Pattern, Rows
 
-# Segments that the rows of a device may have, on average. cuDNN's statistics of the softmax, float32 [segments, N, T], are half
-# as large as the output with 32 segments and heads of 128.
+# Maximum number of segments per row, averaged over a device's rows. With 32 segments and heads of 128, cuDNN's statistics of the
+# softmax, float32 [segments, heads, tokens], are half as large as the output.
 MAX_SEGMENTS = 32
 _DTYPES = (jnp.bfloat16, jnp.float16)
-# The widest heads of the backward pass by major compute capability: cuDNN's support matrix
+# {major compute capability: maximum head width of the backward pass}, from cuDNN's support matrix
 # (https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html).
 _WIDEST_HEAD = {9: 256}
 _WIDEST_HEAD_ELSE = 128
-# What JAX requires of cuDNN for a compute capability (`fused_attention_stablehlo.check_is_flash_attention`).
+# {compute capability: oldest version of cuDNN that JAX accepts} (`fused_attention_stablehlo.check_is_flash_attention`).
 _OLDEST_CUDNN = {(10, 3): 91100}
 # Arguments of later versions of JAX, for masks given as functions.
 _NEWER_ARGUMENTS = {
@@ -52,7 +50,7 @@ _Call: TypeAlias = Callable[[tuple[Any, ...], "Packing | None"], Arrays]
 
 
 class Packing(NamedTuple):
-    """The segments of B rows of T tokens: at most B * M, in the order of their tokens over all rows.
+    """The segments (texts) of B rows of T tokens: at most M per row on average, in the order of their tokens over all rows.
 
     Attributes:
       lengths: number of tokens of each segment, int32 [B, M]; 0 after the last segment.
@@ -68,30 +66,33 @@ class Packing(NamedTuple):
 
     @property
     def way(self) -> jax.Array:
-        """How to compute, int32 []: 0 for cuDNN without packing, 1 for cuDNN with packing, 2 for the chunked kernel."""
+        """How to compute the attention, int32 []: 0: cuDNN without packing; 1: cuDNN with packing; 2: the chunked kernel."""
         return jnp.where(self.whole, 0, jnp.where(self.fits, 1, 2))
 
 
 def packing(segment_ids: jax.Array, max_segments: int) -> Packing:
-    """Returns lengths and offsets of the segments. A segment is a run of tokens of one row with the same id.
+    """Finds the segments of packed rows. A segment is a run of tokens of one row with the same id.
 
     Args:
-      segment_ids: int32 [B, T].
-      max_segments: M, at least 2: the largest number of segments per row, on average.
+      segment_ids: int32 [rows, tokens].
+      max_segments: maximum number of segments per row, averaged over the rows; at least 2.
     """
     batch, length = segment_ids.shape
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     starts = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True).reshape(-1)
     end, count = batch * length, batch * max_segments
     offsets = jnp.nonzero(starts, size=count + 1, fill_value=end)[0].astype(jnp.int32)
-    # cuDNN reads the first B * M + 1 offsets, but the primitive wants them as [B, M + 1].
+    # cuDNN reads the first B * M + 1 offsets, but the JAX primitive requires the shape [B, M + 1].
     padded = jnp.pad(offsets, (0, batch - 1), constant_values=end)
     fits = (starts.sum() <= count) & _all_differ(offsets[:-1], segment_ids)
     return Packing(jnp.diff(offsets).reshape(batch, -1), padded.reshape(batch, -1), fits, ~changes.any())
 
 
 def _all_differ(starts: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Returns True if no row has two segments with the same id. `starts`: first token of each segment, then B * T as filling."""
+    """Returns True if no row has two segments with the same id.
+
+    `starts`: first token of each segment, counted over all rows; the number of all tokens after the last segment.
+    """
     batch, length = segment_ids.shape
     rows = starts // length
     ids = jnp.take(segment_ids.reshape(-1), starts, mode="clip")
@@ -101,7 +102,7 @@ def _all_differ(starts: jax.Array, segment_ids: jax.Array) -> jax.Array:
 
 
 def folded(packed: Packing, num_tokens: int) -> Packing:
-    """Merges the packings of several batches of `num_tokens` tokens (a leading axis in each array) into one of all rows."""
+    """Merges packings of several batches, stacked along a leading axis, into one of all rows. A batch has `num_tokens` tokens."""
     size, rows, segments = packed.lengths.shape
     first = num_tokens * jnp.arange(size, dtype=jnp.int32)
     offsets = packed.offsets.reshape(size, -1)[:, : rows * segments] + first[:, None]
@@ -113,14 +114,14 @@ def folded(packed: Packing, num_tokens: int) -> Packing:
 
 
 def reasons_against(call: Call) -> list[str]:
-    """See `Kernel`."""
+    """Returns why cuDNN can't compute a call; see `Kernel.reasons_against`."""
     if call.target.platform != "cuda":
         return [f"it is a kernel for NVIDIA GPUs, but the device is a {call.target.kind or call.target.platform}"]
     return [*_device_reasons(call), *_call_reasons(call)]
 
 
 def attend(rows: Rows, pattern: Pattern) -> jax.Array:
-    """See `Kernel`. `rows.sinks` must be None."""
+    """Computes attention on one device, see `Kernel.attend`. `rows.sinks` must be None."""
     packed = None if rows.segment_ids is None else packing(rows.segment_ids, MAX_SEGMENTS)
     return _attention(pattern, rows, packed)
 
@@ -173,7 +174,7 @@ def _attention(pattern: Pattern, rows: Rows, packed: Packing | None) -> jax.Arra
 
 
 def _attention_forward(pattern: Pattern, rows: Rows, packed: Packing | None) -> tuple[jax.Array, tuple[Any, ...]]:
-    # Named so that a rematerialisation policy that saves the layers' outputs needs no second forward pass.
+    # Named so that a rematerialization policy that saves the layers' outputs needs no second forward pass.
     output, statistics = (checkpoint_name(x, "context") for x in _forward(pattern, True, rows, packed))
     return output, (rows, packed, output, statistics)
 
@@ -201,9 +202,10 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _forward(pattern: Pattern, with_statistics: bool, rows: Rows, packed: Packing | None) -> Arrays:
-    """Computes the output [B, T, N, H] and, if asked, the softmax statistics for the backward pass, float32 [B or B * M, N, T].
+    """Computes the output and, if `with_statistics`, the statistics of the softmax for the backward pass, float32.
 
-    Packed rows that don't fit are computed by the chunked kernel.
+    The statistics are [rows, heads, tokens] without packing and [maximum number of segments, heads, tokens] with it. Packed rows
+    that don't fit, see `Packing`, are computed by the chunked kernel.
     """
 
     def call(arrays: tuple[Any, ...], packed: Packing | None) -> Arrays:
@@ -228,8 +230,8 @@ def _forward(pattern: Pattern, with_statistics: bool, rows: Rows, packed: Packin
             statistics = jnp.zeros((num_segments, heads, length), jnp.float32)
             return (output, statistics) if with_statistics else (output,)
 
-        # Chosen here, inside the call that `jax.vmap` turns into one with more rows: for a condition with a batch dimension,
-        # `jax.vmap` would compute all branches.
+        # The branch is chosen inside the call that `jax.vmap` turns into one with more rows, because for a condition with a
+        # batch dimension, `jax.vmap` would compute all branches.
         return jax.lax.switch(packed.way, (without_packing, lambda: by_cudnn(packed), by_chunks))
 
     return _with_batching(call)((rows,), packed)
@@ -254,12 +256,12 @@ def _chunked_backward(pattern: Pattern, rows: Rows, gradient: jax.Array) -> Arra
 def _head_by_head(call: Callable[..., Arrays], rows: Rows, *more: jax.Array, like: Arrays) -> Arrays:
     """Calls a function for each batch row and key head in turn, so that chunked attention needs the memory of one head.
 
-    The shapes are as in `Rows`. "A part" of an array is one batch row and the heads that belong to one key head.
+    A "part" of an array is one batch row, with the heads that belong to one key head.
 
     Args:
-      call: (parts of `rows`, with one key head; parts of `more`) -> parts of the results.
+      call: function (parts of `rows`, parts of `more`) -> parts of the results.
       rows: the arrays of the attention call.
-      *more: further arguments of `call`, such as the output's gradient: [B, T, N, H].
+      *more: further arguments of `call`, [rows, tokens, heads, width], such as the output's gradient.
       like: arrays with the shapes and dtypes of the results.
     """
     segment_ids, kv_heads = rows.segment_ids, rows.key.shape[2]
@@ -285,7 +287,7 @@ def _head_by_head(call: Callable[..., Arrays], rows: Rows, *more: jax.Array, lik
 
 
 def _with_batching(call: _Call) -> _Call:
-    """Makes `jax.vmap` of a call merge the mapped axis into the rows: JAX's primitives have no batching rule for packed rows."""
+    """Makes `jax.vmap` of a call merge the mapped axis into the rows, as JAX's primitives can't be batched for packed rows."""
     batched_call = jax.custom_batching.custom_vmap(call)
 
     @batched_call.def_vmap
@@ -306,7 +308,7 @@ def _with_batching(call: _Call) -> _Call:
 
 
 def forward_call(pattern: Pattern, with_statistics: bool, arrays: Arrays, packed: Packing | None) -> Arrays:
-    """Binds JAX's primitive of cuDNN's forward pass to query, key and value."""
+    """Calls JAX's primitive for cuDNN's forward pass. `arrays`: query, key and value."""
     query, key, _ = arrays
     outputs = fused._dot_product_attention_fwd_p.bind(
         *arrays,
@@ -318,7 +320,7 @@ def forward_call(pattern: Pattern, with_statistics: bool, arrays: Arrays, packed
 
 
 def backward_call(pattern: Pattern, arrays: Arrays, packed: Packing | None) -> Arrays:
-    """Binds JAX's primitive of cuDNN's backward pass to query, key, value, statistics, output and its gradient."""
+    """Calls JAX's primitive for cuDNN's backward pass. `arrays`: query, key, value, statistics, output and its gradient."""
     query, key, value, *of_output = arrays
     gradients = fused._dot_product_attention_bwd_p.bind(
         query,
@@ -336,7 +338,7 @@ def _operands(query: jax.Array, key: jax.Array, packed: Packing | None) -> Array
     unused = jnp.zeros(0, query.dtype)
     if packed is None:
         return (unused,) * 7
-    # cuDNN counts offsets in elements. JAX's own function multiplies those of grouped keys with the query heads (JAX 0.10).
+    # cuDNN counts offsets in elements. JAX's own function multiplies key offsets by the number of query heads (JAX 0.10).
     of_queries = packed.offsets * (query.shape[2] * query.shape[3])
     of_keys = packed.offsets * (key.shape[2] * key.shape[3])
     return unused, packed.lengths, packed.lengths, of_queries, of_keys, unused, unused
@@ -355,7 +357,7 @@ def _arguments(pattern: Pattern, length: int, packed: Packing | None) -> dict[st
         "variadic_args": (False, False),  # neither a bias nor its gradient
         "mask_type": mask,
         "layout": fused.AttentionLayout.BTNH.value,
-        # Both count the query itself.
+        # Both cuDNN's window and ours count the query itself.
         "sliding_window_length": window if window is not None and window < length else None,
         **_NEWER_ARGUMENTS,
     }

@@ -1,11 +1,11 @@
 """Linear attention by the gated delta rule (arXiv:2412.06464), and the causal convolution before it.
 
-A head's state S, [A, B], maps keys to values. Token t decays it by exp(log_decay), moves the value that it gives for the token's
-key towards the token's value, and reads it:
+Each head has a state S, [key width A, value width B], which maps keys to values. Token t decays the state (g is `log_decay`),
+moves the value that it returns for the token's key toward the token's value, and reads it with the token's query:
 
     S_t = exp(g_t) S_(t-1);   S_t += k_t (beta_t (v_t - S_t^T k_t))^T;   o_t = S_t^T q_t / sqrt(A)
 
-Rows are computed in chunks of C tokens. Within a chunk, the replacements of all tokens are one triangular system (the WY form of
+Rows are computed in chunks of C tokens. Within a chunk, the changes by all tokens are one triangular system (the WY form of
 arXiv:2406.06484), so nearly all arithmetic is matrix products; a scan carries the states from chunk to chunk.
 """
 
@@ -27,15 +27,15 @@ def gated_delta_rule(
     segment_ids: jax.Array,
     state: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the rule over rows. A segment begins with the state 0, except the first one if `state` is given.
+    """Computes the gated delta rule over rows. Each segment begins with the state 0, except the first one if `state` is given.
 
-    Arrays are float32. On TPUs and GPUs, products have their faster precision, as those of attention do, except in the triangular
-    systems, which would enlarge errors.
+    The arithmetic is float32. On TPUs and GPUs, matrix products have the default, faster precision, as in attention, except in
+    the triangular systems, which would amplify errors.
 
     Args:
-      query, key: [batch, time, G, A], of length 1.
-      value: [batch, time, G, J, B]; J value heads share the queries and keys of a key head.
-      log_decay, beta: [batch, time, G, J], at most 0, and between 0 and 1.
+      query, key: [batch, time, G, A], for G key heads of width A; each vector has the length 1.
+      value: [batch, time, G, J, B]; J value heads of width B share the queries and keys of a key head.
+      log_decay, beta: [batch, time, G, J]; log_decay is at most 0, and beta is between 0 and 1.
       segment_ids: int32 [batch, time]. The tokens of a segment are consecutive.
       state: float32 [batch, G, J, A, B], the state before the first token; None: 0.
 
@@ -57,7 +57,7 @@ def gated_delta_rule(
 
 
 def _chunked(x: jax.Array, chunk: int, mode: str = "constant") -> jax.Array:
-    """Returns x, [batch, time, ...], as [chunks, batch, chunk, ...], with padding that changes no state."""
+    """Returns x, [batch, time, ...], as [chunks, batch, tokens of a chunk, ...], with padding that changes no state."""
     missing = -x.shape[1] % chunk
     x = jnp.pad(x, [(0, missing if dim == 1 else 0) for dim in range(x.ndim)], mode=mode)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
@@ -66,11 +66,11 @@ def _chunked(x: jax.Array, chunk: int, mode: str = "constant") -> jax.Array:
 def _systems(
     query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array, segments: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Returns what the scan needs of each chunk: (reading queries, attention within the chunk, writing keys, the values to write
-    from the state 0, the keys by which a state changes them, the decay of the whole chunk).
+    """Prepares the scan. Returns, for each chunk: (queries that read the state, attention within the chunk, keys that write to
+    the state, values to write if the state is 0, keys by which a state changes these values, decay over the whole chunk).
 
-    Dimensions: n chunks, b rows, c and d tokens of a chunk, g and j heads, a and v widths. Arguments as in `gated_delta_rule`,
-    [n, b, c, ...].
+    Dimensions: n chunks, b rows, c and d tokens of a chunk, g key heads, j value heads, a and v widths. Arguments as in
+    `gated_delta_rule`, [n, b, c, ...].
     """
     last, before = segments[..., -1], jnp.concatenate([segments[:1, :, 0], segments[:-1, :, -1]])
     total = jnp.cumsum(log_decay, axis=2)
@@ -93,7 +93,7 @@ def _systems(
 
 
 def _scanned(chunks: tuple[jax.Array, ...], state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs, [n, b, c, g, j, v], and the last state, of the results of `_systems` and the first state."""
+    """Scans over the results of `_systems`, beginning with `state`. Returns the outputs of all chunks, and the last state."""
 
     def step(state: jax.Array, of_chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         reading, attention, writing, values, keys, kept = of_chunk
@@ -106,10 +106,10 @@ def _scanned(chunks: tuple[jax.Array, ...], state: jax.Array) -> tuple[jax.Array
 
 
 def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
-    """Returns the inverses of I + `lower`, for strictly lower triangular matrices [..., C, C] whose C is a power of 2.
+    """Returns the inverses of I + `lower`, for strictly lower triangular matrices [..., C, C] whose size C is a power of 2.
 
-    Doubles the size of the inverted blocks on the diagonal. Unlike a sum of powers of the matrix, which cancel, this is as exact
-    as substitution; unlike a triangular solve, it has products alone, which XLA divides over a mesh.
+    Each step doubles the size of the inverted blocks on the diagonal. This is as exact as substitution, unlike a sum of powers
+    of the matrix, whose terms cancel. It has only products, which XLA can split over a mesh, unlike a triangular solve.
     """
     size = lower.shape[-1]
     index = jnp.arange(size)
@@ -127,13 +127,13 @@ def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
 def causal_convolution(
     x: jax.Array, kernel: jax.Array, segment_ids: jax.Array, before: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes a convolution over time of each channel. A token sees itself and the width - 1 tokens before it in its segment.
+    """Computes a convolution over time for each channel. A token sees itself and the width - 1 tokens before it in its segment.
 
     Args:
       x: [batch, time, ...].
-      kernel: [width, ...]; the last entry is the token's own.
+      kernel: [width, ...]; the last entry is the weight of the token itself.
       segment_ids: int32 [batch, time].
-      before: [batch, width - 1, ...], inputs of the tokens before, which are of the first token's segment; None: there are none.
+      before: [batch, width - 1, ...], inputs of earlier tokens of the first token's segment; None if there are none.
 
     Returns:
       The output, of x's shape, and the inputs of the last width - 1 tokens, 0 for those of other segments than the last token's.

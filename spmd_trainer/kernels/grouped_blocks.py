@@ -2,9 +2,9 @@
 
 Each group's rows are cut into blocks of equal size; the last block of a group may be partly filled. A scan multiplies one block
 after the other by its group's matrix. A program has static shapes, so the scan has as many steps as the worst group sizes need.
-CPUs skip the blocks that the actual sizes don't need. GPUs compute them on zeros: to skip a block, the host would have to wait
-for the device. So on GPUs that `hopper.py` doesn't support, a split of the experts saves no arithmetic. A device multiplies all
-rows that it has room for, and has room for fewer only if it has fewer experts than a token chooses (`token_groups.py`).
+CPUs skip the blocks that the actual sizes don't need. GPUs compute them on zeros, because to skip a block, the host would have
+to wait for the device. So on GPUs that `hopper.py` doesn't support, a split of the experts saves no arithmetic. A device
+multiplies all allocated rows, which are fewer only if it has fewer experts than a token chooses (`token_groups.py`).
 
 The block size is chosen so that the partly filled blocks add at most a sixteenth to the rows, or is `_SMALLEST` if there are few
 rows for each group.
@@ -19,19 +19,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Rows of a block. Below the smallest size a block takes as long to read its matrix as to multiply with it.
+# Number of rows in a block. In blocks smaller than this, reading the matrix takes as long as multiplying by it.
 _SMALLEST, _LARGEST = 8, 256
-# The most rows that partly filled blocks may add: one in so many.
+# Partly filled blocks may add at most one row in this many.
 _ROWS_PER_WASTED = 16
 
 
 def reasons_against(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
-    """See `GroupedKernel`."""
+    """Returns [], because this kernel can multiply all arrays; see `GroupedKernel.reasons_against`."""
     return []
 
 
 def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """See `GroupedKernel`."""
+    """Multiplies the rows of each group by the group's matrix; see `GroupedKernel.product`."""
     (count, _), contracted = rows.shape, 2 if transposed else 1
     width = weights.shape[3 - contracted]
     dtype = jnp.result_type(rows, weights)
@@ -50,7 +50,7 @@ def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed
 
 
 def weights_product(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-    """See `GroupedKernel`."""
+    """Sums the outer products of each group's rows; see `GroupedKernel.weights_product`."""
     blocks = _Blocks.of(sizes, rows.shape[0])
     dtype = jnp.result_type(rows, others)
     rows, others = (jnp.pad(x, ((0, blocks.size), (0, 0))) for x in (rows, others))
@@ -82,7 +82,7 @@ class _Block(NamedTuple):
 class _Blocks(NamedTuple):
     """The blocks of all groups in order, of `size` rows each.
 
-    Unneeded blocks are at the end; they have no rows and begin after the last row.
+    Blocks that the group sizes don't need are at the end; they have no rows and begin after the last row.
     """
 
     size: int
@@ -105,9 +105,9 @@ class _Blocks(NamedTuple):
         return cls(size, _Block(group, jnp.where(is_needed, first, num_rows), filled))
 
     def fold(self, step: Callable[[jax.Array, _Block], jax.Array], initial: jax.Array) -> jax.Array:
-        """Returns `initial` after `step` of one block after the other. A block without rows must not change it.
+        """Applies `step` (result so far, block) to one block after the other, beginning with `initial`. Returns the last result.
 
-        CPUs skip blocks without rows. They skip the whole step, so that they don't copy what it returns.
+        For a block without rows, `step` must not change the result. CPUs skip such blocks, including the copy of the result.
         """
 
         def if_needed(held: jax.Array, block: _Block) -> jax.Array:

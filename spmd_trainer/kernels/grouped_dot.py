@@ -6,14 +6,11 @@
 - `hopper.py`: Pallas kernels for NVIDIA's Hopper GPUs.
 - `grouped_blocks.py`: blocks of rows in `jax.numpy`, for every device.
 
-`token_groups.py` sorts tokens by expert, and undoes it. Both modules write all collectives explicitly, because XLA would turn a
-sort of all tokens, and the gathers that follow it, into all-gathers of all tokens.
+`token_groups.py` sorts tokens by expert, and undoes this. Both modules write all collectives explicitly, because XLA would turn
+a sort of all tokens, and the gathers that follow it, into all-gathers of all tokens.
 
 The product is a JAX primitive, so that code that reads programs (LoRA, the planner's count of FLOPs) sees one operation, whatever
 kernel computes it.
-
-Shapes: S parts of the tokens, X parts of the experts, M rows of a part, G experts (groups) of a part, E experts in all, K inputs
-and N outputs of an expert's matrix.
 """
 
 from __future__ import annotations
@@ -47,27 +44,27 @@ class GroupedKernel(Protocol):
     in the arrays' dtype."""
 
     def reasons_against(self, rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
-        """Returns why the kernel can't compute `product` of these arrays of a device; empty if it can."""
+        """Returns why the kernel can't compute `product` for arrays of these shapes and dtypes on a device; [] if it can."""
         ...
 
     def product(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-        """Multiplies the rows of each group with the group's matrix. Returns [M, N], with zeros after the last group's rows.
+        """Multiplies the rows of each group by its matrix. Returns [rows, outputs], with zeros after the last group's rows.
 
         Args:
-          rows: [M, K], sorted by group.
-          weights: [G, K, N], or [G, N, K] if `transposed`; of the rows' dtype.
-          sizes: int32 [G], rows of each group. Their sum is at most M.
+          rows: [rows, inputs], sorted by group.
+          weights: [groups, inputs, outputs], or [groups, outputs, inputs] if `transposed`; of the rows' dtype.
+          sizes: int32 [groups], number of rows of each group. Their sum is at most the number of rows.
           transposed: True to contract the last dimension of `weights`.
         """
         ...
 
     def weights_product(self, rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Sums the outer products of `rows` and `others` over the rows of each group. Returns [G, K, N], of their dtype.
+        """Sums the outer products of `rows` and `others` over the rows of each group. Returns [groups, K, N], of their dtype.
 
         Args:
-          rows: [M, K], sorted by group.
-          others: [M, N], sorted by group.
-          sizes: int32 [G], rows of each group.
+          rows: [rows, K], sorted by group.
+          others: [rows, N], sorted by group.
+          sizes: int32 [groups], number of rows of each group.
         """
         ...
 
@@ -77,12 +74,12 @@ class GroupedSplit:
     """How a grouped product is split over mesh axes, () for a dimension that is not split; and its other static settings.
 
     Attributes:
-      tokens: axes that split the tokens: dimension 0 of the rows, S.
-      experts: axes that split the experts: dimension 1 of the rows, X, and dimension 0 of the weights.
-      inputs, outputs: axes that split the dimensions K and N of the weights. Over axes that also split tokens, the weights are
+      tokens: axes that split the tokens: dimension 0 of the rows.
+      experts: axes that split the experts: dimension 1 of the rows, and dimension 0 of the weights.
+      inputs, outputs: axes that split the inputs and outputs of the weights. Over axes that also split tokens, the weights are
         gathered for the product, and their gradients reduced and scattered. Over other axes, the rows' features are split too.
-      mesh: None for one device. `grouped_dot` sets it.
-      num_pairs: number of pairs of a token and one of its experts, i.e. of rows that all parts multiply. `grouped_dot` sets it.
+      mesh: the mesh; None for one device. `grouped_dot` sets it.
+      num_pairs: number of (token, expert) pairs, i.e. of rows that all parts multiply together. `grouped_dot` sets it.
     """
 
     tokens: tuple[str, ...] = ()
@@ -93,30 +90,33 @@ class GroupedSplit:
     num_pairs: int = 0
 
     def kept(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the axes of a weight's dimension over which the rows' features are split too."""
+        """Of the axes that split a dimension of the weights, returns those over which the rows' features are split too."""
         return tuple(axis for axis in axes if axis not in (*self.tokens, *self.experts))
 
     def gathered(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the axes of a weight's dimension over which the weight is gathered."""
+        """Of the axes that split a dimension of the weights, returns those over which the weights are gathered."""
         return tuple(axis for axis in axes if axis in self.tokens)
 
     def of_rows(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """Returns the PartitionSpec of rows [S, X, M, features]. `axes`: of the weights' dimension with the same features."""
+        """Returns the PartitionSpec of rows, [token parts, expert parts, rows, features].
+
+        `axes`: the mesh axes that split the dimension of the weights with the same features.
+        """
         return PartitionSpec(self.tokens or None, self.experts or None, None, self.kept(axes) or None)
 
     @property
     def of_sizes(self) -> PartitionSpec:
-        """The PartitionSpec of the group sizes, [S, X, G]."""
+        """The PartitionSpec of the group sizes, [token parts, expert parts, experts of a part]."""
         return PartitionSpec(self.tokens or None, self.experts or None, None)
 
     @property
     def of_weights(self) -> PartitionSpec:
-        """The PartitionSpec of the weights, [E, K, N]."""
+        """The PartitionSpec of the weights, [experts, inputs, outputs]."""
         features = [(*self.kept(axes), *self.gathered(axes)) or None for axes in (self.inputs, self.outputs)]
         return PartitionSpec(self.experts or None, *features)
 
     def over(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> GroupedSplit:
-        """Returns the split of a product of the same rows with weights that are split over other axes."""
+        """Returns the split for a product of the same rows with weights whose inputs and outputs are split over other axes."""
         return dataclasses.replace(self, inputs=inputs, outputs=outputs)
 
     def product(
@@ -128,7 +128,7 @@ class GroupedSplit:
         kernel: str | None = None,
         name: str = "",
     ) -> jax.Array:
-        """See `grouped_dot`."""
+        """Computes the grouped product with this split; see `grouped_dot`."""
         dtype = jnp.result_type(rows, weights)
         widths = [
             self.padded(size, axes) // num_parts(self.mesh, self.kept(axes))
@@ -146,20 +146,20 @@ class GroupedSplit:
         return out
 
     def scope(self) -> AbstractContextManager[None]:
-        """Returns the scope of a part's product. It names the rows that a part multiplies if each has as many as the others.
+        """Returns a `jax.named_scope` for a part's product. Its name has the number of rows that a part multiplies on average.
 
-        A part has room for more (`token_groups.py`), which kernels that skip empty blocks don't compute.
+        A part has room for more rows (`token_groups.py`), which kernels that skip empty blocks don't compute.
         """
         return jax.named_scope(
             f"{ROWS_OF_PART}{-(-self.num_pairs // num_parts(self.mesh, (*self.tokens, *self.experts)))}"
         )
 
     def padded(self, size: int, axes: tuple[str, ...]) -> int:
-        """Returns the size of a weight's dimension with the padding that makes it divisible by its axes."""
+        """Returns the size of a dimension of the weights, padded so that the mesh axes `axes` divide it."""
         return size + -size % num_parts(self.mesh, (*self.kept(axes), *self.gathered(axes)))
 
     def padded_weights(self, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Pads weights [E, K, N] so that the axes divide all dimensions. Added experts have no rows."""
+        """Pads weights [experts, inputs, outputs] so that the mesh axes divide all dimensions. Added experts have no rows."""
         inputs, outputs = self.padded(weights.shape[1], self.inputs), self.padded(weights.shape[2], self.outputs)
         return _padded(weights, (sizes.shape[1] * sizes.shape[2], inputs, outputs))
 
@@ -171,7 +171,7 @@ def mesh_of_experts() -> AbstractMesh | None:
 
 
 def num_parts(mesh: AbstractMesh | None, axes: tuple[str, ...]) -> int:
-    """Returns the number of parts over these axes of a mesh; 1 on one device."""
+    """Returns the number of parts that these axes of a mesh split a dimension into; 1 on one device."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
@@ -186,19 +186,19 @@ def grouped_dot(
     kernel: str | None = None,
     name: str = "",
 ) -> jax.Array:
-    """Multiplies each row with the matrix of its expert. Returns [S, X, M, N], with zeros after the last expert's rows.
+    """Multiplies each row by the matrix of its expert. Returns [S, X, M, N], with zeros after the last expert's rows.
 
     On a mesh, tokens are split into S parts and experts into X parts, and each device computes one part of both. Without a mesh S
     and X are 1. The experts of part x are x * G to x * G + G - 1. If X * G exceeds E, the experts from E on must have no rows.
 
     Args:
-      rows: [S, X, M, K]; those of each part are sorted by expert.
-      weights: [E, K, N].
-      sizes: int32 [S, X, G], rows of each expert of a part. The sum over a part is at most M. Rows of a part after the last
-        expert's are ignored, but must be finite.
+      rows: [S, X, M, K], M rows of K inputs in each part, sorted by expert.
+      weights: [E, K, N], for E experts, K inputs and N outputs.
+      sizes: int32 [S, X, G], number of rows of each of the G experts of a part. The sum over a part is at most M. Rows of a part
+        after the last expert's are ignored, but must be finite.
       split: how the arrays are split over the ambient mesh (`jax.set_mesh`).
-      pair: int32 [S, X, M], each row's pair of a token and one of its experts, as an index into [batch, time, experts of a
-        token]. Only LoRA's dropout and adapters by row need it; None without them.
+      pair: int32 [S, X, M], each row's (token, expert) pair, as an index into [batch, time, experts of a token]. Only LoRA's
+        dropout and its adapters by row need this; None without them.
       num_pairs: number of all pairs, for counts of FLOPs; None for S * M.
       kernel: name of the kernel to use; None for the first that can be used.
       name: the layer's name, for reports.
@@ -309,7 +309,6 @@ def _evaluate_weights(
 
 
 def _padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns `x` with zeros at the end of each dimension up to `shape`."""
     if x.shape == shape:
         return x
     return jnp.pad(x, [(0, size - held) for size, held in zip(shape, x.shape, strict=True)])
@@ -322,7 +321,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     """
     rows, weights, sizes, *pair = primals
     of_rows, of_weights, *_ = tangents
-    # The terms don't get the pairs: the backward pass would have to keep them.
+    # The tangents are computed without the pairs, which the backward pass would otherwise have to store.
     terms = []
     if type(of_rows) is not ad.Zero:
         terms.append(grouped_dot_p.bind(of_rows, weights, sizes, **params))

@@ -1,12 +1,10 @@
 """Grouped products on NVIDIA GPUs of compute capability 9.0 (Hopper), by Pallas kernels for Mosaic.
 
-`GroupedKernel.product` is JAX's `ragged_dot` (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`), which computes only blocks that
-have rows of a group. `GroupedKernel.weights_product` is a kernel of this module, because JAX's kernel for it queries the GPU of
-this process, and so can't be compiled for the GPUs of a topology.
+`product` is JAX's `ragged_dot` (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`), which computes only blocks that have rows of
+a group. `weights_product` is a kernel of this module, because JAX's kernel for it queries the GPU of this process, and so can't
+be compiled for other GPUs.
 
 Both work on blocks of 128 inputs and outputs; other sizes are padded with zeros. Products are summed in float32.
-
-Shapes: M rows, K inputs, N outputs, G groups.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from spmd_trainer.kernels import chips
 
 # Block sizes that were fastest on an H200, with 64 groups of 2,048 x 1,024 and 131,072 rows: 480 to 600 TFLOP/s of bfloat16.
 _BLOCK, _STEP, _STAGES = 128, 64, 4
-# Adjacent blocks of outputs that are computed one after the other: they read the same rows from the cache.
+# Numbers of adjacent output blocks that may be computed one after the other, because they read the same rows from the cache.
 _NEIGHBOURS = (8, 4, 2, 1)
-# Streaming multiprocessors of a GPU whose kind `chips` doesn't know.
+# Number of streaming multiprocessors that is assumed for GPUs that `chips` doesn't know.
 _CORES = 132
 
 
 def reasons_against(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
-    """See `GroupedKernel`."""
+    """Returns why these kernels can't multiply arrays of these shapes and dtypes; see `GroupedKernel.reasons_against`."""
     if platform != "cuda":
         return [f"it is a kernel for NVIDIA GPUs, but the device is a {platform}"]
     reasons, capability = [], chips.current_target().compute_capability
@@ -45,7 +43,7 @@ def reasons_against(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, p
 
 
 def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """See `GroupedKernel`."""
+    """Multiplies the rows of each group by the group's matrix; see `GroupedKernel.product`."""
     width = weights.shape[1 if transposed else 2]
     count, rows, weights = rows.shape[0], _filled(rows), _filled(weights)
     blocks = weights.shape[1 if transposed else 2] // _BLOCK
@@ -66,25 +64,25 @@ def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed
 
 
 def weights_product(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-    """See `GroupedKernel`."""
+    """Sums the outer products of each group's rows; see `GroupedKernel.weights_product`."""
     out = _outer_products(_filled(rows), _filled(others), sizes)
     return out[:, : rows.shape[1], : others.shape[1]]
 
 
 def _filled(x: jax.Array) -> jax.Array:
-    """Pads rows [M, K] to multiples of (`_STEP`, `_BLOCK`), or weights [G, K, N] to multiples of `_BLOCK` in K and N."""
+    """Pads [rows, inputs] to multiples of (`_STEP`, `_BLOCK`), or [groups, inputs, outputs] to (1, `_BLOCK`, `_BLOCK`)."""
     multiples = (_STEP, _BLOCK) if x.ndim == 2 else (1, _BLOCK, _BLOCK)
     missing = [-size % multiple for size, multiple in zip(x.shape, multiples, strict=True)]
     return jnp.pad(x, [(0, size) for size in missing]) if any(missing) else x
 
 
 class _Groups(NamedTuple):
-    """The rows of each group, and the steps of `_STEP` rows that cover them. All arrays are int32 [G].
+    """The rows of each group, and the steps of `_STEP` rows that cover them. All arrays are int32 [groups].
 
     Attributes:
-      starts, ends: first row, and the row after the last one.
-      first_steps: index of the first step.
-      num_steps: number of steps.
+      starts, ends: the group's first row, and the row after its last one.
+      first_steps: index of the first step that has rows of the group.
+      num_steps: number of steps that have rows of the group.
     """
 
     starts: jax.Array
@@ -94,7 +92,7 @@ class _Groups(NamedTuple):
 
     @classmethod
     def of(cls, sizes: jax.Array) -> _Groups:
-        """Returns rows and steps of groups of these sizes, int32 [G]. Empty groups have no steps."""
+        """Returns the rows and steps of groups of these sizes, int32 [groups]. Empty groups have no steps."""
         ends = jnp.cumsum(sizes).astype(jnp.int32)
         starts = (ends - sizes).astype(jnp.int32)
         first_steps = starts // _STEP
@@ -104,9 +102,9 @@ class _Groups(NamedTuple):
 
 
 def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Sums the outer products of each group's rows: [M, K], [M, N], int32 [G] -> [G, K, N]. `_BLOCK` must divide K and N.
+    """Sums the outer products of each group's rows. For `rows` [M, K], `others` [M, N] and G groups, returns [G, K, N].
 
-    Each multiprocessor computes one block [128, 128] of a group's result after the other, and adds up the group's rows in steps.
+    `_BLOCK` must divide K and N. Each multiprocessor computes one [128, 128] block of a group's result after the other, in steps.
     Steps begin at multiples of `_STEP`, so the first and the last step can hold rows of other groups, which are set to zero.
     `rows` and `others` must be finite everywhere.
     """
@@ -161,7 +159,6 @@ def _outer_products(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax
 
 
 def _store(held, found: jax.Array, target) -> None:
-    """Writes a block of results to `target` through the shared memory `held`."""
     held[...] = found.astype(held.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(held, target)

@@ -1,7 +1,7 @@
 """The interface of attention kernels, the choice of a kernel for a call, and a record of the choices while a program is traced.
 
-`Rows` are the arrays of a call. `Pattern` says which keys a query sees, and how logits are computed. Both are the same for all
-kernels. Shapes: B rows, T tokens of a row, N query heads, K key heads, head width H.
+`Rows` are the arrays of an attention call. `Pattern` says which keys a query sees, and how logits are computed. Both are the
+same for all kernels.
 
     with kernels.recording() as recorded:
         lowered = jitted.lower(...)
@@ -27,9 +27,9 @@ from spmd_trainer.kernels.chips import Target
 
 # Names of the kernels: each is a module, and a `Kernel`.
 NAMES = ("splash", "cudnn", "chunked", "reference")
-# Kernels of one platform, tried before those of all platforms.
+# {platform: its own kernels}, which are tried before the kernels for all platforms.
 _OF_PLATFORM = {"tpu": ("splash",), "cuda": ("cudnn",)}
-# Up to this many tokens a row's logits are small, and computing them at once is faster than in blocks.
+# In rows of up to this many tokens, computing all logits at once is faster than in blocks.
 SHORT_ROW = 512
 # The logit of a key that a query doesn't see. Not -inf: a difference of two of these must be a number.
 MASKED = -1e30
@@ -55,11 +55,7 @@ class Pattern:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-          UserError: a window without `causal`, or a window or cap that is not positive.
-        """
+        """Raises UserError for a window without `causal`, and for a window or cap that is not positive."""
         if self.window is not None and not self.causal:
             raise UserError(
                 f"a window of {self.window} tokens needs causal=True: it counts the tokens before the query"
@@ -70,22 +66,22 @@ class Pattern:
             raise UserError(f"softcap is {self.softcap}; it must be positive, or None for no cap")
 
     def logits(self, products: jax.Array) -> jax.Array:
-        """Scales and caps query-key products (float32, any shape); returns the logits."""
+        """Computes logits from products of queries and keys (float32, any shape): applies the scale, then the cap."""
         logits = self.scale * products
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The properties of a call that decide which kernels can be used. Shapes are per device.
+    """The properties of an attention call that decide which kernels can compute it. Shapes are those on one device.
 
     Attributes:
-      query: [B, T, N, H].
-      key: [B, T, K, H]; N is a multiple of K. The values have the same shape and dtype.
+      query: [rows, tokens, query heads, head width].
+      key: [rows, tokens, key heads, head width]. The values have the same shape and dtype.
       pattern: which keys a query sees.
-      segments: True if rows hold several segments.
-      dropout: True if probabilities are dropped.
-      sinks: True if heads have sinks.
+      segments: True if a row may hold several segments, i.e. texts.
+      dropout: True if there is dropout of attention probabilities.
+      sinks: True if heads have sinks, see `Rows`.
       target: the device that the program is compiled for.
     """
 
@@ -99,14 +95,14 @@ class Call:
 
 
 class Rows(NamedTuple):
-    """The arrays of a call: whole rows, or a device's part of them.
+    """The arrays of an attention call, or a device's part of them: B rows of T tokens, with N query and K key heads of width H.
 
     Attributes:
       query: [B, T, N, H].
       key, value: [B, T, K, H]; N is a multiple of K. Query head n uses key head n // (N / K).
       segment_ids: int32 [B, T]; None if each row is one segment.
-      sinks: float32 [B, N], a further logit of each head's softmax, whose probability goes to no key. Neither the scale nor the
-        cap of the pattern applies to it. None for no sinks.
+      sinks: float32 [B, N], an additional logit in each head's softmax, whose probability goes to no key. Neither the scale nor
+        the cap of the pattern applies to it. None for no sinks.
     """
 
     query: jax.Array
@@ -120,14 +116,14 @@ class Kernel(Protocol):
     """A module that computes attention. Logits and softmax are float32; the output has the dtype of the values."""
 
     def reasons_against(self, call: Call) -> list[str]:
-        """Returns why the kernel can't be used, e.g. ['head width 320 is over 256']; empty if it can."""
+        """Returns why the kernel can't compute a call, e.g. ['head width 320 is over 256']; [] if it can."""
         ...
 
     def attend(self, rows: Rows, pattern: Pattern) -> jax.Array:
-        """Computes attention on one device. Returns [B, T, N, H], of value's dtype.
+        """Computes attention on one device. Returns an array with the shape of the queries and the dtype of the values.
 
-        The output and all other residuals get the checkpoint name 'context', so a policy that saves 'context' needs no second
-        forward pass.
+        The output and all other residuals get the checkpoint name 'context'. With a rematerialization policy that saves this
+        name, the backward pass does not compute the attention a second time.
         """
         ...
 
@@ -138,7 +134,7 @@ class Choice:
 
     Attributes:
       kernel: the kernel's name.
-      reasons: {name of a preferred kernel: why it can't be used}.
+      reasons: {name of a preferred kernel: reasons why it can't be used}.
       context_parallel: 'ring' or 'all_to_all' if rows are split over devices; otherwise None.
       of: what the kernel computes: 'attention' or 'experts'.
     """
@@ -151,7 +147,7 @@ class Choice:
 
 @functools.cache
 def kernel(name: str) -> Kernel:
-    """Returns the kernel of this name.
+    """Returns the attention kernel of this name.
 
     Raises:
       UserError: the name is unknown.
@@ -164,10 +160,10 @@ def kernel(name: str) -> Kernel:
 
 
 def choose(call: Call, asked: str | None = None) -> Choice:
-    """Picks the first usable kernel in the order of `order`. Returns the kernel, and why preferred ones can't be used.
+    """Picks the first kernel of `order(call)` that can be used. The result also says why the kernels before it can't be used.
 
     Args:
-      call: the call, with the shapes of one device.
+      call: the attention call, with the shapes on one device.
       asked: name of the kernel to use; None for the first that can be used.
 
     Raises:
@@ -207,9 +203,9 @@ _RECORDERS: contextvars.ContextVar[tuple[dict[str, Choice], ...]] = contextvars.
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[str, Choice]]:
-    """Records the kernels chosen inside the context. Yields {layer name: latest choice}.
+    """Context manager that records the kernels chosen inside the `with` block. Yields {layer name: latest choice}.
 
-    Choices are made while a program is traced, so calls of traced programs add nothing.
+    Kernels are chosen while a program is traced, so calling a program that was traced before adds nothing.
     """
     recorded: dict[str, Choice] = {}
     token = _RECORDERS.set((*_RECORDERS.get(), recorded))
@@ -220,7 +216,7 @@ def recording() -> Iterator[dict[str, Choice]]:
 
 
 def record(name: str, choice: Choice) -> None:
-    """Adds the choice of the layer `name` to the recordings in progress."""
+    """Adds the choice of a kernel for the layer `name` to all recordings in progress, see `recording`."""
     for recorded in _RECORDERS.get():
         recorded[name] = choice
 
@@ -228,7 +224,7 @@ def record(name: str, choice: Choice) -> None:
 def choice_lines(recorded: Mapping[str, Choice]) -> list[str]:
     """Returns one line per distinct choice, e.g. 'attention kernel: chunked (not cudnn: head width 320 is over 256)'.
 
-    If layers differ, each line names its layers.
+    If the choices for layers differ, each line names its layers.
     """
     layers: dict[tuple[str, str], list[str]] = {}
     for name, choice in recorded.items():

@@ -16,16 +16,16 @@ from spmd_trainer.kernels import chips
 
 # The package has a function of the same name as this module.
 _MODULE = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
-# Rows and inputs of a block, and the bytes of its outputs; less where the arrays are smaller. The largest for which the kernels
-# compile for v4, v5e, v5p and v6e with XLA's default limits of VMEM. Megablox masks blocks that are partly filled, but rows must
-# be a multiple of the block.
+# Number of rows and inputs in a block, and bytes of a row of its outputs; less where arrays are smaller. These are the largest
+# sizes for which the kernels compile for v4, v5e, v5p and v6e with XLA's default limits of VMEM. Megablox masks partly filled
+# blocks, but the number of rows must be a multiple of the block's.
 _ROWS, _INPUTS, _OUTPUT_BYTES = 256, 1024, 2048
 # Lanes and sublanes of a vector register: the kernels' blocks must be multiples of them.
 _LANES, _SUBLANES = 128, 16
 
 
 def reasons_against(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, platform: str) -> list[str]:
-    """See `GroupedKernel`."""
+    """Returns why megablox can't multiply arrays of these shapes and dtypes; see `GroupedKernel.reasons_against`."""
     reasons = []
     if platform != "tpu":
         reasons.append(f"it is a kernel for TPUs, but the device is a {platform}")
@@ -35,7 +35,7 @@ def reasons_against(rows: jax.ShapeDtypeStruct, weights: jax.ShapeDtypeStruct, p
 
 
 def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """See `GroupedKernel`."""
+    """Multiplies the rows of each group by the group's matrix; see `GroupedKernel.product`."""
     count, inputs = rows.shape
     tiling = _tiling(count, inputs, weights.shape[1 if transposed else 2], rows.dtype)
     rows, sizes = _with_rest(rows, sizes, tiling[0])
@@ -45,7 +45,7 @@ def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed
 
 
 def weights_product(rows: jax.Array, others: jax.Array, sizes: jax.Array) -> jax.Array:
-    """See `GroupedKernel`."""
+    """Sums the outer products of each group's rows; see `GroupedKernel.weights_product`."""
     groups = sizes.shape[0]
     tiling = _tiling(rows.shape[0], rows.shape[1], others.shape[1], rows.dtype)
     others, _ = _with_rest(others, sizes, tiling[0])
@@ -60,7 +60,7 @@ def _interpreted() -> bool:
 
 
 def _tiling(rows: int, inputs: int, outputs: int, dtype: jnp.dtype) -> tuple[int, int, int]:
-    """Returns the rows, inputs and outputs of a block for arrays of these sizes."""
+    """Returns the size of a block, (rows, inputs, outputs), for arrays with these numbers of rows, inputs and outputs."""
     most_outputs = _OUTPUT_BYTES // dtype.itemsize
     sizes = ((rows, _ROWS, _SUBLANES), (inputs, _INPUTS, _LANES), (outputs, most_outputs, _LANES))
     block_rows, block_inputs, block_outputs = (min(most, size + -size % multiple) for size, most, multiple in sizes)

@@ -1,7 +1,4 @@
-"""Attention from plain logits and probabilities, [B, N, T, T]. It is always usable, and the only kernel with dropout.
-
-Shapes: B rows, T tokens of a row, N query heads, K key heads.
-"""
+"""Attention that computes all logits at once, [rows, heads, tokens, tokens]. Always usable; the only kernel with dropout."""
 
 from __future__ import annotations
 
@@ -15,16 +12,18 @@ from spmd_trainer.kernels.kernels import MASKED, Call, Pattern, Rows
 
 
 def reasons_against(call: Call) -> list[str]:
-    """See `Kernel`."""
+    """Returns [], because this kernel can compute every call; see `Kernel.reasons_against`."""
     return []
 
 
 def attend(rows: Rows, pattern: Pattern, dropout: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
-    """See `Kernel`. `dropout` drops probabilities, float32 [B, K, N / K, T, T]."""
+    """Computes attention on one device, see `Kernel.attend`. `dropout`: function that drops probabilities, float32 [rows, key
+    heads, query heads per key head, tokens, tokens]; None for no dropout.
+    """
     query, key, value, segment_ids, sinks = rows
     batch, length, heads, width = query.shape
     kv_heads = key.shape[2]
-    # One dimension for the queries of all heads of a group: XLA computes products with two such dimensions more slowly.
+    # One dimension for the queries of all heads of a group, because XLA computes products with two such dimensions more slowly.
     grouped = query.transpose(0, 2, 1, 3).reshape(batch, kv_heads, -1, width)
     products = jnp.einsum("bkqh,bskh->bkqs", grouped, key, preferred_element_type=jnp.float32)
     logits = pattern.logits(products).reshape(batch, heads, length, length)
@@ -41,7 +40,7 @@ def attend(rows: Rows, pattern: Pattern, dropout: Callable[[jax.Array], jax.Arra
 def softmax(logits: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Returns the softmax over the last dimension.
 
-    `sinks` [..., 1] is one more logit of the softmax, whose probability is not returned; None for no sinks.
+    `sinks` [..., 1] is an additional logit in the softmax, whose probability is not returned; None for no sinks.
     """
     if sinks is None:
         return jax.nn.softmax(logits, axis=-1)
@@ -51,7 +50,7 @@ def softmax(logits: jax.Array, sinks: jax.Array | None) -> jax.Array:
 
 
 def seen_keys(length: int, segment_ids: jax.Array | None, pattern: Pattern) -> jax.Array | None:
-    """Returns True where a query sees a key, bool [1 or B, T, T]; None if every query sees all keys."""
+    """Returns a mask, bool [1 or rows, queries, keys], True where a query sees a key; None if every query sees all keys."""
     seen = None
     if pattern.causal:
         index = jnp.arange(length)

@@ -6,13 +6,11 @@ of device i - s arrive after s steps. Of the four products of two query chunks a
     i >= s: both query chunks see the earlier key chunk; neither sees the later one
     i < s:  the later query chunk sees both key chunks; the earlier one sees neither
 
-So every device computes the same number of blocks in every step, and needs all of them. With a window, steps without
-visible keys are skipped, and all devices compute as many blocks as the busiest one.
+So every device computes the same number of blocks in every step, all of which it needs. With a window, steps without visible
+keys are skipped, and all devices compute as many blocks as the busiest one.
 
 The forward pass moves the keys and values of the whole row (n - 1) / n times. So does the backward pass, which also moves their
 float32 gradients. The next keys and values travel while the current ones are used.
-
-Shapes: B rows, T tokens of a row, N heads, head width H, n devices.
 """
 
 from __future__ import annotations
@@ -38,14 +36,14 @@ Arrays = TypeVar("Arrays")
 
 
 def attend(rows: Rows, pattern: Pattern, axes: tuple[str, ...]) -> jax.Array:
-    """Computes attention over rows that are split over mesh axes in zig-zag order. Call it under `jax.shard_map`.
+    """Computes attention over rows whose tokens are split over mesh axes in zig-zag order. Call it under `jax.shard_map`.
 
-    Returns this device's part of the output, [B, T / n, N, H], of value's dtype.
+    Returns this device's part of the output, with the shape of `rows.query` and the dtype of the values.
 
     Args:
-      rows: this device's part, of T / n tokens, an even number.
+      rows: this device's part of the rows, with an even number of tokens.
       pattern: which keys a query sees.
-      axes: the mesh axes, of n devices together.
+      axes: the mesh axes that split the tokens.
     """
     return _attention(rows, Ring.of(axes, lax.axis_size(axes), rows.query.shape[1], pattern))
 
@@ -55,10 +53,10 @@ class Ring:
     """The blocks that each device of the ring computes at each step.
 
     Attributes:
-      axes: the mesh axes.
-      count: number of devices on them, n.
-      chunk: tokens of a chunk.
-      block: tokens of a block; chunks are padded to a multiple of it.
+      axes: the mesh axes that split the tokens.
+      count: number of devices on these axes, n.
+      chunk: number of tokens in a chunk. Each device has two chunks.
+      block: number of tokens in a block; chunks are padded to a multiple of it.
       pattern: which keys a query sees.
     """
 
@@ -76,7 +74,7 @@ class Ring:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of a chunk."""
+        """Number of blocks in a chunk."""
         return -(-self.chunk // self.block)
 
     @property
@@ -85,7 +83,7 @@ class Ring:
         return [shift for shift in range(1, self.count) if self.visible(shift).any()]
 
     def visible(self, shift: int) -> np.ndarray:
-        """Returns which pairs of blocks each device needs at a step, bool [n, 2 * blocks, 2 * blocks] (queries, keys)."""
+        """Returns the pairs of blocks that each device needs at step `shift`, as a mask [devices, query blocks, key blocks]."""
         devices = np.arange(self.count)
         query = self._first_tokens(devices)[:, :, None]
         key = self._first_tokens((devices - shift) % self.count)[:, None, :]
@@ -98,9 +96,9 @@ class Ring:
         return seen
 
     def pairs(self, shift: int | jax.Array) -> jax.Array:
-        """Returns the pairs of blocks (query, key) that this device computes at a step, int32 [pairs, 2]. Under `shard_map`.
+        """Returns the (query block, key block) pairs that this device computes at step `shift`, int32 [pairs, 2].
 
-        `shift` is the step. Without a window it may be traced, and must then not be 0.
+        Call it under `shard_map`. Without a window, `shift` may be traced, and must then not be 0.
         """
         device = lax.axis_index(self.axes)
         if self.pattern.window is not None:
@@ -111,11 +109,11 @@ class Ring:
         return jnp.where(device >= shift, last_device, first_device)
 
     def tokens(self, shift: int | jax.Array, segment_ids: jax.Array | None) -> Tokens:
-        """Returns, on device i, the positions in the row of the tokens of device i - shift. Under `shard_map`.
+        """Returns, on device i, the positions in the row of the tokens of device i - shift. Call it under `shard_map`.
 
         Args:
           shift: the step.
-          segment_ids: int32 [n, B, T / n] of all devices, or None.
+          segment_ids: those of all devices, int32 [devices, rows, tokens of a device], or None.
         """
         device = (lax.axis_index(self.axes) - shift) % self.count
         within = jnp.arange(self.blocks * self.block, dtype=jnp.int32)
@@ -130,7 +128,7 @@ class Ring:
         )
 
     def padded(self, x: jax.Array) -> jax.Array:
-        """Pads both chunks of [B, 2 * chunk, ...] with zeros to whole blocks. Returns [B, 2 * blocks * block, ...]."""
+        """Pads both chunks of [rows, 2 * chunk, ...] with zeros to whole blocks. Returns [rows, 2 * blocks * block, ...]."""
         if not (missing := self.blocks * self.block - self.chunk):
             return x
         chunks = x.reshape(x.shape[0], 2, self.chunk, *x.shape[2:])
@@ -138,12 +136,12 @@ class Ring:
         return padded.reshape(x.shape[0], -1, *x.shape[2:])
 
     def unpadded(self, x: jax.Array) -> jax.Array:
-        """Inverts `padded`: [B, 2 * blocks * block, ...] -> [B, 2 * chunk, ...]."""
+        """Inverts `padded`: [rows, 2 * blocks * block, ...] -> [rows, 2 * chunk, ...]."""
         chunks = x.reshape(x.shape[0], 2, self.blocks * self.block, *x.shape[2:])[:, :, : self.chunk]
         return chunks.reshape(x.shape[0], 2 * self.chunk, *x.shape[2:])
 
     def moved(self, arrays: Arrays, hops: int) -> Arrays:
-        """Returns the arrays of the device `hops` places before this one. Under `shard_map`."""
+        """Returns the arrays of the device `hops` places before this one in the ring. Call it under `shard_map`."""
         permutation = [(device, (device + hops) % self.count) for device in range(self.count)]
         moved: Arrays = lax.ppermute(arrays, self.axes, permutation)
         return moved
@@ -151,15 +149,15 @@ class Ring:
     def around(
         self, state: State, arrays: Arrays, step: Callable[[State, Arrays, int | jax.Array, int], State]
     ) -> State:
-        """Passes arrays round the ring, and calls `step` at each arrival. Returns the last state. Under `shard_map`.
+        """Passes arrays around the ring, and calls `step` when they arrive. Returns the last state. Call it under `shard_map`.
 
-        The arrays of the next step are sent before `step` is called, so that they travel meanwhile.
+        The arrays of the next step are sent before `step` is called, so that they travel during its computation.
 
         Args:
-          state: first argument of the first call of `step`.
+          state: the state for the first call of `step`.
           arrays: this device's arrays.
-          step: called as step(state, arrays, shift, hops) for each shift; returns the new state. The arrays are those of device
-            i - shift; hops is the difference to the shift of the call before, and 0 in the first call.
+          step: called as step(state, arrays, shift, hops) for each shift; returns the new state. On device i, the arrays are
+            those of device i - shift; hops is the difference between this shift and the previous one, and 0 in the first call.
         """
         if not (shifts := self.shifts):
             return state
@@ -181,14 +179,14 @@ class Ring:
         return step(state, arrays, shifts[-1], hops)
 
     def _first_tokens(self, devices: np.ndarray) -> np.ndarray:
-        """Returns the position in the whole row of the first token of each block of these devices, int [devices, 2 * blocks]."""
+        """Returns where in the whole row each block of these devices begins, int [devices, 2 * blocks]."""
         starts = np.stack(sequence_order.chunks_of(devices, self.count), axis=1) * self.chunk
         first: np.ndarray = (starts[:, :, None] + np.arange(self.blocks) * self.block).reshape(len(devices), -1)
         return first
 
 
 def tables(visible: np.ndarray) -> np.ndarray:
-    """Returns each device's (query, key) pairs of blocks, int32 [n, pairs, 2], with the same number of pairs for all devices.
+    """Returns each device's (query block, key block) pairs, int32 [devices, pairs, 2], the same number for all devices.
 
     `visible` is the result of `Ring.visible`. Devices with fewer visible pairs also get invisible pairs, which add nothing.
     """
@@ -220,7 +218,7 @@ def _forward(rows: Rows, ring: Ring) -> tuple[jax.Array, Residuals]:
     sums = add(chunked.initial_sums(queries, rows.sinks), own, 0)
     outs, lse = chunked.finish(ring.around(sums, own, add))
     out = ring.unpadded(chunked.from_query_blocks(outs, 2 * ring.blocks * ring.block)).astype(rows.value.dtype)
-    # As in the chunked kernel, a rematerialisation policy that saves the layers' outputs needs no second forward pass.
+    # As in the chunked kernel, a rematerialization policy that saves the layers' outputs needs no second forward pass.
     out, lse = checkpoint_name(out, "context"), checkpoint_name(lse, "context")
     return out, (rows, out, lse)
 
@@ -237,7 +235,7 @@ def _backward(ring: Ring, residuals: Residuals, out_grad: jax.Array) -> tuple[Ro
     def add(
         grads: chunked.Grads, keys_values: tuple[jax.Array, jax.Array], shift: int | jax.Array, hops: int = 0
     ) -> chunked.Grads:
-        """Adds a step's gradients: those of queries stay here, those of keys and values travel on with the keys and values."""
+        """Adds a step's gradients. Those of queries stay on this device; those of keys and values travel with keys and values."""
         arrived = ring.moved(grads[1:], hops) if hops else grads[1:]
         tokens, pairs = ring.tokens(shift, segments), ring.pairs(shift)
         grads = chunked.Grads(grads.query, zeros, zeros)
@@ -269,5 +267,5 @@ def _blocks(rows: Rows, ring: Ring) -> tuple[jax.Array, tuple[jax.Array, jax.Arr
 
 
 def _gathered(segment_ids: jax.Array | None, ring: Ring) -> jax.Array | None:
-    """Returns the segment ids of all devices, int32 [n, B, T / n]. They are small, so one gather is better than n steps."""
+    # They are small, so one gather is better than n steps.
     return None if segment_ids is None else lax.all_gather(segment_ids, ring.axes)

@@ -1,12 +1,12 @@
-"""The order of a row's tokens on the devices of a sequence axis.
+"""The order of a row's tokens on the devices of the mesh axes that split the row.
 
 With a causal mask, ring attention gives n devices equal work if a row is cut into 2 n chunks and device i holds chunks i and
 2 n - 1 - i (zig-zag). A model brings its inputs into this order once, at its entry, and its outputs back at its exit:
 
     order = sequence_order.of_rows(length, ("seq",), context_parallel)
-    ids, segment_ids = order.apply(ids), order.apply(segment_ids, fill=-1)   # [B, order.padded_length]
+    ids, segment_ids = order.apply(ids), order.apply(segment_ids, fill=-1)   # [batch, order.padded_length]
     ...
-    log_probs = order.undo(log_probs)                                        # [B, length, V]
+    log_probs = order.undo(log_probs)                                        # [batch, length, vocabulary]
 
 All-to-all attention keeps the order of the row. Both kinds of attention pad rows so that all chunks are equally long.
 """
@@ -32,13 +32,13 @@ Shard = TypeVar("Shard", int, np.ndarray, jax.Array)
 
 @dataclasses.dataclass(frozen=True)
 class SequenceOrder:
-    """The token order of rows on a sequence axis.
+    """The order of a row's tokens on the mesh axes that split the row.
 
     Attributes:
-      length: tokens of a row.
+      length: number of tokens in a row.
       axes: mesh axes that the row is split over; empty if each device holds it whole.
       count: number of devices on these axes, n.
-      is_zigzag: device i holds chunks i and 2 n - 1 - i of 2 n; otherwise chunk i of n.
+      is_zigzag: True if device i holds chunks i and 2 n - 1 - i of 2 n chunks; otherwise it holds chunk i of n chunks.
     """
 
     length: int
@@ -53,10 +53,10 @@ class SequenceOrder:
         return -(-self.length // chunks) * chunks
 
     def apply(self, x: jax.Array, fill: float = 0) -> jax.Array:
-        """Pads dimension 1 to `padded_length` and brings it from the row's order into this one.
+        """Pads dimension 1 to `padded_length`, and brings it from row order into this order. Call under jit if rows are split.
 
         Args:
-          x: [batch, length, ...]. Under jit if the row is split.
+          x: [batch, length, ...].
           fill: value of the padding, which comes after the row's tokens.
         """
         if missing := self.padded_length - self.length:
@@ -64,7 +64,7 @@ class SequenceOrder:
         return self._moved(x, back=False)
 
     def undo(self, x: jax.Array) -> jax.Array:
-        """Inverts `apply`: [batch, padded_length, ...] -> [batch, length, ...], in the row's order."""
+        """Inverts `apply`: [batch, padded_length, ...] -> [batch, length, ...], in row order."""
         in_order = self._moved(x, back=True)
         return in_order[:, : self.length] if self.padded_length > self.length else in_order
 
@@ -81,11 +81,11 @@ class SequenceOrder:
 
 
 def of_rows(length: int, axes: tuple[str, ...], form: str | None = None) -> SequenceOrder:
-    """Returns the token order that `attend` needs on the ambient mesh (`jax.set_mesh`).
+    """Returns the token order that attention needs on the ambient mesh (`jax.set_mesh`).
 
     Args:
-      length: tokens of a row.
-      axes: mesh axes of the sequence. Without a mesh, or with one device on them, rows keep their order.
+      length: number of tokens in a row.
+      axes: mesh axes that split rows. Without a mesh, or with one device on these axes, rows keep their order.
       form: one of `FORMS`; None for `DEFAULT_FORM`.
     """
     count = num_shards(axes)
@@ -97,24 +97,24 @@ def of_rows(length: int, axes: tuple[str, ...], form: str | None = None) -> Sequ
 def num_shards(axes: tuple[str, ...]) -> int:
     """Returns the number of pieces into which the compiler splits a dimension over these axes of the ambient mesh.
 
-    Returns 1 under any `shard_map`, even over other axes, because `attend` then computes whole rows.
+    Returns 1 under any `shard_map`, even over other axes, because attention then computes whole rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.manual_axes else math.prod(mesh.shape[axis] for axis in axes if axis in mesh.shape)
 
 
 def chunks_of(shard: Shard, count: int) -> tuple[Shard, Shard]:
-    """Returns which two of the 2 * `count` chunks the device `shard` holds in zig-zag order, the earlier chunk first."""
+    """Returns the two of the 2 * `count` chunks that the device `shard` holds in zig-zag order, the earlier chunk first."""
     return shard, 2 * count - 1 - shard
 
 
 def _move_chunks(x: jax.Array, device: jax.Array, *, axes: tuple[str, ...], count: int, back: bool) -> jax.Array:
-    """Exchanges this device's two chunks of the row for its two chunks in zig-zag order, or back, by two permutations.
+    """Exchanges this device's two chunks in row order for its two chunks in zig-zag order, or back, by two permutations.
 
-    `device` is [1], the device's index. XLA can't partition `lax.axis_index` inside of a loop over layers.
+    `device` is [1], the device's index, because XLA can't partition `lax.axis_index` inside of a loop over layers.
 
-    In the order of the row, device d holds chunks 2 d and 2 d + 1. The even chunks belong to different devices in zig-zag
-    order, and so do the odd ones. On a device of even number, the even chunk is the earlier of the two.
+    In row order, device d holds chunks 2 d and 2 d + 1. The even chunks belong to different devices in zig-zag order, and so do
+    the odd ones. On a device with an even index, the even chunk is the earlier of its two chunks in zig-zag order.
     """
     owners = [min(chunk, 2 * count - 1 - chunk) for chunk in range(2 * count)]
     moves = [[(device, owners[2 * device + parity]) for device in range(count)] for parity in (0, 1)]

@@ -1,6 +1,6 @@
 """Attention by JAX's splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`), a Pallas kernel for TPUs.
 
-The kernel computes logits block by block and skips pairs of blocks of which no query sees a key. Its tables of blocks are
+The kernel computes logits block by block and skips pairs of blocks in which no query sees any key. Its tables of blocks are
 made on the host and become constants of the program. Segments are masked inside of blocks, but no block is skipped for them.
 
 Rows are padded to a multiple of the block. Padding follows the row, so causal queries never see it; for bidirectional attention
@@ -26,7 +26,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from spmd_trainer.kernels import chips
 from spmd_trainer.kernels.kernels import Call, Pattern, Rows
 
-# Tokens of a block. The kernel's own limit is that they are a multiple of 128, the lanes of a vector register.
+# Possible numbers of tokens in a block. The kernel requires multiples of 128, the lanes of a vector register.
 _BLOCKS = (128, 256, 384, 512, 640, 768, 1024)
 # A pair of blocks costs as many products as it has pairs of tokens, plus a fixed time for its grid step, also if it is skipped.
 # With this fixed cost, most rows of 1,024 tokens and more get blocks of 1,024, the largest that fit. It is an estimate, not a
@@ -35,17 +35,17 @@ _BLOCKS = (128, 256, 384, 512, 640, 768, 1024)
 _STEP_COST = 2**17
 # Keys of a block are multiplied in parts of at most this many, so that the float32 logits of a part fit into VMEM.
 _MOST_LOGITS = 640 * 640
-# Bytes of one token's head -> largest block that compiles for v4, v5e, v5p and v6e with XLA's default limits of VMEM (16 MiB; v6e
-# 32 MiB), with segments and a soft cap.
+# {bytes of one token's head: largest block that compiles for v4, v5e, v5p and v6e with XLA's default limits of VMEM (16 MiB; v6e
+# 32 MiB), with segments and a soft cap}
 _LARGEST_BLOCK = {512: 1024, 1024: 512, 4096: 256}
-# The tables of blocks are in scalar memory, 1 MiB (`jax.experimental.pallas.tpu.get_tpu_info`).
+# The tables of blocks are in scalar memory, which has 1 MiB (`jax.experimental.pallas.tpu.get_tpu_info`).
 _LARGEST_TABLES = 768 * 2**10
 # Segment id of padding.
 _PADDING = np.iinfo(np.int32).min
 
 
 def reasons_against(call: Call) -> list[str]:
-    """See `Kernel`. Other platforms than TPU interpret the kernel, which is only fast enough for tests."""
+    """Returns why this kernel can't compute a call; see `Kernel.reasons_against`. Other devices than TPUs only interpret it."""
     reasons = []
     if call.target.platform != "tpu":
         reasons.append(f"it is a kernel for TPUs, but the device is a {call.target.kind or call.target.platform}")
@@ -65,7 +65,7 @@ def reasons_against(call: Call) -> list[str]:
 
 
 def attend(rows: Rows, pattern: Pattern) -> jax.Array:
-    """See `Kernel`. Segment ids must be larger than -2**31."""
+    """Computes attention on one device, see `Kernel.attend`. Segment ids must be larger than -2**31."""
     query, key, value, segment_ids, sinks = rows
     length = query.shape[1]
     # The kernel's output has the query's dtype.
@@ -117,7 +117,7 @@ def _block(length: int, width: int, dtype: Any, pattern: Pattern) -> int | None:
         rows = -(-length // block)
         seen = rows if pattern.window is None else min(rows, -(-(pattern.window - 1) // block) + 1)
         computed = rows * seen - seen * (seen - 1) // 2 if pattern.causal else rows * rows
-        # The largest tables are those of the queries' gradients: an index, int8 or int16, and an int8 of each pair.
+        # The largest tables are for the queries' gradients: an index, int8 or int16, and an int8 for each pair.
         parts = block // _part(block)
         if rows * seen * parts * (2 if rows * parts <= 128 else 3) <= _LARGEST_TABLES:
             costs[block] = rows * seen * _STEP_COST + computed * block**2
@@ -126,7 +126,7 @@ def _block(length: int, width: int, dtype: Any, pattern: Pattern) -> int | None:
 
 @jax.custom_vjp
 def _with_float32_gradient(sinks: jax.Array) -> jax.Array:
-    """Returns float32 sinks unchanged, and makes their gradient float32: JAX's kernel gives it the dtype of the output."""
+    """Returns float32 sinks unchanged, and converts their gradient to float32: JAX's kernel gives it the output's dtype."""
     return sinks
 
 
@@ -156,7 +156,7 @@ class _Band(splash_attention_mask.LocalMask):
         super().__init__((length, length), (None if window is None else window - 1, 0), offset=0)
 
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
-        """Returns the distinct values of a block, bool [1, 1 or 2]."""
+        """Returns the distinct values in a block of the mask, bool [1, 1 or 2]."""
         queries, keys = idx
         # Distances from key to query in the block.
         smallest, largest = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start
@@ -169,7 +169,7 @@ class _Everything(splash_attention_mask.FullMask):
     """Mask of bidirectional attention. A block is an array of one value, for the reason given in `_Band`."""
 
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
-        """Returns the distinct values of a block, bool [1, 1]."""
+        """Returns the distinct values in a block of the mask, bool [1, 1]."""
         return np.array([[True]])
 
 
@@ -180,7 +180,10 @@ def _part(block: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _kernel(shape: _Shape, softcap: float | None, *, interpret: bool) -> splash_attention_kernel.SplashAttentionKernel:
-    """Returns the kernel for rows of this shape and any number of heads. It holds NumPy arrays, so every trace can use it."""
+    """Returns JAX's kernel for rows of this shape and any number of heads.
+
+    Its tables of blocks are NumPy arrays, so the cached kernel can be used in every trace.
+    """
     block = shape.block
     part = _part(block)
     sizes = splash_attention_kernel.BlockSizes(
@@ -210,7 +213,7 @@ def _kernel(shape: _Shape, softcap: float | None, *, interpret: bool) -> splash_
         save_residuals=False,
         mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=softcap,
-        # Named like the attention layers' outputs: a rematerialisation policy that saves these needs no second forward pass.
+        # Named like the attention layers' outputs: a rematerialization policy that saves these needs no second forward pass.
         residual_checkpoint_name="context",
         mask_function=mask_function,
         interpret=interpret,

@@ -1,15 +1,12 @@
-"""Sorts tokens by their experts for `grouped_dot`, and undoes it.
+"""Sorts tokens by their experts for `grouped_dot`, and puts the results back into the order of the tokens.
 
 Each device sorts its own tokens, so that their rows stay on it: only the experts' weights, or sums over the parts of the experts,
 cross between devices. XLA would compile a sort of the whole batch to an all-gather of all tokens. If an axis splits both tokens
 and experts, the tokens are gathered over it before the sort, and the experts' results reduced and scattered after it.
 
-A device has room for the case that all its tokens choose its experts, so no token is ever dropped, whatever the router does.
-If a token chooses k experts, the room is k rows for each token, or as many rows as the device has experts if these are fewer. So
-splitting E experts into more parts lowers the temporary memory only if there are more than E / k parts.
-
-Shapes: S parts of the tokens, X parts of the experts, M rows of a part, G experts of a part, D features of a token, K inputs and
-N outputs of an expert's matrix.
+A device allocates rows for the case that all its tokens choose its experts, so no token is dropped, whatever the router does.
+If a token chooses k experts, these are k rows per token, or as many rows per token as the device has experts if these are fewer.
+So splitting E experts into more parts lowers the temporary memory only if there are more than E / k parts.
 """
 
 from __future__ import annotations
@@ -33,9 +30,9 @@ class TokenParts:
 
     Attributes:
       mesh: the mesh; None for one device.
-      batch, length: axes that split rows of the batch and their tokens.
-      experts: axes that split the experts.
-      num_experts: number of experts.
+      batch, length: mesh axes that split the rows of a batch, and the tokens of each row.
+      experts: mesh axes that split the experts.
+      num_experts: number of experts on all devices.
     """
 
     mesh: AbstractMesh | None
@@ -56,7 +53,7 @@ class TokenParts:
     ) -> TokenParts:
         """Returns how the ambient mesh divides tokens and experts.
 
-        `x` is an array [batch, time, ...]. If the `length` axes don't divide the time, they don't split it.
+        `x` is an array [batch, time, ...]. If the `length` axes don't divide its number of tokens evenly, they don't split it.
         """
         mesh = mesh_of_experts()
         if mesh is None:
@@ -67,12 +64,12 @@ class TokenParts:
         return cls(mesh, batch, length, experts, num_experts)
 
     def count(self, axes: tuple[str, ...]) -> int:
-        """Returns the number of parts over these axes."""
+        """Returns the number of parts that these mesh axes split a dimension into."""
         return num_parts(self.mesh, axes)
 
     @property
     def experts_of_part(self) -> int:
-        """Number of experts of a part, G; the last parts may have fewer."""
+        """Number of experts in each part of the experts; the last parts may have fewer."""
         return -(-self.num_experts // self.count(self.experts))
 
     @property
@@ -87,14 +84,14 @@ class TokenParts:
         return tuple(axis for axis in (*self.batch, *self.length) if axis not in self.experts)
 
     def split(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> GroupedSplit:
-        """Returns the split of a product with weights whose dimensions K and N are split over the axes `inputs` and `outputs`."""
+        """Returns the split of a `grouped_dot` with weights whose inputs and outputs are split over the given mesh axes."""
         if self.mesh is None:
             return GroupedSplit()
         inputs, outputs = (tuple(a for a in axes if self.count((a,)) > 1) for axes in (inputs, outputs))
         return GroupedSplit(self.tokens, self.experts, inputs, outputs)
 
     def specs(self, text: str) -> tuple[PartitionSpec, ...]:
-        """Returns a PartitionSpec for each letter of `text`: 't' for arrays [batch, time, ...], 'g' for arrays [S, X, ...]."""
+        """Returns a PartitionSpec for each letter of `text`: 't': [batch, time, ...], 'g': [token parts, expert parts, ...]."""
         of = {
             "t": PartitionSpec(self.batch or None, self.length or None),
             "g": PartitionSpec(self.tokens or None, self.experts or None),
@@ -102,7 +99,7 @@ class TokenParts:
         return tuple(of[letter] for letter in text)
 
     def on_each_device(self, fn: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
-        """Returns a function of whole arrays that runs `fn` on each device's parts.
+        """Returns a function that takes whole arrays and runs `fn` on each device's parts of them.
 
         `inputs` and `outputs` have one letter for each argument and result; see `specs`.
         """
@@ -118,13 +115,13 @@ class TokenParts:
         )
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """Gathers a device's tokens [batch, time, ...] over the moved axes."""
+        """Gathers a device's tokens [batch, time, ...] over the axes `moved`."""
         for dim, axes in enumerate(self.moved):
             x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
         return x
 
     def add_up(self, x: jax.Array) -> jax.Array:
-        """Sums the experts' results for gathered tokens [batch, time, ...] over all parts. Returns the device's own tokens."""
+        """Sums results for gathered tokens, [batch, time, ...], over all parts of the experts. Returns the device's tokens."""
         moved = self.moved
         for dim, axes in enumerate(moved):
             x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
@@ -135,16 +132,16 @@ class TokenParts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The order of the pairs of a token and one of its experts, for each part of tokens and of experts.
+    """(token, expert) pairs, sorted by expert, in each of S parts of the tokens and X parts of the experts.
 
     Attributes:
-      sizes: int32 [S, X, G], number of pairs of each expert.
-      token: int32 [S, X, M], the token of each sorted pair; arbitrary after the last expert's pairs.
-      choice: int32 [S, X, M], index of each sorted pair's expert among the experts of its token.
-      place: int32 [S, X, tokens, experts of a token], the sorted place of each pair. If another part has the pair's expert, it is
-        not less than the sum of the part's `sizes`.
-      pair: int32 [S, X, M], each sorted pair's index in [batch, time, experts of a token] of all devices. The same on any mesh.
-      num_pairs: number of all pairs.
+      sizes: int32 [S, X, experts of a part], number of pairs of each expert.
+      token: int32 [S, X, sorted pairs], the token of each pair; arbitrary after the last expert's pairs.
+      choice: int32 [S, X, sorted pairs], index of each pair's expert among the experts of its token.
+      place: int32 [S, X, tokens, experts of a token], position of each pair in the sorted order. For a pair whose expert is in
+        another part, the position is at least the sum of the part's `sizes`.
+      pair: int32 [S, X, sorted pairs], each pair's index in the global [batch, time, experts of a token], the same on any mesh.
+      num_pairs: number of pairs in all parts.
     """
 
     sizes: jax.Array
@@ -156,7 +153,7 @@ class Groups:
 
 
 def sort(chosen: jax.Array, parts: TokenParts) -> Groups:
-    """Sorts the pairs of tokens and experts by expert. `chosen`: int32 [batch, time, experts of a token], all distinct."""
+    """Sorts (token, expert) pairs by expert. `chosen`: int32 [batch, time, experts of a token], distinct for each token."""
     most = min(chosen.shape[2], parts.experts_of_part)
 
     def local(chosen: jax.Array, index: jax.Array) -> tuple[jax.Array, ...]:
@@ -191,23 +188,23 @@ def for_each_token(fn: Callable[[jax.Array], jax.Array], x: jax.Array, parts: To
 
 
 def dispatch(x: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
-    """Returns the sorted rows [S, X, M, D] of tokens [batch, time, D]."""
+    """Copies tokens, [batch, time, features], to rows sorted by expert, [token parts, expert parts, rows, features]."""
     return _dispatch(parts, _with_rows(x, parts, 0), groups)
 
 
 def weights_of_rows(weights: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
-    """Returns the weight of each sorted row, [S, X, M, 1], of `weights` [batch, time, experts of a token]."""
+    """Returns each sorted row's weight, [token parts, expert parts, rows, 1]. `weights`: [batch, time, experts of a token]."""
     of_tokens = dispatch(weights, groups, parts)
     is_chosen = groups.choice[..., None] == jnp.arange(weights.shape[-1])
     return jnp.sum(jnp.where(is_chosen, of_tokens, 0), axis=-1, keepdims=True)
 
 
 def combine(rows: jax.Array, weights: jax.Array, groups: Groups, parts: TokenParts) -> jax.Array:
-    """Returns the weighted sum of each token's rows, [batch, time, D], of the rows' dtype.
+    """Returns the weighted sum of each token's rows, [batch, time, features], in the dtype of the rows.
 
     Args:
-      rows: [S, X, M, D], the experts' outputs in sorted order.
-      weights: [batch, time, experts of a token].
+      rows: [token parts, expert parts, rows, features], the experts' outputs in sorted order.
+      weights: [batch, time, experts of a token], the weights of each token's experts.
       groups: the order of the rows, from `sort`.
       parts: how tokens and experts are divided.
     """
@@ -215,7 +212,7 @@ def combine(rows: jax.Array, weights: jax.Array, groups: Groups, parts: TokenPar
 
 
 def _with_rows(x: jax.Array, parts: TokenParts, fill: int) -> jax.Array:
-    """Pads the batch with `fill` so that its axes divide it. `sort` fills with an expert that doesn't exist."""
+    """Pads the batch with `fill`, so that the mesh axes divide it. `sort` fills with the number of a nonexistent expert."""
     missing = -x.shape[0] % parts.count(parts.batch)
     return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if missing else x
 
@@ -286,7 +283,10 @@ _combine.defvjp(_combine_forward, _combine_backward)
 
 
 def _of_pairs(rows: jax.Array, groups: Groups) -> jax.Array:
-    """Returns each token's rows, [tokens, experts of a token, D], zeros for experts of other parts. `rows`: [1, 1, M, D]."""
+    """Returns each token's rows, [tokens, experts of a token, features]; zeros for experts of other parts.
+
+    `rows`: the device's sorted rows, [1, 1, rows, features].
+    """
     found = jnp.take(rows[0, 0], groups.place[0, 0], axis=0, mode="fill", fill_value=0)
     is_own = groups.place[0, 0] < jnp.sum(groups.sizes)
     return jnp.where(is_own[..., None], found, jnp.zeros((), rows.dtype))

@@ -3,8 +3,8 @@
 | module | purpose |
 |---|---|
 | `settings` | `GenerationSettings`, the field `generation` of a model; read from generation_config.json |
-| `decode` | continues the batches of a decode program |
-| `loop` | the loop over tokens |
-| `sampling` | temperature, top-k, top-p; one key per row |
-| `stop_strings` | the automaton that finds stop strings, and the cut of the text |
+| `decode` | continues the prompts of a batch |
+| `loop` | the loop that generates one token per step |
+| `sampling` | temperature, top-k, top-p; one PRNG key per row |
+| `stop_strings` | the automaton that finds stop strings; cuts the text before them |
 """

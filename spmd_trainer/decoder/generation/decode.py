@@ -22,7 +22,7 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.inputs.token_bytes import token_bytes
 from spmd_trainer.inputs.tokenizers import Tokenizer
 
-# Fields of praxis' decoders, and the fields of `GenerationSettings` that do the same.
+# {setting of praxis' decoders: field of `GenerationSettings` with the same meaning}
 _COUNTERPARTS = {
     "eos_id": "eos_ids",
     "k": "top_k",
@@ -39,9 +39,9 @@ _tokenizer: contextvars.ContextVar[Tokenizer | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def tokenizer_of_texts(tokenizer: Tokenizer | None) -> Iterator[None]:
-    """Sets the tokenizer that `decode` uses within this context. Stop strings and the default end-of-text need it.
+    """Context manager that sets the tokenizer for `decode`, which needs it for stop strings and the default end-of-text token.
 
-    `decode` reads the tokenizer while it is traced.
+    `decode` reads the tokenizer while JAX traces it, so only the tracing must be inside this context.
     """
     token = _tokenizer.set(tokenizer)
     try:
@@ -63,12 +63,13 @@ def decode(model: Any, batch: NestedMap, settings: GenerationSettings) -> tuple[
     Returns:
       1. Scalars (value, weight): num_decoded, and generated_tokens per row.
       2. The batch with the results: output_ids int32 [B, S, P + N], prompts and their continuations; decode_lengths int32
-        [B, S]; logprobs float32 [B, S, P + N], 0 for prompts; prefix_ids int32 [B, S, P]; prefix_lengths int32 [B];
-        original_lengths int32 [B, S]. The samples of a prompt are sorted by the sum of their logprobs, the largest first.
-      3. An empty dict of further metrics.
+        [B, S], the lengths of both together; logprobs float32 [B, S, P + N], 0 for prompts; prefix_ids int32 [B, S, P];
+        prefix_lengths int32 [B] and original_lengths int32 [B, S], the lengths of the prompts. The samples of a prompt are
+        sorted by the sum of their logprobs, the largest first.
+      3. An empty dict, where praxis has further metrics.
 
     Raises:
-      UserError: a setting is wrong, or stop strings are set and no tokenizer is.
+      UserError: a setting is invalid, or stop strings are set but no tokenizer is.
     """
     vocab_size = model.lm_tpl.spec.vocab_size
     settings.check(vocab_size)
@@ -103,7 +104,7 @@ def decode(model: Any, batch: NestedMap, settings: GenerationSettings) -> tuple[
 
 
 def refuse_decoder_tpl(given: Any) -> None:
-    """Checks that praxis' decode settings (`decoder_tpl`), which have no effect here, are at their defaults.
+    """Checks that a model's praxis decode settings (`decoder_tpl`), which `decode` ignores, are at their defaults.
 
     Raises:
       UserError: a setting was changed; the message names the setting to use instead.
@@ -132,7 +133,7 @@ def refuse_decoder_tpl(given: Any) -> None:
 
 
 def text_before_stops(model: Any, tokenizer: Tokenizer | None) -> Callable[[np.ndarray], str] | None:
-    """Returns a function from ids [n] to the text before the first stop string; None without stop strings or tokenizer."""
+    """Returns a function (generated ids [n]) -> text before the first stop string; None without stop strings or tokenizer."""
     stops = tuple(getattr(getattr(model, "generation", None), "stop", ()))
     if not stops or tokenizer is None:
         return None
@@ -140,7 +141,7 @@ def text_before_stops(model: Any, tokenizer: Tokenizer | None) -> Callable[[np.n
 
 
 def eos_ids(settings: GenerationSettings, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Returns the tokens that end a row: `settings.eos_ids`, or else the tokenizer's end-of-text; () without both."""
+    """Returns the tokens that end a row: `settings.eos_ids`, or else the tokenizer's end-of-text token; () without either."""
     if settings.eos_ids is not None:
         return tuple(settings.eos_ids)
     return () if tokenizer is None else (tokenizer.eos_id,)
@@ -159,7 +160,6 @@ def _stops(settings: GenerationSettings, vocab_size: int) -> StopTable | None:
 
 
 def _keys(key: jax.Array, batch: NestedMap, samples: int) -> jax.Array:
-    """Returns a PRNG key for each continuation, [B * S, ...]."""
     rows = batch.get("prompt_index", jnp.arange(len(batch.ids)))
     keys = jax.vmap(lambda row: sampling.row_keys(row, jnp.arange(samples)))(sampling.row_keys(key, rows))
     return keys.reshape(-1, *keys.shape[2:])
@@ -169,7 +169,7 @@ def _best_first(generated: Sequence[jax.Array]) -> list[jax.Array]:
     """Sorts the samples of each prompt by the sum of their log-probabilities, the largest first.
 
     Args:
-      generated: tokens [B, S, N], lengths [B, S] and log-probabilities [B, S, N].
+      generated: for B prompts and S samples: tokens [B, S, N], lengths [B, S] and log-probabilities [B, S, N].
     """
     order = jnp.argsort(-jnp.sum(generated[2], axis=-1), axis=1, stable=True)
     return [jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1) for x in generated]
@@ -178,8 +178,8 @@ def _best_first(generated: Sequence[jax.Array]) -> list[jax.Array]:
 def _behind_prompts(
     prompts: jax.Array, lengths: jax.Array, continuations: jax.Array, fill: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes each continuation [B, S, N] directly after its prompt [B, P], and `fill` after it. Returns a mask that is True in
-    prompts, and the rows; both [B, S, P + N].
+    """Puts each continuation directly after its prompt, and `fill` after the continuation. Returns a mask that is True in
+    prompts, and the rows. Shapes: prompts [B, P], continuations [B, S, N], both results [B, S, P + N].
     """
     width, steps = prompts.shape[1], continuations.shape[2]
     shape = (*continuations.shape[:2], width + steps)

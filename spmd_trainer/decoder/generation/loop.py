@@ -16,7 +16,7 @@ from spmd_trainer.decoder.generation.stop_strings import START, StopTable
 
 
 class Generated(NamedTuple):
-    """Continuations, one per row, of at most N = `max_tokens` tokens.
+    """Continuations of B rows, of at most N = `max_tokens` tokens each.
 
     Attributes:
       tokens: int32 [B, N]; `pad_id` after a row's end.
@@ -31,7 +31,7 @@ class Generated(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The loop's carry, apart from the decode cache.
+    """The carry of the generation loop, apart from the decode cache, for B rows and V tokens in the vocabulary.
 
     Attributes:
       step: number of tokens generated so far.
@@ -59,8 +59,8 @@ def generate(
     keys: jax.Array | None = None,
     ended: jax.Array | None = None,
 ) -> Generated:
-    """Continues prompts. Call it in a method of the model, with the collection DECODE_CACHE mutable. Returns B * S
-    continuations; continuations of one prompt are adjacent.
+    """Continues B prompts, with S samples each. Call this function in a method of the model, with the collection DECODE_CACHE
+    mutable. Returns B * S continuations; continuations of one prompt are adjacent.
 
     Each row ends at one of `eos_ids`, at a stop string, or after `max_tokens`. The loop ends when all rows have ended.
 
@@ -68,12 +68,12 @@ def generate(
       model: the model. `model.lm` has prefill(ids, lengths, cache_length) and extend_step(tokens), which return the next
         token's logits (see `spmd_trainer.decoder.lm`), and transform_decode_state.
       ids: int32 [B, T], prompts at the left.
-      lengths: int32 [B], tokens of each prompt, 1 or more.
+      lengths: int32 [B], number of tokens in each prompt, 1 or more.
       settings: the settings; S is their `num_samples`.
       eos_ids: tokens that end a row.
       stops: table of the stop strings; None without stop strings.
       keys: PRNG keys of the continuations, [B * S, ...]; None for greedy decoding.
-      ended: bool [B], True for padding rows, which are not continued; None continues all rows.
+      ended: bool [B], True for padding rows, which are not continued; None to continue all rows.
     """
     samples, steps = settings.num_samples, settings.max_tokens
     logits = model.lm.prefill(ids, lengths, ids.shape[1] + steps)
@@ -121,7 +121,7 @@ def _add_token(
     stops: StopTable | None,
     keys: jax.Array | None,
 ) -> _State:
-    """Chooses each row's next token from its logits [B, V]. Rows that have ended get padding."""
+    """Adds each row's next token to the state, chosen from the logits [rows, vocabulary]. Rows that have ended get padding."""
     step, done, stop_states, seen, generated = state
     logits = logits.astype(jnp.float32)
     penalised = logits if seen is None else sampling.penalise_repetition(logits, seen, settings.repetition_penalty)
@@ -147,6 +147,6 @@ def _add_token(
 
 
 def _seen(ids: jax.Array, inside: jax.Array, vocab_size: int) -> jax.Array:
-    """Returns which tokens occur in each prompt, bool [B, V]."""
+    """Returns a mask of the tokens that occur in each prompt, bool [prompts, vocabulary]. `inside`: True for prompt tokens."""
     rows = jnp.broadcast_to(jnp.arange(len(ids))[:, None], ids.shape)
     return jnp.zeros((len(ids), vocab_size), bool).at[rows, ids].max(inside)

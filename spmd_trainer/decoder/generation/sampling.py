@@ -30,10 +30,10 @@ def next_tokens(
     """Chooses one token per row. Returns tokens, int32 [B].
 
     Args:
-      logits: floating [B, V].
+      logits: floating [B, V], for B rows and V tokens in the vocabulary.
       settings: temperature, top_k and top_p.
-      keys: the rows' PRNG keys [B, ...] (`row_keys`); None for greedy decoding.
-      step: index of the generated token, folded into the keys.
+      keys: the rows' PRNG keys [B, ...], see `row_keys`; None for greedy decoding.
+      step: index of the generated token, which is folded into the keys.
     """
     if settings.greedy:
         return most_likely(logits)
@@ -59,23 +59,23 @@ def most_likely(logits: jax.Array) -> jax.Array:
 
 
 def log_probs_of(logits: jax.Array, tokens: jax.Array, *, largest: bool) -> jax.Array:
-    """Returns the log-probabilities of tokens [B], float32 [B].
+    """Returns the log-probability of one token per row, float32 [rows].
 
     Args:
-      logits: float32 [B, V].
-      tokens: int32 [B].
-      largest: True if the tokens have the largest logits, which saves the lookup.
+      logits: float32 [rows, vocabulary].
+      tokens: int32 [rows].
+      largest: True if each token has the largest logit of its row; this saves looking up the tokens' logits.
     """
     own = jnp.max(logits, axis=-1) if largest else jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return own - jax.nn.logsumexp(logits, axis=-1)
 
 
 def warp(logits: jax.Array, settings: GenerationSettings) -> jax.Array:
-    """Applies temperature, top_k and top_p, in this order. Returns float32 [B, V]: logits / temperature; minus infinity for
-    removed tokens.
+    """Applies temperature, top_k and top_p, in this order. Returns float32 logits, divided by the temperature, and minus infinity
+    for removed tokens.
 
     Args:
-      logits: floating [B, V].
+      logits: floating [rows, vocabulary].
       settings: temperature (above 0), top_k and top_p.
     """
     warped = logits.astype(jnp.float32) / settings.temperature
@@ -87,7 +87,7 @@ def warp(logits: jax.Array, settings: GenerationSettings) -> jax.Array:
 
 
 def keep_top_k(logits: jax.Array, k: int) -> jax.Array:
-    """Keeps the k largest logits of [B, V], and logits equal to the k-th. Sets the others to minus infinity."""
+    """Keeps each row's k largest logits, and those equal to the k-th. Sets the others to minus infinity."""
     smallest = jax.lax.top_k(logits, k)[0][..., -1:]
     return jnp.where(logits < smallest, REMOVED, logits)
 
@@ -100,7 +100,7 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
     transformers may remove other ids, because torch's sort is not stable.
 
     Args:
-      logits: float32 [B, V].
+      logits: float32 [rows, vocabulary].
       p: above 0 and below 1.
     """
     order = jnp.argsort(logits, axis=-1, stable=True)
@@ -112,5 +112,5 @@ def keep_top_p(logits: jax.Array, p: float) -> jax.Array:
 
 
 def penalise_repetition(logits: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
-    """Divides positive logits [B, V] of `seen` tokens (bool [B, V]) by the penalty, and multiplies negative logits by it."""
+    """Divides positive logits by the penalty, and multiplies negative logits by it, for tokens where `seen` is True."""
     return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)

@@ -1,4 +1,4 @@
-"""Settings of generation, from an experiment or from a Hugging Face folder's generation_config.json."""
+"""Settings for text generation, from an experiment or from a Hugging Face folder's generation_config.json."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.storage import json_values, reading
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-# transformers' default if generation_config.json samples without top_k.
+# transformers' default if generation_config.json sets do_sample but not top_k.
 _USUAL_TOP_K = 50
-# Unsupported options of generation_config.json that change the tokens, with the values that have no effect.
+# Unsupported options of generation_config.json that change the generated tokens, with their values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (),
     "bad_words_ids": (),
@@ -57,17 +57,17 @@ class GenerationSettings:
     The logits of a step are changed in this order, as in transformers: `repetition_penalty`, `temperature`, `top_k`, `top_p`.
 
     Attributes:
-      max_tokens: most tokens to generate per row, without the prompt.
+      max_tokens: maximum number of tokens to generate per row, without the prompt.
       temperature: the logits are divided by it; 0 takes the most likely token (greedy).
       top_k: keep the k most likely tokens, and tokens as likely as the k-th; 0 keeps all.
       top_p: keep the fewest tokens (at least one) whose probabilities, after `top_k`, sum to more than top_p; 1 keeps all.
         Among equally likely tokens, the one with the highest id is kept first.
       repetition_penalty: divides the positive logits of tokens in the prompt or in the generated text, and multiplies their
         negative logits; 1 changes nothing.
-      num_samples: continuations of each prompt.
+      num_samples: number of continuations of each prompt.
       stop: stop strings. A row ends once its generated text (without the prompt) contains one; the text is cut before it.
-      eos_ids: tokens that end a row; None takes the end-of-text of the decode dataset's tokenizer.
-      pad_id: token after the end of a row.
+      eos_ids: tokens that end a row; None takes the end-of-text token of the decode dataset's tokenizer.
+      pad_id: token that fills a row after its end.
     """
 
     max_tokens: int = 128
@@ -119,10 +119,10 @@ class GenerationSettings:
 
 
 def from_folder(folder: str | os.PathLike[str], **changes: Any) -> GenerationSettings:
-    """Returns the settings in a Hugging Face folder's generation_config.json, or the defaults without this file.
+    """Reads the settings in a Hugging Face folder's generation_config.json; returns the defaults if there is no such file.
 
-    As in transformers, a file without do_sample decodes greedily, and a file that samples without top_k gets top_k = 50.
-    Unsupported options that change tokens are logged as a warning.
+    As in transformers, decoding is greedy if the file doesn't set do_sample; if it sets do_sample and not top_k, top_k is 50.
+    Logs a warning about unsupported options that would change the generated tokens.
 
     Args:
       folder: the folder.
@@ -144,7 +144,7 @@ def from_folder(folder: str | os.PathLike[str], **changes: Any) -> GenerationSet
 
 
 def from_generation_config(config: Mapping[str, Any], path: str, **changes: Any) -> GenerationSettings:
-    """Returns the settings in the content of a generation_config.json; see `from_folder`. `path` names the file in warnings."""
+    """Converts the content of a generation_config.json to settings; see `from_folder`. `path` names the file in messages."""
     given = {name: value for name, value in config.items() if value is not None}
     ignored = [
         f"{name}={given[name]!r}"
@@ -169,7 +169,7 @@ def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
         fields["repetition_penalty"] = float(given["repetition_penalty"])
     if "max_new_tokens" in given:
         fields["max_tokens"] = given["max_new_tokens"]
-    # Without pad_token_id, transformers pads with the first end-of-text.
+    # Without pad_token_id, transformers pads with the first end-of-text token.
     pad = given.get("pad_token_id", -1)
     fields["pad_id"] = pad if pad != -1 else next(iter(fields.get("eos_ids", ())), 0)
     if given.get("do_sample", False):

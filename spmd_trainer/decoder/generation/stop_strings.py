@@ -5,7 +5,7 @@ at once. Tokens with the same transitions from all states share a column of the 
 byte in common with the stop strings. The memory is S x C + V int32 values for S states (at most the total bytes of the stop
 strings + 1), C distinct columns and V tokens: 0.6 MB for a vocabulary of 151,936 and a few words.
 
-Bytes, not characters, because a character may be split over several tokens.
+The automaton reads bytes instead of characters, because a character may be split over several tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from spmd_trainer.inputs.tokenizers import Tokenizer
 
-# Tokens composed at once; bounds the memory needed to build a table.
+# Number of tokens that are processed at once; limits the memory needed to build a table.
 _CHUNK = 8192
 START = 0  # the state before any byte
 
@@ -29,8 +29,8 @@ class StopTable(NamedTuple):
     """An automaton over tokens. Its last state, 'found', is never left.
 
     Attributes:
-      next_state: int32 [S, C], the next state for each state and each column of tokens.
-      column: int32 [V], each token's column.
+      next_state: int32 [states, columns], the next state for each state and each column, i.e. each kind of token.
+      column: int32 [vocabulary], each token's column.
     """
 
     next_state: np.ndarray
@@ -42,7 +42,7 @@ class StopTable(NamedTuple):
         return len(self.next_state) - 1
 
     def advance(self, states: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Returns the states [B], int32, after one more token [B] of each row."""
+        """Returns the rows' next states, int32 [rows], after one more token in each row. `states`, `tokens`: int32 [rows]."""
         return jnp.asarray(self.next_state)[states, jnp.asarray(self.column)[tokens]]
 
 
@@ -52,7 +52,7 @@ def stop_table(stops: Iterable[str], texts: Sequence[bytes], vocab_size: int) ->
     Args:
       stops: the stop strings, none empty.
       texts: the bytes of each token, e.g. `token_bytes(tokenizer)`.
-      vocab_size: the model's vocabulary size. Tokens beyond the end of `texts` count as empty.
+      vocab_size: the model's vocabulary size. Tokens beyond the end of `texts` are treated as having no bytes.
     """
     by_byte = _byte_automaton([stop.encode() for stop in stops])
     known = [*texts[:vocab_size], *[b""] * (vocab_size - len(texts))]
@@ -97,7 +97,7 @@ def _decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 
 def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
-    """Returns the next state for each state and byte, int32 [S, 256]. State 0 is the start; the last state is 'found'."""
+    """Returns the next state for each state and byte, int32 [states, 256]. State 0 is the start; the last one is 'found'."""
     children: list[dict[int, int]] = [{}]
     ends = set()
     for stop in stops:
@@ -129,7 +129,7 @@ def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
 
 
 def _moves(by_byte: np.ndarray, texts: Sequence[bytes]) -> np.ndarray:
-    """Returns the next state for each token and each state, int32 [tokens, S]."""
+    """Returns the next state for each token and each state, int32 [tokens, states]. `texts`: the bytes of each token."""
     lengths = np.array([len(text) for text in texts])
     order = np.argsort(-lengths, kind="stable")  # so that the tokens with an i-th byte are a prefix
     padded = np.zeros((len(texts), max(1, lengths.max(initial=0))), np.uint8)

@@ -1,4 +1,4 @@
-"""A weight with its adapters, and the operations on both."""
+"""A weight with its adapters, and operations on the weight that are applied to the adapters too."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Factor:
         return self.array if order == list(range(len(order))) else lax.transpose(self.array, order)
 
     def edited(self, edit: dims_lib.Edit, starts: Sequence[Any]) -> Factor:
-        """Returns the factor after an edit (a slice, squeeze or reshape) of its weight's dimensions.
+        """Applies a slice, squeeze or reshape of the weight's dimensions to this factor, if it has these dimensions.
 
         Args:
-          edit: the edit.
-          starts: start indices, if the edit is a dynamic slice.
+          edit: the slice, squeeze or reshape.
+          starts: start indices, if `edit` is a dynamic slice.
         """
         if isinstance(edit, dims_lib.Reshape):
             return self._reshaped(edit)
@@ -70,7 +70,7 @@ class Product:
 
     Attributes:
       batch, contracted, free: names of the weight's dimensions by their role in the product, in the product's order.
-      transposed: True if the product contracts the weight's outputs.
+      transposed: True if the product contracts the weight's outputs instead of its inputs.
     """
 
     batch: tuple[Name, ...]
@@ -89,12 +89,12 @@ class AdaptedWeight:
     """A weight W with its adapters. Stands for the array W + scale * a b, times `gain` with DoRA.
 
     Attributes:
-      w: the weight, an array.
-      a: the adapter a, [*stack, *inputs, rank].
-      b: the adapter b, [*stack, rank, *outputs].
+      w: the array W.
+      a: the adapter matrix a, [*stack, *inputs, rank].
+      b: the adapter matrix b, [*stack, rank, *outputs].
       magnitude: DoRA's magnitude, [*stack, *outputs]; None without DoRA.
       gain: DoRA's factor of the outputs, [*stack, *outputs]: magnitude / norm of each output's weights; None until computed.
-      dims: the dimensions of `w`.
+      dims: the dimensions of `w`, each with its name and the variable's dimensions that it comes from.
       path: the variable's path.
       roles: roles of the variable's dimensions (stack, inputs, outputs) in the model's products.
       scale: factor of the product a b.
@@ -111,9 +111,10 @@ class AdaptedWeight:
     scale: float = dataclasses.field(metadata={"static": True})
 
     def follows(self, move: dims_lib.Move) -> bool:
-        """Returns True if each adapter matrix can follow a `Move`, the effect of an operation on the weight's dimensions.
+        """Returns True if an operation on the weight can be applied to each adapter matrix too.
 
-        A reshape prevents this if it joins dimensions that the matrix has with dimensions that it lacks.
+        `move` is the operation's effect on the weight's dimensions. A reshape can't be applied to a matrix that has only some of
+        the dimensions that it merges.
         """
         for factor in (self.a, self.b, self.magnitude, self.gain):
             names = set(() if factor is None else factor.names)
@@ -126,7 +127,7 @@ class AdaptedWeight:
         return True
 
     def moved(self, w: jax.Array, move: dims_lib.Move, starts: Sequence[Any] = ()) -> AdaptedWeight:
-        """Applies an operation on the weight to its adapters. Returns the new weight.
+        """Applies an operation on the weight to its adapters too. Returns the resulting adapted weight.
 
         Args:
           w: the operation's result for the array W.
@@ -135,7 +136,7 @@ class AdaptedWeight:
         """
         inputs = {dim.name for dim in self.dims if dim.origins & frozenset(self.roles.inputs)}
         if any(isinstance(edit, dims_lib.Slice) and edit.name in inputs for edit in move.edits):
-            self = with_gain(self)  # a norm is over all inputs
+            self = with_gain(self)  # before inputs are sliced off, because the norms are over all inputs
         parts: dict[str, Any] = {}
         for name in ("a", "b", "magnitude", "gain"):
             factor = getattr(self, name)
@@ -145,7 +146,7 @@ class AdaptedWeight:
         return dataclasses.replace(self, w=w, dims=move.dims, **parts)
 
     def plan(self, contracted: Sequence[int], batch: Sequence[int]) -> Product | None:
-        """Plans the adapters' products that accompany a product with W. Returns None if the adapters' dimensions don't fit.
+        """Returns a description of a product with this weight; None if the adapters' dimensions don't fit the product.
 
         Args:
           contracted: the dimensions of `w` that the product contracts.
@@ -241,7 +242,7 @@ def merge(weight: AdaptedWeight) -> jax.Array:
         )
     names = [dim.name for dim in weight.dims]
     factors = [(factor.array.astype(jnp.float32), factor.names) for factor in (weight.a, weight.b)]
-    # The model added the others; they have size 1.
+    # The model added the other dimensions; they have size 1.
     own = [name for name in names if any(name in of for _, of in factors)]
     delta = einsum(factors, own, lax.Precision.HIGHEST, None)
     delta = jnp.expand_dims(delta, [axis for axis, name in enumerate(names) if name not in own])

@@ -1,7 +1,7 @@
 """Evaluates a model's jaxpr with adapted weights in place of arrays.
 
-Operations that read no adapted weight are bound unchanged. Loops, branches and rematerialised parts that read adapted weights
-are rebuilt in the same form: a scan stays a scan, and a `jax.checkpoint` keeps its policy.
+Operations that read no adapted weight are bound unchanged. Loops, branches and rematerialized functions that read adapted
+weights are rebuilt in the same form: a scan stays a scan, and a `jax.checkpoint` keeps its policy.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Interpreter:
     """Evaluates jaxprs with adapted weights.
 
     Attributes:
-      on_merge: called with (path, operation) when a weight had to be merged with its adapters.
+      on_merge: called with (path of a weight, operation) when the weight had to be merged with its adapters.
       dropout: probability of dropping an element of the adapters' input.
-      key: PRNG key of the dropout masks; None drops nothing.
-      rows: int32 [rows], index of each row's adapter, -1 for none; None with one adapter.
-      multiplied: if a list, collects (path, shape of the other operand) of each matrix product with adapters.
+      key: PRNG key of the dropout masks; None for no dropout.
+      rows: int32 [rows], index of each batch row's adapter, -1 for none; None with one adapter.
+      multiplied: a list to which (path, shape of the other operand) of each product with an adapted weight is appended, or None.
     """
 
     on_merge: Callable[[str, str], None]
@@ -49,7 +49,7 @@ class Interpreter:
     _num_keys: int = 0
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Returns the results of a jaxpr. Arguments and results may be adapted weights."""
+        """Evaluates a jaxpr and returns its results. Arguments and results may be adapted weights."""
         env: dict[Any, Any] = {}
 
         def read(var: Any) -> Any:
@@ -65,11 +65,10 @@ class Interpreter:
             env.update(zip(eqn.outvars, found, strict=True))
             for var in {v for v in eqn.invars if not hasattr(v, "val")}:
                 if last_use[var] == i and var not in kept:
-                    del env[var]  # as soon as possible: outside of jit, an array's memory depends on it
+                    del env[var]  # outside of jit, this frees the array's memory as early as possible
         return [read(var) for var in jaxpr.outvars]
 
     def _one(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """Evaluates an operation with adapted weights among its operands."""
         name, params = eqn.primitive.name, eqn.params
         if name == "dot_general":
             return [self._product(eqn, *values)]
@@ -127,7 +126,7 @@ class Interpreter:
         return cast(jax.Array, found)
 
     def _grouped(self, eqn: Any, rows: Any, weight: Any, sizes: jax.Array, *pair: jax.Array) -> jax.Array:
-        """Evaluates a `grouped_dot`: multiplies sorted rows by the experts' weights. Each expert has a separate adapter."""
+        """Evaluates a `grouped_dot`, which multiplies rows by their experts' weights. Each expert has a separate adapter."""
         found = None
         if not is_adapted(rows):
             found = products.multiply_grouped(
@@ -143,7 +142,7 @@ class Interpreter:
         return cast(jax.Array, found)
 
     def _adapters_of_pairs(self, path: str, num_pairs: int, pair: jax.Array | None = None) -> jax.Array | None:
-        """Returns the index of each sorted row's adapter, taken from its token's row of the batch; None with one adapter."""
+        """Returns the adapter index of each row of a `grouped_dot`, by the batch row of its token; None with one adapter."""
         if self.rows is None:
             return None
         if pair is None:
@@ -216,7 +215,7 @@ class Interpreter:
         return list(lax.switch(index, [branch(jaxpr) for jaxpr in eqn.params["branches"]], *operands))
 
     def _inside(self, key: jax.Array | None) -> Interpreter:
-        """Returns an interpreter for a part of the program, with another dropout key."""
+        """Returns an interpreter with another dropout key, for an inner jaxpr such as a loop's body."""
         return dataclasses.replace(self, key=key, _num_keys=0)
 
     def _fresh_key(self) -> jax.Array | None:
@@ -232,9 +231,9 @@ class Interpreter:
         return lambda x: x if key is None else self._masked(x, jax.random.bernoulli(key, 1 - self.dropout, x.shape))
 
     def _pairs_dropper(self, path: str, pair: jax.Array | None = None) -> Callable[[jax.Array], jax.Array]:
-        """Returns the dropout function for sorted rows.
+        """Returns the dropout function for the rows of a `grouped_dot`.
 
-        The mask of a row depends on its (token, expert) pair, because the order of the rows depends on the mesh.
+        A row's mask depends on its (token, expert) pair instead of its index, because the order of the rows depends on the mesh.
         """
         key = self._mask_key(path)
         if key is None:
@@ -244,7 +243,7 @@ class Interpreter:
                 f"task.lora.dropout: the model multiplies {path} by grouped_dot without pair=, which the masks follow from; give "
                 "it, as token_groups.sort returns it, or set dropout=0"
             )
-        # Batches of keys of other kinds, such as rbg, don't give each key's own numbers.
+        # With other kinds of keys, such as rbg, numbers drawn for a batch of keys differ from those drawn for each key alone.
         seed = jax.random.key(jax.random.bits(key), impl="threefry2x32")
 
         def drop(x: jax.Array) -> jax.Array:
@@ -260,10 +259,10 @@ class Interpreter:
 
 
 def _stacked(weight: AdaptedWeight) -> AdaptedWeight | None:
-    """Prepares a weight for a scan over its dimension 0, so that a slice of its arrays is an adapted weight.
+    """Prepares a weight for a scan over its dimension 0, so that slicing its arrays gives the adapted weight of one step.
 
-    The scanned dimension is moved to the front of the adapters' arrays, and left out of their names. Returns None if an adapter
-    lacks the dimension.
+    The scanned dimension is moved to the front of the adapters' arrays, and removed from their names. Returns None if an adapter
+    matrix lacks the dimension.
     """
     name = weight.dims[0].name
     if name not in weight.a.names or name not in weight.b.names:
@@ -280,9 +279,9 @@ def _stacked(weight: AdaptedWeight) -> AdaptedWeight | None:
 
 
 def _for_base_only(policy: Callable[..., Any] | None, jaxpr: Any) -> Callable[..., Any] | None:
-    """Returns a `jax.checkpoint` policy that saves matrix products of the base, but not of the adapters.
+    """Returns a `jax.checkpoint` policy like `policy`, except that it saves no matrix products of the adapters.
 
-    A policy that saves matrix products would otherwise save three for each weight.
+    Otherwise a policy that saves matrix products would save three of them for each weight.
     """
     if policy is None:
         return None

@@ -1,4 +1,4 @@
-"""`LoraModel`, a `Model` with adapters. It traces the base and replaces the weights in its matrix products."""
+"""`LoraModel`, a `Model` with adapters. It traces the base model and replaces the weights in its matrix products."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _mesh: contextvars.ContextVar[jax.sharding.AbstractMesh | None] = contextvars.Co
 
 @contextlib.contextmanager
 def traced_on(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Sets the mesh for which `init_variables` traces the forward pass, to find how the model uses the targets."""
+    """Context manager that sets the mesh on which `init_variables` traces the forward pass, to find how targets are used."""
     token = _mesh.set(mesh.abstract_mesh)
     try:
         yield
@@ -52,20 +52,20 @@ def traced_on(mesh: jax.sharding.Mesh) -> Iterator[None]:
 
 @dataclasses.dataclass
 class LoraModel:
-    """A `Model` that consists of a frozen base and adapters. The targets are the base's variables that have adapters.
+    """A `Model` that consists of a frozen base model and adapters. Targets are the base's variables that have adapters.
 
     Attributes:
       base: the model without adapters.
       settings: the adapters' settings.
-      fprop_dtype: dtype of the base's computations; steps cast variables to it.
-      dims: path of each target -> roles of its dimensions; None before the model has been traced.
+      fprop_dtype: dtype of the base's computations; a training step casts variables to it.
+      dims: {path of a target: roles of its dimensions (stack, inputs, outputs)}; None before the model has been traced.
     """
 
     base: Model
     settings: Lora
     fprop_dtype: Any = jnp.float32
     dims: dict[str, MatrixDims] | None = None
-    # What else than a product reads a target, in a program that shows all products.
+    # {target: names of the operations other than products that read it}, in a program that shows all products.
     _others: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     _warned: set[tuple[str, str]] = dataclasses.field(default_factory=set)
 
@@ -103,7 +103,7 @@ class LoraModel:
     def forward(
         self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array, *, do_eval: bool, mutable: Sequence[str]
     ) -> ForwardResult:
-        """Runs the base with adapters; see `Model`. Drops the base's updates of its variables, which are frozen."""
+        """Runs the base with adapters; see `Model`. Discards the base's updates of its own variables, which are frozen."""
         if self.settings.reference:
             inputs = self._with_reference(mdl_vars, inputs, key)
 
@@ -120,8 +120,8 @@ class LoraModel:
         return found
 
     def prepare(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        """Returns the variables for a run that starts on a loaded base: sets DoRA's magnitudes to the norms of the base's
-        weights. `mdl_vars`: the variables at logical shapes. Call it under jit.
+        """Prepares adapters for a base that was loaded after they were initialized: sets DoRA's magnitudes to the norms of the
+        base's weights. Takes and returns all variables, without padding. Call this method under jit.
         """
         if not self.settings.dora:
             return mdl_vars
@@ -138,10 +138,10 @@ class LoraModel:
         )
 
     def merged(self, mdl_vars: NestedJTensor) -> NestedJTensor:
-        """Returns the base's variables merged with the adapters: W + scale * a b, times the gain of DoRA. Call it under jit.
+        """Merges the adapters into the base's weights: W + scale * a b, with DoRA times its gain. Call this method under jit.
 
         Args:
-          mdl_vars: all variables at logical shapes.
+          mdl_vars: all variables, without padding.
 
         Returns:
           The variables without 'params/lora'; computed in float32, returned in the base's dtypes.
@@ -163,7 +163,7 @@ class LoraModel:
         return jax.tree.unflatten(jax.tree.structure(base), leaves)
 
     def matrix_dims(self) -> dict[str, MatrixDims]:
-        """Returns {path of a target, such as 'params/lm/mlp/w': roles of its dimensions}.
+        """Returns {path of a target, such as 'params/lm/mlp/w': roles of its dimensions (stack, inputs, outputs)}.
 
         Raises:
           RuntimeError: none of `init_variables`, `forward` and `decode` has been traced, e.g. by a partitioner's `setup`.
@@ -175,12 +175,12 @@ class LoraModel:
     def split_like_base(
         self, hparams: NestedWeightHParams, base: NestedWeightHParams, reasons: PyTree
     ) -> tuple[NestedWeightHParams, PyTree]:
-        """Shards each adapter like its weight. Returns the WeightHParams of all variables with split mappings, and the reasons.
+        """Shards each adapter like its weight. Returns `base` and `reasons`, extended by the entries for the adapters.
 
         Args:
           hparams: WeightHParams of all variables.
-          base: WeightHParams of the base, with split mappings.
-          reasons: text with the reason for each variable's split mapping, same structure as `base`.
+          base: WeightHParams of the base's variables, with split mappings.
+          reasons: a text for each variable that explains its split mapping, in the same structure as `base`.
         """
         weights = dict(masks.with_paths(base))
         found = {
@@ -194,7 +194,7 @@ class LoraModel:
         return variables.with_adapters(base, next(parts)), variables.with_adapters(reasons, next(parts))
 
     def _found_dims(self, values: NestedJTensor, inputs: PyTree, key: jax.Array) -> dict[str, MatrixDims]:
-        """Returns `matrix_dims()`. Before, traces the base if this is not yet done, with variables cast as in a step."""
+        """Returns `matrix_dims()`. First traces the base, if needed, with the variables cast as in a training step."""
 
         def run(base_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> ForwardResult:
             if self.settings.reference:
@@ -207,7 +207,7 @@ class LoraModel:
                 lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if low and x.dtype == jnp.float32 else x.dtype),
                 values,
             )
-            # Modules of other libraries may name mesh axes in their forward pass; praxis asks for its mesh itself.
+            # The forward pass of modules of other libraries may name mesh axes; praxis gets its mesh in another way.
             mesh = _mesh.get() if isinstance(self.base, ModuleModel) else None
             with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
                 jaxpr, _ = matrix_uses.traced(run, (shapes, inputs, key))
@@ -225,7 +225,7 @@ class LoraModel:
         self._others = {path: frozenset(found[path].others) for path in self.dims}
 
     def _traced(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, PyTree]:
-        """Traces the base. Returns its jaxpr and the shapes of its results.
+        """Traces `fn`, a call of the base. Returns its jaxpr and the shapes of its results.
 
         If a loss that is computed in blocks hides a target's matrix product, traces again with a loss computed from logits.
         """
@@ -260,7 +260,7 @@ class LoraModel:
         dropping: bool,
         multiplied: list[tuple[str, tuple[int, ...]]] | None = None,
     ) -> tuple[list[Any], PyTree]:
-        """Returns the leaves of the results of `fn`, some of which may be adapted weights, and the results' shapes."""
+        """Like `_run`, but returns the leaves of the results, which may include adapted weights, and the results' shapes."""
         base_vars = variables.base_only(mdl_vars)
         args = (base_vars, inputs, key)
         if self.dims is None:
@@ -275,12 +275,12 @@ class LoraModel:
         return interpreter.run(jaxpr.jaxpr, jaxpr.consts, leaves), shapes
 
     def _check_rows(self, fn: Callable[..., Any], mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> None:
-        """Checks that the model multiplies every target by an array with the batch as dimension 0.
+        """Checks that in every product with a target, dimension 0 of the other operand is the batch.
 
         Traces the model with the batch, and with twice its rows: dimension 0 must double, and the others must stay the same.
 
         Raises:
-          UserError: an array has another form; the message names the target.
+          UserError: an operand fails this check; the message names the target.
         """
         rows = self._rows(inputs)
         assert rows is not None
@@ -312,7 +312,7 @@ class LoraModel:
     ) -> adapted_weight.AdaptedWeight:
         own = {name: x.unbox() if _is_box(x) else x for name, x in variables.adapters_of(mdl_vars, path).items()}
         weight = variables.adapted(self.settings, self.matrix_dims()[path], path, w, own)
-        # The gain of all stacked layers at once, before the loop over them; not of a weight that is gathered in the loop.
+        # Computes the gain of all stacked layers at once, before the loop over them, unless the loop gathers the weight.
         return adapted_weight.with_gain(weight) if whole else weight
 
     def _rows(self, inputs: PyTree) -> jax.Array | None:
@@ -326,10 +326,10 @@ class LoraModel:
         return jnp.asarray(inputs[_ROWS], jnp.int32)
 
     def _with_reference(self, mdl_vars: NestedJTensor, inputs: PyTree, key: jax.Array) -> PyTree:
-        """Returns the batch with the base's log-probabilities, added by its method `with_reference`.
+        """Returns the batch with the reference log-probabilities, which the base model's method `with_reference` adds.
 
         Raises:
-          UserError: the model lacks this method.
+          UserError: the base model lacks this method.
         """
         model = getattr(self.base, "model", None)
         if model is None or not hasattr(model, "with_reference"):

@@ -26,8 +26,8 @@ def multiply(
     """Computes a `dot_general` of `x` and the adapted weight W + scale * a b, without forming this sum.
 
     Args:
-      x: the operand that is not the weight. If `rows` is given, its dimension 0 is the batch.
-      weight: the weight.
+      x: the operand that is not the weight. If `rows` is given, dimension 0 of `x` must be the batch.
+      weight: the adapted weight.
       params: parameters of the `dot_general`.
       weight_is_left: True if the weight is the left operand.
       drop: dropout function, applied to the adapters' input.
@@ -35,7 +35,7 @@ def multiply(
         which all rows use.
 
     Returns:
-      The product, with its dimensions in the order of the `dot_general`'s result; None if the adapters' dimensions don't fit it.
+      The product, like the result of the `dot_general`; None if the adapters' dimensions don't fit this product.
     """
     contract, batch = params["dimension_numbers"]
     (xc, wc), (xb, wb) = (pair[::-1] if weight_is_left else pair for pair in (contract, batch))
@@ -54,7 +54,7 @@ def multiply(
     after: Factor | None = None
     if weight.gain is not None:
         gain = _of_rows(weight.gain, rows, x, missing=1.0)
-        # Transposed, the outputs of the weight are what the product contracts.
+        # A transposed product contracts the weight's outputs, so the gain belongs to its input.
         if plan.transposed:
             scaled = _times(x, x_names, gain)
         else:
@@ -75,12 +75,12 @@ def multiply_grouped(
     drop: Callable[[jax.Array], jax.Array],
     chosen: jax.Array | None,
 ) -> jax.Array | None:
-    """Multiplies sorted rows by the experts' weights W + scale * a b without forming these sums. Returns [S, X, M, N], or None if
-    the adapters' dimensions don't fit. See `grouped_dot` for the shapes.
+    """Multiplies rows by their experts' weights W + scale * a b without forming these sums. Returns [S, X, M, outputs], or None
+    if the adapters' dimensions don't fit. See `grouped_dot` for S, X and M.
 
     Args:
-      rows: [S, X, M, K].
-      weight: [E, K, N].
+      rows: [S, X, M, inputs], sorted by expert.
+      weight: the adapted weight, [experts, inputs, outputs].
       sizes: number of rows of each expert.
       eqn: the `grouped_dot` equation without adapters.
       drop: dropout function, applied to the adapters' input.
@@ -104,13 +104,13 @@ def multiply_grouped(
         count = weight.a.array.shape[weight.a.names.index(ADAPTER)]
         own = jax.nn.one_hot(chosen, count, dtype=rows.dtype)
         hidden = hidden * jnp.repeat(own, hidden.shape[3] // count, axis=3)
-    # The primitive is the equation's: a package without `kernels` has none, and reads no such equation.
+    # The primitive is taken from the equation, so that this module does not import it from `kernels`.
     out: jax.Array = eqn.primitive.bind(rows, weight.w, sizes, **eqn.params)
     out = out + from_rank.product(hidden, b.astype(rows.dtype), sizes)
     if weight.gain is None:
         return out
     gain = weight.gain.arranged([*plan.batch, *adapter, *plan.free]).reshape(experts, -1, outputs).astype(rows.dtype)
-    # The gains belong to experts, and a product by group gives each row those of its expert. Rows without an adapter have 1.
+    # Each expert has its own gains; a grouped product gives each row those of its expert. Rows without an adapter get 1.
     gains: jax.Array = from_rank.product(own, gain, sizes) + (1 - jnp.sum(own, axis=3, keepdims=True))
     return out * gains
 
@@ -125,7 +125,7 @@ def _delta(
     weight_is_left: bool,
     out_names: list[Any],
 ) -> jax.Array:
-    """Returns scale * (x a) b, with its dimensions in the order `out_names`, that of the base's product."""
+    """Returns scale * (x a) b, with its dimensions in the order `out_names`, as in the base's product."""
     first, second = plan.factors(weight)
     precision, dtype = params["precision"], params["preferred_element_type"]
     if rows is not None:
@@ -152,11 +152,13 @@ def _delta(
 
 
 def _of_rows(factor: Factor, rows: jax.Array | None, x: jax.Array, *, missing: float) -> Factor:
-    """Returns each row's adapter, with the rows as dimension ('x', 0). Rows without an adapter get `missing`."""
+    """Selects each row's adapter from a factor of several adapters. Rows become the dimension ('x', 0). Rows without an adapter
+    get the value `missing`. With `rows` None, returns the factor unchanged.
+    """
     if rows is None:
         return factor
     count, num_rows = x.shape[0], rows.shape[0]
-    # Samples of one row are adjacent. `LoraModel` has checked that dimension 0 is the batch.
+    # Samples of one batch row are adjacent. `LoraModel` has checked that dimension 0 is the batch.
     index = jnp.repeat(rows, count // num_rows, total_repeat_length=count)
     axis = factor.names.index(ADAPTER)
     array = jnp.moveaxis(factor.array, axis, 0)[jnp.maximum(index, 0)]

@@ -1,4 +1,4 @@
-"""Settings of adapters."""
+"""Settings for low-rank adapters."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Lora:
 
     Attributes:
       targets: regexes; a variable gets adapters if one of them is found in its path (`re.search`, e.g. in
-        'params/lm/layers/sub/layer_0/attention/query/w'). 'all-linear': every variable used only in matrix
-        products, except lookups by one-hot vectors and output layers (no other weight reads their products).
-      rank: size of the inner dimension.
-      alpha: the adapters' product is multiplied by alpha / rank.
+        'params/lm/layers/sub/layer_0/attention/query/w'). 'all-linear': every variable used only in matrix products, except
+        embeddings (products with one-hot vectors) and output layers (no other weight is applied to their products).
+      rank: inner dimension of the product of the two adapter matrices.
+      alpha: this product is multiplied by alpha / rank.
       dropout: probability with which an element of the adapters' input is set to 0 in training.
-      rslora: multiply by alpha / sqrt(rank) instead (rank-stabilised LoRA, arXiv:2312.03732).
+      rslora: multiply by alpha / sqrt(rank) instead of alpha / rank (rank-stabilized LoRA, arXiv:2312.03732).
       dora: learn the norm of each output's weights separately from their direction.
       rank_axis: mesh axes that split the rank dimension, padded if needed; None: not split. An adapter's other dimensions are
         split like its weight's, and axes used there don't split the rank.
       dtype: dtype of the adapters.
       adapters: names of several adapters on the same targets. The batch entry `adapter`, int32 [rows], gives each row's index
         into these names; -1 is the base alone. None: one adapter for all rows.
-      reference: use the base alone, without dropout and gradient, as the reference model of preference learning. The model's
-        `with_reference` adds the log-probabilities to each batch that lacks them.
+      reference: use the base alone, without dropout and gradient, as the reference model for training on preference pairs. The
+        model's method `with_reference` adds the reference log-probabilities to each batch that lacks them.
     """
 
     targets: str | Sequence[str] = ALL_LINEAR
@@ -80,7 +80,7 @@ class Lora:
         names = self.adapters
         if names is None:
             return
-        # The names are directory names too.
+        # Names of adapters are also used as directory names.
         valid = not isinstance(names, str) and all(isinstance(x, str) and _NAME.fullmatch(x) for x in names)
         if not (valid and names and len(set(names)) == len(names)):
             raise UserError(
@@ -100,5 +100,5 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Factor of the adapters' product."""
+        """Factor by which the product of the two adapter matrices is multiplied."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

@@ -12,11 +12,11 @@ from spmd_trainer.step.product_results import MatrixDims, Uses
 
 
 def choose_targets(settings: Lora, uses: Mapping[str, Uses]) -> dict[str, MatrixDims]:
-    """Returns {path of a variable that gets adapters: roles of its dimensions}.
+    """Chooses the variables that get adapters. Returns {path of such a variable: roles of its dimensions in matrix products}.
 
     Args:
-      settings: the settings.
-      uses: path -> how the model uses the variable, for all floating-point parameters of the base.
+      settings: the adapter settings.
+      uses: {path: how the model uses the variable}, for all floating-point parameters of the base model.
 
     Raises:
       UserError: a regex matches no variable, or a variable that can't have adapters; or 'all-linear' finds no variable.
@@ -24,7 +24,7 @@ def choose_targets(settings: Lora, uses: Mapping[str, Uses]) -> dict[str, Matrix
     fitting = [path for path, use in uses.items() if use.fits]
     if not settings.regexes:
         linear = [path for path in fitting if not uses[path].is_lookup]
-        # A model's only layer is also its output layer.
+        # If a model has only one layer, this is also the output layer.
         chosen = [path for path in linear if uses[path].is_read_on] or linear
         if not chosen:
             raise UserError("task.lora.targets='all-linear' finds no variable used in matrix products only")
@@ -47,7 +47,7 @@ def _matches(regex: str, uses: Mapping[str, Uses], fitting: list[str]) -> list[s
 
 
 def _check(path: str, use: Uses, fitting: list[str]) -> None:
-    """Raises UserError if the variable is in no matrix product, or in products with contradicting roles."""
+    """Raises UserError if a variable is in no matrix product, or if its dimensions have different roles in several products."""
     near = f"nearest variables that can have adapters: {_nearest(path, fitting)}"
     if len(use.products) > 1:
         raise UserError(

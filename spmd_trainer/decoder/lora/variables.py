@@ -27,7 +27,7 @@ A, B, MAGNITUDE = "a", "b", "magnitude"
 
 
 def base_only(mdl_vars: PyTree) -> PyTree:
-    """Returns the base's variables, as in a task without `lora`."""
+    """Returns the variables without adapters, as in a task without `lora`."""
     params = {name: tree for name, tree in mdl_vars[base_layer.PARAMS].items() if name != LORA}
     return {**mdl_vars, base_layer.PARAMS: params}
 
@@ -36,7 +36,7 @@ def adapters_of(mdl_vars: PyTree, path: str) -> Mapping[str, Any]:
     """Returns the adapters {'a': ..., 'b': ...} of a variable.
 
     Args:
-      mdl_vars: the variables, or a tree of their structure.
+      mdl_vars: the variables, or a tree with the same structure.
       path: the variable's path, e.g. 'params/lm/mlp/w'.
     """
     found: Mapping[str, Any] = mdl_vars[base_layer.PARAMS][LORA]
@@ -46,13 +46,13 @@ def adapters_of(mdl_vars: PyTree, path: str) -> Mapping[str, Any]:
 
 
 def with_adapters(mdl_vars: PyTree, adapters: Mapping[str, Mapping[str, Any]]) -> PyTree:
-    """Returns the variables with adapters, given as {path of the base's variable: {'a': ..., 'b': ...}}."""
+    """Returns the variables together with adapters, which are given as {path of a base variable: {'a': ..., 'b': ...}}."""
     tree = traverse_util.unflatten_dict({tuple(path.split("/")[1:]): dict(parts) for path, parts in adapters.items()})
     return {**mdl_vars, base_layer.PARAMS: {**mdl_vars[base_layer.PARAMS], LORA: tree}}
 
 
 def factor_dims(roles: MatrixDims, name: str) -> tuple[Any, ...]:
-    """Returns the names of an adapter's dimensions: indices of the weight's dimensions, and 'rank'. `name`: e.g. 'a'."""
+    """Returns the dimensions of the adapter variable `name`, e.g. 'a': indices of the weight's dimensions, and 'rank'."""
     if name == A:
         return (*roles.stack, *roles.inputs, RANK)
     return (*roles.stack, RANK, *roles.outputs) if name == B else (*roles.stack, *roles.outputs)
@@ -66,19 +66,19 @@ def names_of(settings: Lora) -> tuple[str, ...]:
 def adapter_hparams(
     settings: Lora, roles: MatrixDims, name: str, base: base_layer.WeightHParams
 ) -> base_layer.WeightHParams:
-    """Returns the WeightHParams of an adapter, without a split mapping, which `split_like_base` adds.
+    """Returns the WeightHParams of an adapter variable, without a split mapping, which `split_like_base` adds.
 
     Args:
-      settings: the settings.
-      roles: roles of the base variable's dimensions.
+      settings: the adapter settings.
+      roles: roles (stack, inputs, outputs) of the base variable's dimensions.
       name: 'a', 'b' or 'magnitude'.
-      base: WeightHParams of the base's variable.
+      base: WeightHParams of the base variable.
     """
     sizes: dict[Any, int] = {RANK: settings.rank, **dict(enumerate(base.full_shape))}
     shape = [sizes[dim] for dim in factor_dims(roles, name)]
     if settings.adapters is not None:
         shape = [len(settings.adapters), *shape]
-    # Stacked layers' adapters have optimizer states like their weights: one for each layer.
+    # Adapters of stacked layers have separate optimizer states for each layer, like the weights.
     repeats = list(base.repeat_prefix or ())
     stacked = settings.adapters is None and roles.stack[: len(repeats)] == tuple(range(len(repeats)))
     repeats = repeats if stacked else []
@@ -103,13 +103,13 @@ def split_like_base(
     base: base_layer.WeightHParams,
     path: str,
 ) -> tuple[base_layer.WeightHParams, str]:
-    """Returns an adapter's WeightHParams with the base's split mapping, and the reason for it.
+    """Returns an adapter variable's WeightHParams, split like the base variable, and a text that explains the split.
 
     Args:
       settings, roles, name: as for `adapter_hparams`.
-      adapter: the WeightHParams of the adapter.
-      base: WeightHParams of the base's variable, with its split mapping.
-      path: path of the base's variable.
+      adapter: WeightHParams of the adapter variable.
+      base: WeightHParams of the base variable, with its split mapping.
+      path: path of the base variable.
     """
     mapping = dict(enumerate(base.full_split_dims_mapping))
     reason = f"follows {path}"
@@ -143,16 +143,16 @@ def initial_adapters(
     hparams: Mapping[str, base_layer.WeightHParams],
     key: jax.Array,
 ) -> dict[str, jax.Array]:
-    """Returns the initial adapters of a weight by name. As in PEFT, 'a' is uniform in +-1/sqrt(inputs), and 'b' is 0. For DoRA,
-    'magnitude' is the norm of each output's weights.
+    """Returns the initial adapter variables of a weight by name. As in PEFT, 'a' is uniform in +-1/sqrt(number of inputs), and
+    'b' is 0. With DoRA, 'magnitude' is the norm of each output's weights.
 
     Args:
-      settings: the settings.
-      roles: roles of the dimensions of `w`.
-      path: the variable's path, which the random numbers depend on.
+      settings: the adapter settings.
+      roles: roles (stack, inputs, outputs) of the dimensions of `w`.
+      path: the weight's path, which the random numbers depend on.
       w: the weight.
-      hparams: WeightHParams of the adapters by name.
-      key: PRNG key of the initialisation.
+      hparams: WeightHParams of the adapter variables by name.
+      key: PRNG key for the initialization of the model.
     """
     bound = 1 / math.sqrt(math.prod(w.shape[i] for i in roles.inputs))
     own = jax.random.fold_in(key, zlib.crc32(f"{LORA}/{path}".encode()))
@@ -165,7 +165,7 @@ def initial_adapters(
 
 
 def initial_magnitude(settings: Lora, roles: MatrixDims, w: jax.Array) -> jax.Array:
-    """Returns the norm of each output's weights, DoRA's initial magnitude."""
+    """Returns DoRA's initial magnitude, which is the norm of each output's weights."""
     norm = jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), axis=roles.inputs))
     kept = [i for i in range(w.ndim) if i not in roles.inputs]
     norm = lax.transpose(norm, [kept.index(dim) for dim in factor_dims(roles, MAGNITUDE)]).astype(settings.dtype)

@@ -1,18 +1,18 @@
-"""DPO and related losses on pairs of answers to one prompt.
+"""DPO and related losses on preference pairs: a chosen and a rejected answer to one prompt.
 
 The log-ratio of an answer is r = log p(answer | prompt) - log p_reference(answer | prompt), where p is the trained model.
-Log-probabilities are summed over the answer's n tokens. With c for the chosen and r for the rejected answer, b for `beta`, e
-for `label_smoothing` and L(h) = -log sigmoid(h), the loss of a pair is:
+Log-probabilities are summed over the answer's n tokens. With the indices c for the chosen and r for the rejected answer, b for
+`beta`, e for `label_smoothing` and L(h) = -log sigmoid(h), the loss of a pair is:
 
-| `loss` | of a pair | source |
+| `loss` | loss of a pair | source |
 |---|---|---|
 | sigmoid | (1 - e) L(h) + e L(-h), h = b (r_c - r_r) | DPO (arXiv:2305.18290); with e > 0 conservative DPO (Mitchell, 2023) |
-| sigmoid_norm | the same, h = b (r_c / n_c - r_r / n_r) | length-normalised DPO, as Tulu 3 uses it (arXiv:2411.15124) |
-| robust | ((1 - e) L(h) - e L(-h)) / (1 - 2 e), h as sigmoid's | robust DPO (arXiv:2403.00409) |
+| sigmoid_norm | the same, h = b (r_c / n_c - r_r / n_r) | length-normalized DPO, as Tulu 3 uses it (arXiv:2411.15124) |
+| robust | ((1 - e) L(h) - e L(-h)) / (1 - 2 e), the same h as for sigmoid | robust DPO (arXiv:2403.00409) |
 | ipo | (r_c / n_c - r_r / n_r - 1 / (2 b))^2 | IPO (arXiv:2310.12036), per token as its authors use it |
 | simpo | as sigmoid, h = b (log p_c / n_c - log p_r / n_r) - target_margin | SimPO (arXiv:2405.14734); no reference |
 
-The names are TRL's. TRL's 'sigmoid' and 'sigmoid_norm' ignore its label smoothing; here it applies.
+The losses have the same names as in TRL. In TRL, 'sigmoid' and 'sigmoid_norm' ignore label smoothing; here it applies.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NAME = "task.model.preference"
 
 
 class PairLosses(NamedTuple):
-    """Results for each pair.
+    """Loss and rewards for each preference pair.
 
     Attributes:
       loss: float32 [pairs].
-      rewards: float32 [pairs, 2] of the chosen and the rejected answer: beta times the log-ratio ('simpo': beta times the mean
+      rewards: float32 [pairs, 2], of the chosen and the rejected answer: beta times the log-ratio ('simpo': beta times the mean
         log-probability of a token).
     """
 
@@ -45,13 +45,13 @@ class PairLosses(NamedTuple):
 
 @dataclasses.dataclass
 class PreferenceLoss:
-    """The loss on pairs of answers; see the module's table.
+    """The loss on preference pairs; the module docstring has a table of the losses.
 
     Attributes:
       loss: one of `LOSSES`.
-      beta: strength of the pull towards the reference (IPO's tau); greater than 0. SimPO's authors use 2 to 2.5.
-      label_smoothing: share of pairs assumed to be mislabelled, from 0 to below 0.5. Not for 'ipo'.
-      target_margin: margin between SimPO's rewards (its gamma); 0 or more. Only for 'simpo'.
+      beta: strength of the regularization toward the reference model (IPO's tau); greater than 0. SimPO's authors use 2 to 2.5.
+      label_smoothing: fraction of pairs assumed to be mislabeled, at least 0 and less than 0.5. Not for 'ipo'.
+      target_margin: target for the difference between the two rewards of a pair (SimPO's gamma), 0 or more. Only for 'simpo'.
     """
 
     loss: str = "sigmoid"
@@ -61,7 +61,7 @@ class PreferenceLoss:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss compares with a reference model."""
+        """True if the loss compares the trained model with a reference model."""
         return self.loss != "simpo"
 
     def check(self) -> None:
@@ -88,7 +88,7 @@ class PreferenceLoss:
             )
 
     def __call__(self, logps: jax.Array, lengths: jax.Array, reference_logps: jax.Array | None = None) -> PairLosses:
-        """Computes the loss and the rewards of each pair. The rewards have no gradient.
+        """Computes the loss and the rewards of each preference pair. The rewards have no gradient.
 
         Args:
           logps: float32 [pairs, 2], log-probabilities of the chosen and the rejected answer.

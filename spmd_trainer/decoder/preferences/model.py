@@ -1,4 +1,4 @@
-"""Language models that learn from pairs of answers.
+"""Language models trained on preference pairs: a chosen and a rejected answer to one prompt.
 
     task_p.model = Config(model.PreferenceModel, name="lm", lm_tpl=..., preference=Config(loss.PreferenceLoss, beta=0.1))
 
@@ -6,13 +6,13 @@ A pair is one entry of the batch, so padding, minibatches, devices and processes
 NestedMap with B pairs of `inputs.PreferenceInput`:
 
     chosen, rejected     NestedMaps of `ids`, `labels`, `paddings`, `weights`, `segment_ids`, `segment_pos`, each [B, T]:
-                         prompt and answer as a row of a language model, with weight 1 on the answer's labels and 0 on all
-                         others; and `reference_logps` [B], log-probability of the answer by the reference model
+                         prompt and answer in one row, as for a language model, with weight 1 on the answer's labels and 0 on
+                         all others; and `reference_logps` [B], the answer's log-probability under the reference model
     eval_sample_weights  [B], the weight of each pair; optional
-    pair_index           [B], the pair's number in its files; unused
+    pair_index           [B], the index of each pair in the input files; unused
 
 The model runs on the 2 B rows in the order chosen 0, rejected 0, chosen 1, ..., so that no row leaves its device. A batch
-without `chosen` is a batch of a language model, for which the model computes praxis' loss and metrics.
+without `chosen` is an ordinary language-model batch, for which the model computes praxis' loss and metrics.
 
 The variables are those of praxis' `LanguageModel` with the same `lm_tpl`, so that checkpoints and Hugging Face folders fit.
 """
@@ -35,10 +35,10 @@ REFERENCE = "reference_logps"
 
 
 class PreferenceLanguageModel(layers.LanguageModel):
-    """praxis' `LanguageModel`, trained on pairs of answers; see the module docstring.
+    """praxis' `LanguageModel`, trained on preference pairs; see the module docstring.
 
     Attributes:
-      preference: the loss on pairs.
+      preference: the loss on preference pairs.
     """
 
     preference: PreferenceLoss = base_layer.instance_field(PreferenceLoss)
@@ -47,7 +47,7 @@ class PreferenceLanguageModel(layers.LanguageModel):
         """Checks `preference` and creates the child layers.
 
         Raises:
-          UserError: a field of `preference` is invalid, or the decoder predicts further tokens.
+          UserError: a field of `preference` is invalid, or the decoder has multi-token prediction layers.
         """
         self.preference.check()
         if getattr(getattr(self.lm_tpl, "spec", None), "mtp_layers", 0):
@@ -58,9 +58,9 @@ class PreferenceLanguageModel(layers.LanguageModel):
         super().setup()
 
     def compute_predictions(self, input_batch: NestedMap) -> base_model.Predictions:
-        """Runs the language model on all answers of a batch. `input_batch`: B pairs, see the module docstring, or a batch of
-        a language model. Returns the predictions of praxis' `LanguageModel` for the 2 B rows, or for the batch of a
-        language model.
+        """Runs the language model on the 2 B answers of B preference pairs, or on an ordinary language-model batch.
+
+        Returns the predictions of praxis' `LanguageModel` for these rows. The module docstring describes `input_batch`.
         """
         return super().compute_predictions(_rows(input_batch) if "chosen" in input_batch else input_batch)
 
@@ -74,10 +74,10 @@ class PreferenceLanguageModel(layers.LanguageModel):
           input_batch: the batch.
 
         Returns:
-          {name: (mean over the pairs, weight)}, where the weight is the sum of the pairs' weights: 'total_loss' (with the
-          auxiliary loss of mixtures of experts), 'preference_loss', 'rewards/chosen', 'rewards/rejected', 'rewards/accuracies'
-          (share of pairs whose chosen answer has the greater reward), 'rewards/margins', 'logps/chosen', 'logps/rejected',
-          'aux_loss'; and for each pair `logps`, `rewards` [B, 2] and `loss` [B].
+          {name: (mean over the pairs, sum of the pairs' weights)}: 'total_loss' (with the auxiliary loss of mixtures of
+          experts), 'preference_loss', 'rewards/chosen', 'rewards/rejected', 'rewards/accuracies' (fraction of pairs whose
+          chosen answer has the greater reward), 'rewards/margins', 'logps/chosen', 'logps/rejected'; and 'aux_loss', with the
+          weight 1. Also, for each pair, `logps` and `rewards` [B, 2], and `loss` [B].
 
         Raises:
           UserError: the batch has no `reference_logps`, or they have been rounded to bfloat16.
@@ -109,12 +109,12 @@ class PreferenceLanguageModel(layers.LanguageModel):
         return scalars, NestedMap(logps=logps, rewards=found.rewards, loss=found.loss)
 
     def with_reference(self, input_batch: NestedMap) -> NestedMap:
-        """Returns the batch with this model's log-probabilities, computed without dropout, as those of the reference.
+        """Adds `reference_logps` to a batch: this model's own log-probabilities, computed without dropout.
 
-        For training with adapters, where the frozen base is the reference model. Call it with the base's variables.
+        In training with adapters, the frozen base is the reference model: call this method with the base's variables.
 
         Args:
-          input_batch: pairs. A batch without pairs, or with `reference_logps`, is returned unchanged.
+          input_batch: preference pairs. A batch without pairs, or with `reference_logps`, is returned unchanged.
 
         Returns:
           A new batch with `reference_logps` float32 [B] in `chosen` and `rejected`. They have no gradient.
@@ -131,7 +131,7 @@ class PreferenceLanguageModel(layers.LanguageModel):
         return found
 
     def _reference(self, batch: NestedMap, logps: jax.Array) -> jax.Array | None:
-        """Returns the reference's log-probabilities, float32 [B, 2]."""
+        """Returns the batch's `reference_logps` as float32 [B, 2]; None if the loss needs no reference model."""
         if not self.preference.needs_reference:
             return None
         if self.is_initializing():  # traced for its variables only
@@ -147,11 +147,11 @@ class PreferenceLanguageModel(layers.LanguageModel):
 
 
 class PreferenceModel(PreferenceLanguageModel, DecoderLanguageModel):
-    """A `DecoderLanguageModel`, trained on pairs of answers; see the module docstring."""
+    """A `DecoderLanguageModel`, trained on preference pairs; see the module docstring."""
 
 
 def _rows(batch: NestedMap) -> NestedMap:
-    """Returns a language model's batch with 2 B rows: chosen 0, rejected 0, chosen 1, ..."""
+    """Converts a batch of B preference pairs to a language-model batch of 2 B rows: chosen 0, rejected 0, chosen 1, ..."""
     rows = NestedMap()
     for name in batch.chosen.keys() - {REFERENCE}:
         both = jnp.stack([batch.chosen[name], batch.rejected[name]], axis=1)
@@ -160,17 +160,17 @@ def _rows(batch: NestedMap) -> NestedMap:
 
 
 def _answer_logps(predictions: Any, batch: NestedMap) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-probabilities and the numbers of tokens of the answers, float32 [B, 2] each."""
+    """Returns each answer's log-probability and its number of tokens, float32 [B, 2] each."""
     weights = _rows(batch).weights.astype(jnp.float32)
     logps = jnp.sum(-predictions.per_example_xent.astype(jnp.float32) * weights, axis=-1)
     return logps.reshape(-1, 2), jnp.sum(weights, axis=-1).reshape(-1, 2)
 
 
 def _as_float32(x: jax.Array) -> jax.Array:
-    """Returns log-probabilities as float32. An int32 array holds the bits of float32 values.
+    """Returns log-probabilities as float32. If the array is int32, it holds the bits of float32 values.
 
     Raises:
-      UserError: the array has another dtype.
+      UserError: the array is neither float32 nor int32.
     """
     if x.dtype == jnp.int32:
         return jax.lax.bitcast_convert_type(x, jnp.float32)

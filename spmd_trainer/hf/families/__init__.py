@@ -1,4 +1,4 @@
-"""The supported architectures of transformers. A family stands in one file: its config.json and the names of its tensors."""
+"""The supported architectures of transformers. Each file describes some of them: config.json format and tensor names."""
 
 from spmd_trainer.hf.families import deepseek, gemma, gpt2, gpt_oss, llama, llama4, olmo, qwen, qwen_next
 from spmd_trainer.hf.families.family import Family

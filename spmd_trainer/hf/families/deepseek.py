@@ -1,4 +1,4 @@
-"""GLM 4.5 to 4.7, and DeepSeek V3 with Kimi K2 and Moonlight, which choose experts in the same way."""
+"""Describes GLM 4.5 to 4.7 and DeepSeek V3 (also Kimi K2 and Moonlight), which all choose experts in the same way."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _IN_MTP_LAYER = (
     *shared.norm("final_norm", "shared_head.norm"),
 )
 _MTP_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-# Biases balance the experts here, without a loss.
+# These families balance the experts with biases instead of an auxiliary loss.
 _OF_TRAINING = frozenset({"output_router_logits", "router_aux_loss_coef"})
 
 
 def _experts(config: Settings) -> MoeSpec:
-    """Returns the experts of both families: with sigmoid scores, groups, shared experts and choice biases."""
+    """Reads the settings of the experts, for both families: sigmoid scores, groups, shared experts and choice biases."""
     return MoeSpec(
         num_experts=config["n_routed_experts"],
         num_experts_per_token=config["num_experts_per_tok"],
@@ -48,7 +48,7 @@ def _experts(config: Settings) -> MoeSpec:
         num_chosen_groups=config["topk_group"],
         shared_dims=config["n_shared_experts"] * config["moe_intermediate_size"],
         choice_bias=True,
-        # transformers does not move them, and fine-tuning is not where a load goes wrong.
+        # transformers does not update the biases, and the load of the experts seldom becomes unbalanced in fine-tuning.
         choice_bias_rate=0.0,
     )
 
@@ -98,14 +98,14 @@ def _write_deepseek(spec: DecoderSpec, config: Settings) -> None:
     if spec.latent is None:
         raise HfError("it has latent attention, and the model has none")
     _write_experts(spec, config)
-    # transformers gives the rotated part's width the name of a head's.
+    # transformers stores the rotated width also as head_dim.
     config["head_dim"] = config["qk_rope_head_dim"] = spec.rotary_dims
     config["qk_nope_head_dim"] = spec.head_dims - spec.rotary_dims
     config["rope_interleave"] = spec.rotary_pairs_adjacent
     config["q_lora_rank"] = spec.latent.query_dims or None
     config["kv_lora_rank"], config["v_head_dim"] = spec.latent.key_value_dims, spec.latent.value_dims
     config["attention_bias"] = False
-    # vLLM reads them, and takes other values where they are missing.
+    # vLLM reads these keys, and assumes other values where they are missing.
     config["scoring_func"], config["topk_method"], config["moe_layer_freq"] = "sigmoid", "noaux_tc", 1
 
 

@@ -1,14 +1,15 @@
-"""What describes a family of models of transformers: its config.json, and the names and layouts of its tensors.
+"""Classes that describe a transformers model family: its config.json format, and the names and layouts of its tensors.
 
-A layout writes both shapes as in einops: '(n h) d -> d n h' is a tensor with first dimension heads * head width, for a variable
-[D, N, H]. A '+' joins the parts of a fused dimension; `Rule.part` says which one the variable is. So '(n h + k h + k h) d' has
-all queries, then all keys and values, and '(n (h + h)) d' has two vectors for each head in turn.
+A layout gives the shapes of a tensor and of the variable in it, as in einops: '(n h) d -> d n h' is a tensor [heads * head width,
+model width] for a variable [model width, heads, head width]. A '+' separates variables that are fused in one dimension;
+`Rule.part` says which of them is meant. So '(n h + k h + k h) d' has all queries, then all keys, then all values, and
+'(n (h + h)) d' has two vectors for the first head, then two for the next one.
 
-Letters: v vocabulary, p positions, d and c model width, n and k query and key/value heads, h head width, u a value's width, f
-feed-forward width, e experts, x an expert's width, s the shared experts' width; 1 is a dimension of size 1. For latent attention:
-q and r are the widths of its vectors, query_dims and key_value_dims; l is r + the rotated width of a key; m is the other width of
-a key + u. For linear attention: g key heads, j value heads for each of them, a and b the widths of a key and of a value, w the
-width of its convolutions.
+Letters: v vocabulary, p positions, d and c model width, n query heads, k key/value heads, h head width, u width of a value, f
+feed-forward width, e experts, x width of an expert, s width of the shared experts; 1 is a dimension of size 1. In latent
+attention, q is query_dims, r is key_value_dims, l is r + the rotated width of a key, and m is u + the unrotated width of a key.
+In linear attention, g is the number of key heads, j the number of value heads per key head, a the width of a key, b the width
+of a value, and w the width of the convolutions.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from spmd_trainer.models.decoder_spec import DecoderSpec
 Settings: TypeAlias = dict[str, Any]
 
 ROOT = "mdl_vars/params/lm/"
-# Number of the layers that predict further tokens, in a config.json.
+# Key in config.json: number of multi-token prediction layers.
 MTP_LAYERS = "num_nextn_predict_layers"
-# Of variables that don't learn.
+# Path prefix of non-trainable variables.
 NON_TRAINABLE = "mdl_vars/non_trainable/lm/"
-# Of layers that predict further tokens.
+# Path prefixes of the variables of multi-token prediction layers.
 MTP_ROOTS = (f"{ROOT}mtp/", f"{NON_TRAINABLE}mtp/")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A variable and the tensor that holds it, for one layer and one expert.
+    """Maps a variable to the tensor that holds it, in one layer and, if experts have separate tensors, for one expert.
 
     Attributes:
-      path: path of the variable, below `root` or below a layer.
-      name: name of the tensor, below the model or below a layer; '{expert}' is the number of an expert.
-      layout: order of the dimensions, see the module docstring. It omits the variable's leading dimensions (stacked layers,
-        experts in '{expert}').
-      part: index among the parts of a fused dimension.
+      path: path of the variable, relative to `root` or to a layer.
+      name: name of the tensor, relative to the model or to a layer; '{expert}' stands for the number of the expert.
+      layout: the dimensions, see the module docstring. It omits the variable's leading dimensions (stacked layers, and experts
+        if the name has '{expert}').
+      part: index of the variable among those that are fused in the tensor.
       root: prefix of the variable's path.
     """
 
@@ -60,13 +61,13 @@ class Names:
     """Tensor names of a model.
 
     Attributes:
-      base: prefix of all tensors except the projection to the vocabulary.
-      layer: prefix of a layer, below `base`.
-      model: rules of the variables outside the layers.
-      in_layer: returns the rules of a layer's variables: (kind of the layer, True if it has experts).
-      in_mtp_layer: rules of a layer that predicts a further token, besides those of the layer in it. Such layers follow the
-        others. () if the family has none.
-      mtp_copies: tensors of such a layer that are copies of the model's: {name in the layer: name in the model}.
+      base: name prefix of all tensors except the projection to the vocabulary.
+      layer: name prefix of a layer's tensors, after `base`; '{layer}' stands for the number of the layer.
+      model: rules for the variables outside the layers.
+      in_layer: function (kind of the layer, True if it has experts) -> rules for the layer's variables.
+      in_mtp_layer: rules for a multi-token prediction layer, without those for the decoder layer inside it. In the folder,
+        these layers are numbered after the others. () if the family has none.
+      mtp_copies: tensors of a multi-token prediction layer that are copies: {name in the layer: name of the original}.
     """
 
     base: str
@@ -84,19 +85,19 @@ class Family:
     Attributes:
       architecture: the model's class in transformers.
       model_type: value of `model_type` in config.json.
-      keys: {field of DecoderSpec: key} of values stored unchanged.
-      defaults: transformers' values of keys that a config.json may lack.
-      fixed: fields of DecoderSpec that all models of the family share.
-      read: adds fields that need more than a renaming: (config with defaults, fields).
-      write: the inverse of `read`: (spec, config).
-      names: returns the names of a model's tensors.
+      keys: {field of DecoderSpec: key in config.json}, for values that both store in the same way.
+      defaults: transformers' default values for keys that a config.json may lack.
+      fixed: {field of DecoderSpec: value} that all models of the family share.
+      read: function (config with defaults, fields) that adds the fields that need more than renaming a key.
+      write: function (spec, config) that adds keys to the config; the inverse of `read`.
+      names: function (spec) -> tensor names of this model.
       rotary_by_layer_type: True if the config has separate rotary settings for each kind of layer.
       heads_divide_dims: True if transformers requires the number of heads to divide the hidden size.
-      off: further unsupported options, {key: values that switch it off}, besides `_SWITCHED_OFF` of `config_json.py`.
-      without_effect: further keys without an effect on the model's output, besides those of `setting_types.py`.
+      off: unsupported options in addition to `_SWITCHED_OFF` of `config_json.py`: {key: values that switch it off}.
+      without_effect: keys without an effect on the model's output, in addition to those of `setting_types.py`.
       in_mxfp4: True if the family's folders may have weights in MXFP4.
       fused_experts: True if the family's folders may have the matrices of all experts in one tensor, see `text_part`.
-      not_read: prefixes of tensors that are not read, which belong to layers that predict further tokens in another way.
+      not_read: name prefixes of tensors that are not read, because their kind of multi-token prediction is not supported.
     """
 
     architecture: str

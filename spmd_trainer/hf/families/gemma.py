@@ -1,4 +1,4 @@
-"""Gemma 2, 3 and 4."""
+"""Describes the model families Gemma 2, 3 and 4."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _read_gemma4(config: Settings, fields: Settings) -> None:
         )
     shared.read_biases(config, fields)
     fields["query_scale"], fields["embedding_scale"] = 1.0, config["hidden_size"] ** 0.5
-    # As in transformers, whatever the type of the last layer is.
+    # As in transformers, the last layer always has full attention.
     types = [*shared.layer_types(config)[:-1], shared.FULL]
     shared.read_layer_types({**config, "layer_types": types}, fields)
     of_keys, few = config["attention_k_eq_v"], config["num_global_key_value_heads"]
@@ -67,7 +67,7 @@ def _read_gemma4(config: Settings, fields: Settings) -> None:
 
 
 def _of_full_layers(given: object, types: Sequence[str]) -> dict[str, int]:
-    """Returns the settings that `per_layer_config`, {number of a layer: settings}, gives all full layers; {} if it is None."""
+    """Returns the settings that `given`, the config's `per_layer_config`, has for all full layers; {} if it is None."""
     if given is None:
         return {}
     full = {str(i) for i, kind in enumerate(types) if kind == shared.FULL}
@@ -129,7 +129,7 @@ FAMILIES = (
         _KEYS,
         {
             **_DEFAULTS,
-            # The folders of models for text and images lack these two.
+            # The folders of multimodal models lack these two.
             "vocab_size": 262_208,
             "num_attention_heads": 8,
             "attn_logit_softcapping": None,
@@ -165,7 +165,7 @@ FAMILIES = (
             "attention_k_eq_v": False,
             "global_head_dim": 512,
             "num_global_key_value_heads": None,
-            # What transformers 5 writes in place of the last two.
+            # transformers 5 writes this key in place of the last two.
             "per_layer_config": None,
             "hidden_size_per_layer_input": 256,
             "_every": 6,
@@ -176,7 +176,7 @@ FAMILIES = (
         _gemma4_names,
         rotary_by_layer_type=True,
         off={
-            # Of images; text is causal.
+            # 'vision' is for tokens of images only; text is causal.
             "use_bidirectional_attention": (None, False, "vision"),
             "num_kv_shared_layers": (None, 0),
             "enable_moe_block": (None, False),

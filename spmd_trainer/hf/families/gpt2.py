@@ -1,4 +1,4 @@
-"""GPT-2."""
+"""Describes the model family GPT-2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _read(config: Settings, fields: Settings) -> None:
     fields["num_kv_heads"] = heads
     fields["head_dims"] = shared.head_dims(dims, heads, "n_embd", "n_head")
     fields["hidden_dims"] = config["n_inner"] or 4 * dims
-    # A head's width gives the default scale.
+    # None: the scale depends on the head width.
     fields["query_scale"] = None if config["scale_attn_weights"] else 1.0
 
 

@@ -1,4 +1,4 @@
-"""gpt-oss."""
+"""Describes the model family gpt-oss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _read(config: Settings, fields: Settings) -> None:
     fields["moe"] = shared.read_moe(
         config,
         *_EXPERTS_AND_WIDTH,
-        # The softmax over the logits of a token's experts alone.
+        # The softmax is over the logits of a token's chosen experts only.
         normalise_top_k=True,
         biases=True,
         swiglu_limit=config["swiglu_limit"],
@@ -56,7 +56,7 @@ def _experts(moe: MoeSpec) -> list[Rule]:
         Rule("moe/down/b", "mlp.experts.down_proj_bias", "e d -> e d"),
     ]
     for part, ours in enumerate(("gate", "up")):
-        # They take turns.
+        # The values of gate and up alternate.
         found.append(Rule(f"moe/{ours}/w", "mlp.experts.gate_up_proj", "e d (x (1 + 1)) -> e d x", part))
         found.append(Rule(f"moe/{ours}/b", "mlp.experts.gate_up_proj_bias", "e (x (1 + 1)) -> e x", part))
     return found

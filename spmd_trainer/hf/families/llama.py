@@ -1,4 +1,4 @@
-"""Llama 1 to 3, Mistral and Mixtral."""
+"""Describes the model families Llama 1 to 3, Mistral and Mixtral."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FAMILIES = (
         shared.write_biases,
         shared.names_like_llama,
         heads_divide_dims=True,
-        without_effect=frozenset({"activation"}),  # Falcon 3's other name of hidden_act
+        without_effect=frozenset({"activation"}),  # Falcon 3's second name for hidden_act
     ),
     Family(
         "MistralForCausalLM",

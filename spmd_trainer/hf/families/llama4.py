@@ -1,4 +1,4 @@
-"""Llama 4 (text)."""
+"""Describes the text models of Llama 4."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _read(config: Settings, fields: Settings) -> None:
 
 
 def _read_layers(config: Settings, fields: Settings) -> None:
-    # Of a layer with rotary embeddings it is 1.
+    # In spite of its name, no_rope_layers is 1 for a layer with rotary embeddings.
     interval, numbers = config["no_rope_layer_interval"], shared.layer_numbers(config)
     rotated = (config["no_rope_layers"] or [int((i + 1) % interval != 0) for i in numbers])[: len(numbers)]
     if len(rotated) != len(numbers):
@@ -49,7 +49,7 @@ def _read_layers(config: Settings, fields: Settings) -> None:
 
 
 def _read_sparse_layers(config: Settings) -> tuple[int, int]:
-    """Returns how many layers at the beginning have no experts, and one in how many of the others has; 0 if none has."""
+    """Returns (number of first layers without experts, n), where every n-th of the other layers has experts; n=0: none has."""
     num_layers, every = config["num_hidden_layers"], config["interleave_moe_layer_step"]
     layers = list(range(every - 1, num_layers, every)) if config["moe_layers"] is None else config["moe_layers"]
     layers = [layer for layer in layers if layer < num_layers]

@@ -1,4 +1,4 @@
-"""Qwen 2 and 3, and Qwen 3 with experts."""
+"""Describes the model families Qwen 2 and 3, and Qwen 3 with experts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _read_moe(config: Settings, fields: Settings) -> None:
     if not config["use_sliding_window"]:
         config["sliding_window"] = None
     shared.read_window_of_all(config, fields)
-    # transformers 5 may call it num_local_experts, as it does in Mixtral.
+    # transformers 5 may call the number of experts num_local_experts, as it does in Mixtral.
     experts = "num_local_experts" if config.get("num_local_experts") else "num_experts"
     is_normalised = bool(config["norm_topk_prob"])
     fields["moe"] = shared.read_moe(config, experts, "moe_intermediate_size", normalise_top_k=is_normalised)
@@ -72,7 +72,7 @@ FAMILIES = (
         _read,
         _write,
         shared.names_like_llama,
-        # Of Qwen 2.5 1M; transformers computes all attention in one way.
+        # Qwen 2.5 1M has this setting, but transformers computes attention without it.
         without_effect=frozenset({"dual_chunk_attention_config"}),
     ),
     Family(

@@ -1,4 +1,4 @@
-"""Qwen3-Next, and the text models of Qwen 3.5: three layers of linear attention for each layer of softmax attention."""
+"""Describes Qwen3-Next and the text models of Qwen 3.5, which mix layers of linear attention and of softmax attention."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _MOE_DEFAULTS = {
 }
 _FIXED = {"norm_scale_offset": 1.0, "query_key_norm": "head", "gated_attention": True}
 _OFF = {"attention_bias": (None, False), "attn_output_gate": (None, True), "mlp_only_layers": (None, [])}
-# States are float32 here. transformers does not read the layers that predict further tokens either.
+# Our recurrent states are float32. transformers does not read the multi-token prediction layers either.
 _WITHOUT_EFFECT = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers"})
 _NOT_READ = ("mtp.",)
 # All layers have experts, and none has a feed-forward layer of the width intermediate_size.
 _KEYS_WITH_EXPERTS = {field: key for field, key in shared.KEYS.items() if field != "hidden_dims"}
 _EXPERTS_AND_WIDTH = ("num_experts", "moe_intermediate_size")
 
-# Letters of the variables of linear attention, after those of their input.
+# Letters of the variables of linear attention, without those of their input dimension.
 _LETTERS = {"query": "g a", "key": "g a", "value": "g j b", "gate": "g j b", "beta": "g j", "decay": "g j"}
 # All queries, then all keys, then all values.
 _JOINED = "(g a + g a + g j b)"
-# {tensor: (its layout, the variables that are its parts)}. Qwen3-Next has the parts of each key head in turn.
+# {tensor: (its layout, the variables that it holds)}. In Qwen3-Next, the variables are fused within each key head.
 _OF_NEXT = {
     "in_proj_qkvz": ("(g (a + a + j b + j b)) d", ("query", "key", "value", "gate")),
     "in_proj_ba": ("(g (j + j)) d", ("beta", "decay")),
@@ -114,7 +114,7 @@ def _names(spec: DecoderSpec, projections: Mapping[str, tuple[str, tuple[str, ..
 
 
 def _delta(projections: Mapping[str, tuple[str, tuple[str, ...]]]) -> list[Rule]:
-    """Returns the rules of a layer of linear attention whose inputs are projected by the tensors `projections`."""
+    """Returns the rules for linear attention; `projections` has its input projections: {tensor: (layout, variables in it)}."""
     found = [
         Rule("attention/log_decay_rate", "linear_attn.A_log", "(g j) -> g j"),
         Rule("attention/decay_bias", "linear_attn.dt_bias", "(g j) -> g j"),

@@ -1,4 +1,4 @@
-"""Parts that several families share: keys, defaults, windows, experts, and tensor names in the style of Llama."""
+"""Definitions that several model families share: keys, defaults, windows, experts, and tensor names in the style of Llama."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULTS: Mapping[str, Any] = {
     "attention_bias": False,
 }
 MOE_DEFAULTS: Mapping[str, Any] = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
-# Settings of how experts are chosen, with the values of families that don't have them.
+# Settings for choosing experts, with the values that are allowed in families without such a setting.
 ROUTING_OFF: Mapping[str, tuple[Any, ...]] = {
     "scoring_func": (None, "softmax"),
     "topk_method": (None, "greedy"),
@@ -44,22 +44,23 @@ ROUTING_OFF: Mapping[str, tuple[Any, ...]] = {
     "shared_expert_intermediate_size": (None, 0),
     "first_k_dense_replace": (None, 0),
 }
-# Most layers of a folder's model.
+# Maximum number of layers of a folder's model.
 MOST_LAYERS = 10_000
 SLIDING, FULL = "sliding_attention", "full_attention"
-# One layer in this many is full, where `layer_types` is missing. Gemma 2, OLMo 3 and gpt-oss lack the key.
+# Keys for n where `layer_types` is missing: every n-th layer has full attention. Gemma 2, OLMo 3 and gpt-oss have no such key;
+# their families set `_every`.
 _EVERY = ("full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern", "_every")
 
 
 def head_dims(dims: int, heads: int, dims_key: str, heads_key: str) -> int:
-    """Returns the default width of a head, dims / heads. Raises HfError, which names the keys, if it is not a whole number."""
+    """Returns the default head width, dims / heads. Raises HfError, which names both keys, if it is not a whole number."""
     if dims % heads:
         raise HfError(f"{heads_key}={heads} does not divide {dims_key}={dims}, and there is no head_dim")
     return dims // heads
 
 
 def layer_numbers(config: Settings) -> range:
-    """Returns the numbers of the layers. Raises HfError if there are more than a list may have."""
+    """Returns range(number of layers). Raises HfError if there are more than `MOST_LAYERS`."""
     count: int = config["num_hidden_layers"]
     if count > MOST_LAYERS:
         raise HfError(f"num_hidden_layers={count}; a folder may have up to {MOST_LAYERS:,} layers")
@@ -74,7 +75,7 @@ def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_biases(config: Settings, fields: Settings) -> None:
-    """Reads `attention_bias`, which most families have."""
+    """Reads `attention_bias`, which switches the biases of queries, keys, values and attention output on or off."""
     fields["qkv_bias"] = fields["output_bias"] = bool(config["attention_bias"])
 
 
@@ -83,7 +84,7 @@ def write_biases(spec: DecoderSpec, config: Settings) -> None:
 
 
 def read_window_of_all(config: Settings, fields: Settings) -> None:
-    """Reads the window of families such as Mistral and Mixtral, in which all layers or none have it."""
+    """Reads the sliding window for families such as Mistral and Mixtral, where all layers have it, or none."""
     fields["window"] = config["sliding_window"]
     fields["layer_pattern"] = ("global",) if config["sliding_window"] is None else ("local",)
 
@@ -96,9 +97,9 @@ def read_layer_types(config: Settings, fields: Settings, other: str = SLIDING, k
     """Reads the kinds of the layers, for families whose config lists the kind of each layer.
 
     Args:
-      config: the config with its defaults; `_every` is the default of how many layers there are for each full one.
-      fields: the fields to add to.
-      other, kind: the type of the layers that are not full ones, in config.json and in a DecoderSpec.
+      config: the config with its defaults. If it lacks `layer_types`, every n-th layer has full attention, see `_EVERY`.
+      fields: the DecoderSpec fields to add to.
+      other, kind: the type of the layers without full attention: its name in config.json, and in a DecoderSpec.
     """
     types = layer_types(config, other)
     unknown = sorted(set(types) - {other, FULL})
@@ -120,18 +121,18 @@ def layer_types(config: Settings, other: str = SLIDING) -> list[str]:
 
 
 def write_layer_types(spec: DecoderSpec, config: Settings, other: str = SLIDING, kind: str = "local") -> None:
-    """Writes what `read_layer_types` reads."""
+    """Adds the kinds of the layers to a config; the inverse of `read_layer_types`."""
     config["layer_types"] = [other if found == kind else FULL for found in spec.layer_kinds]
     if kind == "local":
         config["sliding_window"] = spec.window
 
 
 def read_moe(config: Settings, experts: str, width: str, **others: Any) -> MoeSpec:
-    """Returns experts that a router with a softmax chooses.
+    """Reads the settings of a mixture of experts whose router uses a softmax.
 
     Args:
       config: the config with its defaults.
-      experts, width: keys of the number of experts, and of an expert's width.
+      experts, width: the keys for the number of experts, and for an expert's width.
       others: further fields of the MoeSpec.
     """
     return MoeSpec(
@@ -144,7 +145,7 @@ def read_moe(config: Settings, experts: str, width: str, **others: Any) -> MoeSp
 
 
 def write_moe(moe: MoeSpec, config: Settings, experts: str, width: str) -> None:
-    """Writes experts under the keys that `read_moe` reads."""
+    """Adds the settings of a mixture of experts to a config; the inverse of `read_moe`."""
     config[experts], config[width] = moe.num_experts, moe.hidden_dims
     config["num_experts_per_tok"] = moe.num_experts_per_token
     config["output_router_logits"] = moe.aux_loss_weight != 0
@@ -162,9 +163,9 @@ def names_like_llama(
 
     Args:
       spec: the model.
-      attention: rules of the attention of a layer of a kind; None for `softmax_attention`.
-      experts: rules of the experts of a layer; None for `named_experts`.
-      inside: prefix of the tensors of a feed-forward layer.
+      attention: function (spec, kind of a layer) -> rules for its attention; None for `softmax_attention`.
+      experts: function (spec.moe) -> rules for a layer's experts; None for `named_experts`.
+      inside: name prefix of the tensors of a feed-forward layer.
     """
     model = [Rule("token_emb/w", "embed_tokens.weight", "v d -> v d"), *norm("final_norm", "norm")]
     if not spec.tied_embeddings:
@@ -198,7 +199,7 @@ def norm(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
 
 
 def softmax_attention(spec: DecoderSpec, kind: str) -> list[Rule]:
-    """Returns the rules of an attention layer: queries, keys, values with their biases and norms, and its output."""
+    """Returns the rules for softmax attention in layers of a kind: queries, keys, values, their biases and norms, and output."""
     found = []
     for ours, n in (("query", "n"), ("key", "k"), ("value", "k")):
         if ours == "value" and spec.heads_of(kind).values_are_keys:
@@ -235,13 +236,13 @@ _USUAL_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def gated(place: str, inside: str, width: str, parts: Mapping[str, str] = _USUAL_PARTS) -> list[Rule]:
-    """Returns the rules of the matrices of a gated feed-forward layer, or of experts that have a tensor each.
+    """Returns the rules for the matrices of a gated feed-forward layer, or of experts that have separate tensors.
 
     Args:
-      place: path of the layer.
-      inside: prefix of the tensors.
-      width: letter of the layer's width.
-      parts: names of its matrices.
+      place: path of the layer's variables.
+      inside: name prefix of the layer's tensors.
+      width: letter of the layer's hidden width.
+      parts: names of the matrices: {in our variables: in the tensors}.
     """
     found = []
     for ours, theirs in parts.items():
@@ -253,13 +254,13 @@ def gated(place: str, inside: str, width: str, parts: Mapping[str, str] = _USUAL
 def named_experts(
     moe: MoeSpec, inside: str = "mlp", parts: Mapping[str, str] = _USUAL_PARTS, shared: str = "shared_experts"
 ) -> list[Rule]:
-    """Returns the rules of experts that have a tensor each.
+    """Returns the rules for a router, for experts that have separate tensors, and for shared experts.
 
     Args:
-      moe: the experts.
-      inside: prefix of the tensors.
-      parts: names of an expert's matrices.
-      shared: name of the shared experts.
+      moe: the settings of the experts.
+      inside: name prefix of the layer's tensors.
+      parts: names of an expert's matrices: {in our variables: in the tensors}.
+      shared: name of the shared experts in the tensors.
     """
     found = [Rule("moe/router/w", f"{inside}.gate.weight", "e d -> d e")]
     if moe.choice_bias:

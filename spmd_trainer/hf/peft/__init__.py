@@ -1,9 +1,9 @@
 """Reads and writes adapters (LoRA, DoRA) in the format of PEFT: adapter_config.json and adapter_model.safetensors.
 
-adapter_config.py  adapter_config.json: read, checked against `task.lora`, and written
-tensor_names.py    which tensors hold which adapters
-source.py          a folder, or a directory of folders for several adapters, as a checkpoint of adapters
-export_folder.py   writes folders
+adapter_config.py  reads, checks and makes adapter_config.json
+tensor_names.py    maps adapter variables to PEFT tensors
+source.py          presents a PEFT folder, or a directory with one PEFT folder per adapter, as a checkpoint
+export_folder.py   writes PEFT folders
 """
 
 from spmd_trainer.hf.peft.adapter_config import base_of

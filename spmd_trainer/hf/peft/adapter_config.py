@@ -33,17 +33,17 @@ _UNSUPPORTED = (
     "kasa_config",
     "monteclora_config",
 )
-# Initialisations that keep the base unchanged; others subtract the initial adapters from it.
+# Initializations that keep the base weights unchanged; others subtract the initial adapters from the base weights.
 _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def read(directory: epath.PathLike) -> dict[str, Any]:
-    """Returns the content of a folder's adapter_config.json, and checks that it describes supported adapters.
+    """Reads a folder's adapter_config.json, checks that it describes supported adapters, and returns its content.
 
     Raises:
       HfNotFoundError: the file is missing.
       HfError: the file describes another method than LoRA or DoRA, or has options that are not supported.
-      CheckpointReadError: storage does not answer, or refuses.
+      CheckpointReadError: storage does not answer, or refuses access.
     """
     where = os.path.join(os.fspath(directory), CONFIG)
     config = read_json(directory, CONFIG)
@@ -74,7 +74,7 @@ def read(directory: epath.PathLike) -> dict[str, Any]:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that `task.lora` must have; see `frozen_base.settings`."""
+    """Returns the values that `task.lora` must have for adapters with this adapter_config.json; see `frozen_base.settings`."""
     return {
         "rank": config["r"],
         "alpha": float(config["lora_alpha"]),
@@ -84,26 +84,26 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def base_of(directory: epath.PathLike) -> epath.Path | None:
-    """Returns the base's Hugging Face folder if adapter_config.json names an existing one, else None.
+    """Returns the base model's Hugging Face folder if the PEFT folder `directory` names one that exists, else None.
 
     Raises:
-      CheckpointReadError: storage does not answer, or refuses.
+      CheckpointReadError: storage does not answer, or refuses access.
     """
     name = (read_json(directory, CONFIG) or {}).get("base_model_name_or_path")
-    # Names on the hub ('org/model') are no paths.
+    # It may also be a name on the Hugging Face Hub ('org/model').
     return epath.Path(name) if isinstance(name, str) and name and is_folder(name) else None
 
 
 def family_of(spec: DecoderSpec, base: str | os.PathLike[str] | None, *, otherwise: str | None = None) -> Family:
-    """Returns the architecture that names the base's tensors: the folder's own, or the first that describes the model.
+    """Returns the model family whose tensor names are used: that of the base model's folder, or the first that fits the model.
 
     Args:
       spec: the model.
-      base: the folder of the base, if there is one.
-      otherwise: the architecture for a model that none describes; None: it is refused.
+      base: the Hugging Face folder of the base model, if there is one.
+      otherwise: the architecture to use if no family describes the model; None: raise HfError.
 
     Raises:
-      HfError: no architecture describes the model, or the folder can't be read.
+      HfError: no family describes the model, or the folder can't be read.
     """
     if base is not None:
         return read_model(base)[1]
@@ -122,10 +122,10 @@ def make(
     """Returns the content of adapter_config.json.
 
     Args:
-      lora: the settings.
-      modules: PEFT's `target_modules`: names of the base's modules, or ends of names.
-      base: the folder of the base.
-      fan_in_fan_out: True if the base's weights are [in, out], as GPT-2's are.
+      lora: the task's adapter settings.
+      modules: PEFT's `target_modules`: names of the base model's modules, or ends of names.
+      base: the Hugging Face folder of the base model, if there is one.
+      fan_in_fan_out: True if the base model's weights are [in, out], as in GPT-2.
     """
     alpha = float(lora.alpha)
     return {

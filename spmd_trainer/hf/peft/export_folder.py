@@ -1,4 +1,4 @@
-"""Writes adapters as a folder that PEFT opens."""
+"""Writes adapters as a folder that the `peft` library can open."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _Content: TypeAlias = tuple[dict[str, Any], dict[str, Variable]]
 def export(
     state: TrainState, job: Job, directory: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None
 ) -> None:
-    """Writes the adapters of a state, in float32. Called by every process; process 0 writes.
+    """Writes the adapters of a train state as a PEFT folder, in float32. Called by every process; process 0 writes.
 
-    Several adapters (`task.lora.adapters`) get a subfolder each. The directory gets its final name once complete.
+    Several adapters (`task.lora.adapters`) get one subfolder each. The directory gets its final name once it is complete.
 
     Args:
-      state: a state on the job's mesh, with or without base and optimizer states.
-      job: the job; its model is a decoder of `decoder` with adapters.
-      directory: the folder; it must not exist, or be empty.
-      base: the Hugging Face folder of the base, which adapter_config.json names.
+      state: a state on the job's mesh, with or without the base model's variables and optimizer states.
+      job: the job; its model must be a DecoderLanguageModel with adapters.
+      directory: the folder to write; it must be missing or empty.
+      base: the Hugging Face folder of the base model, to be named in adapter_config.json.
 
     Raises:
       UserError: the directory can't be written.
@@ -67,7 +67,7 @@ def _specs(job: Job) -> dict[str, VariableSpec]:
 
 
 def _plan(job: Job, path: epath.Path, base: str | os.PathLike[str] | None) -> dict[str, _Content]:
-    """Makes all checks that need no writing. Returns {subfolder: content}; '' is the folder itself."""
+    """Makes all checks before anything is written. Returns {subfolder: content}; '' stands for the folder itself."""
     settings, spec = job.task.lora, spec_of_task(job.task)
     if settings is None:
         raise HfError("--export_adapter: the model has no adapters (task.lora is None); leave the flag out")

@@ -1,4 +1,4 @@
-"""PEFT folders as checkpoints of adapters, for `init_from_checkpoint_rules` and `--restore_checkpoint_dir`."""
+"""Presents PEFT folders as checkpoints of adapters, for `init_from_checkpoint_rules` and `--restore_checkpoint_dir`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class PeftSource(CheckpointSource):
-    """PEFT adapters as a checkpoint, with the dtypes of the stored tensors.
+    """PEFT adapters, presented as a checkpoint whose variables have the dtypes of the stored tensors.
 
     Attributes:
-      variables: the adapters by path, with the tensors that hold them.
+      variables: the adapter variables by path, each with the tensors that hold it.
       tensors: the stored tensors by name.
     """
 
@@ -52,10 +52,10 @@ class PeftSource(CheckpointSource):
 
 
 def is_folder(directory: epath.PathLike) -> bool:
-    """Returns True if a directory or one of its subdirectories holds PEFT adapters, and the directory is not a model folder.
+    """Returns True if a directory or a subdirectory holds PEFT adapters, and the directory is not a Hugging Face model folder.
 
     Raises:
-      CheckpointReadError: storage does not answer, or refuses.
+      CheckpointReadError: storage does not answer, or refuses access.
     """
     path = os.fspath(directory)
     if hf_folder.is_folder(path):
@@ -64,7 +64,6 @@ def is_folder(directory: epath.PathLike) -> bool:
 
 
 def _folders_in(path: str) -> list[str]:
-    """Returns the names of the subdirectories that hold PEFT adapters."""
     try:
         names = step_files.read(f"listing {path}", lambda: reading.names(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -72,7 +71,7 @@ def _folders_in(path: str) -> list[str]:
     return [
         name
         for name in names
-        # Most directories are asked about are runs, whose steps are numbers.
+        # Skips the steps of a training run, whose names are numbers: most directories that are checked hold a run.
         if not name.isdigit() and hf_folder.read_json(os.path.join(path, name), CONFIG) is not None
     ]
 
@@ -80,22 +79,22 @@ def _folders_in(path: str) -> list[str]:
 def open_source(
     directory: epath.Path, step: int | None, variables: TrainState, task: SingleTask | None
 ) -> PeftSource | None:
-    """Opens PEFT adapters. Called by every process.
+    """Opens PEFT adapters as a checkpoint source. Called by every process.
 
-    For a task with several adapters (`task.lora.adapters`), the directory has a folder for each, named as the adapter.
+    For a task with several adapters (`task.lora.adapters`), the directory must have a PEFT folder with the name of each.
 
     Args:
-      directory: the folder, or the directory of folders.
-      step: must be None or 0, because a folder has no steps.
+      directory: the PEFT folder, or the directory of several.
+      step: must be None or 0, because a PEFT folder has no training steps.
       variables: a TrainState with the VariableSpecs of the model's variables.
-      task: the task; None raises an error if the directory holds adapters.
+      task: the task whose model gets the adapters. With None, a directory that holds adapters raises HfError.
 
     Returns:
       The source, or None if the directory holds no PEFT adapters.
 
     Raises:
       HfError: the adapters can't be opened, or differ from `task.lora`.
-      CheckpointReadError: storage does not answer, or refuses.
+      CheckpointReadError: storage does not answer, or refuses access.
     """
     if not decided_by_process_0(lambda: is_folder(directory)):
         return None
@@ -124,7 +123,7 @@ def _open(directory: str, variables: TrainState, task: SingleTask | None) -> Pef
     for folder, slot, prefix in slots:
         config = adapter_config.read(folder)
         frozen_base.require_settings(adapter_config.settings(config), settings, folder)
-        # Without copies of the base's weights: PEFT saves that of an output layer with adapters, unchanged.
+        # Skips base weights: if an output layer has adapters, PEFT also saves its unchanged weight.
         found = {name: x for name, x in _tensors(folder).items() if not name.endswith(".base_layer.weight")}
         family = adapter_config.family_of(spec, adapter_config.base_of(folder), otherwise="LlamaForCausalLM")
         base = hf_names.variables_of(spec, family)
@@ -164,7 +163,7 @@ def _tensors(folder: str) -> dict[str, Tensor]:
         hint = f"; it has {PICKLED}, which is pickled: save it again with safetensors" if PICKLED in names else ""
         raise HfNotFoundError(f"{folder} has no {WEIGHTS}{hint}")
     found = read_header(os.path.join(folder, WEIGHTS))
-    # Adapters of a model for text and images have its longer names.
+    # Adapters of a multimodal model have the longer tensor names of that model.
     prefix = tensor_names.PREFIX
     return {
         prefix + text_part.name_in_text(name.removeprefix(prefix)) if name.startswith(prefix) else name: tensor

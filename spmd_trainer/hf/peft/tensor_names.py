@@ -1,8 +1,8 @@
-"""The mapping between PEFT's tensors and the adapters' variables.
+"""Maps adapter variables to PEFT tensors.
 
-A module of the base whose weight is [out, in] has `lora_A.weight` [r, in], `lora_B.weight` [out, r] and with DoRA
-`lora_magnitude_vector` [out]. The variables keep the dimensions of their weight: a [stack..., in..., r], b [stack..., r,
-out...], magnitude [stack..., out...].
+For a weight [out, in] of the base model and rank r, PEFT has the tensors `lora_A.weight` [r, in], `lora_B.weight` [out, r] and,
+with DoRA, `lora_magnitude_vector` [out]. The adapter variables keep the dimensions of our weight, [stack..., in..., out...]:
+a [stack..., in..., r], b [stack..., r, out...], magnitude [stack..., out...].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spmd_trainer.hf.tensor_names import Group, Piece, Variable
 
 PREFIX = "base_model.model."
 _WEIGHT = ".weight"
-# No letter of `families.family`.
+# The letter of the rank, which `families.family` does not use.
 _RANK = "y"
 _ADAPTERS, _BASE = "mdl_vars/params/lora/", "mdl_vars/params/"
 
@@ -36,7 +36,7 @@ class Slot:
 
 
 def base_path(path: str) -> tuple[str, str]:
-    """Returns the path of the weight that an adapter belongs to, and the adapter's part: 'a', 'b' or 'magnitude'."""
+    """Splits an adapter variable's path into the path of the weight that it adapts, and its name: 'a', 'b' or 'magnitude'."""
     weight, _, part = path.removeprefix(_ADAPTERS).rpartition("/")
     return _BASE + weight, part
 
@@ -50,15 +50,15 @@ def variables_of(
     slot: Slot | None = None,
     prefix: str = "",
 ) -> dict[str, Variable]:
-    """Returns the adapters by path, each with the tensors that hold it.
+    """Returns the adapter variables by path, each with the PEFT tensors that hold it.
 
     Args:
-      paths: the adapters' paths in the state.
-      base: the base's variables with their tensors, see `hf.tensor_names.variables_of`.
-      dims: roles (stack, inputs, outputs) of the dimensions of each variable of the base; {'params/...': MatrixDims}.
+      paths: paths of the adapter variables in the train state.
+      base: the base model's variables with their tensors, see `hf.tensor_names.variables_of`.
+      dims: {'params/...': MatrixDims}: which dimensions of each base variable are stack, inputs and outputs.
       rank: the adapters' rank.
-      slot: position among several adapters; None for a single adapter.
-      prefix: prefix of the tensors' names.
+      slot: position of the adapter among several; None for a single adapter.
+      prefix: prefix to add to the tensor names.
 
     Raises:
       HfMismatchError: PEFT has no tensors for an adapter.
@@ -79,11 +79,11 @@ def variables_of(
 
 
 def modules_of(variables: Iterable[Variable], every: Iterable[Variable]) -> list[str]:
-    """Returns the shortest names for `target_modules`: 'q_proj' if all modules of this name have adapters, else full names.
+    """Returns PEFT's `target_modules`: short names such as 'q_proj' if all modules of this name have adapters, else full ones.
 
     Args:
-      variables: the adapters.
-      every: all variables of the base.
+      variables: the adapter variables.
+      every: all variables of the base model.
     """
     adapted = {module_of(piece.name) for variable in variables for piece in variable.pieces}
     others = {piece.name.removesuffix(_WEIGHT) for variable in every for piece in variable.pieces} - adapted
@@ -92,12 +92,12 @@ def modules_of(variables: Iterable[Variable], every: Iterable[Variable]) -> list
 
 
 def module_of(name: str) -> str:
-    """Returns the name of the base's module that the adapter tensor `name` belongs to."""
+    """Returns the name of the base model's module that the adapter tensor `name` belongs to."""
     return name[name.index(PREFIX) + len(PREFIX) :].rpartition(".lora_")[0]
 
 
 def is_transposed(variables: Iterable[Variable], base: Mapping[str, Variable]) -> bool:
-    """Returns True if the adapted weights of the base are [in, out], as in transformers' Conv1D."""
+    """Returns True if the base model's weights that have adapters are [in, out], as in transformers' Conv1D."""
     for variable in variables:
         weight, part = base_path(variable.path)
         if part == "a":
