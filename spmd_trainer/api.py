@@ -72,7 +72,7 @@ class DecodeResult:
 def _message_last(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Decorator that removes all frames but the user's from the traceback of a UserError or CheckpointError.
 
-    The run's log file has the whole traceback. With JAX_TRACEBACK_FILTERING=off, the raised error keeps it too.
+    The run's log file, if there is one, has the whole traceback. With JAX_TRACEBACK_FILTERING=off, the raised error keeps it too.
     """
 
     @functools.wraps(function)

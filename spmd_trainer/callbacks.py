@@ -297,7 +297,7 @@ class StepWatch:
         """
 
     def took_input(self, now: float, for_others: float) -> None:
-        """Called when the batch has arrived, at the time `now`. `for_others` is the same total as in `begin`."""
+        """Called when the batch has arrived, at the time `now`. `for_others` is the total up to now, see `begin`."""
 
     def around(self, fn: StepFn, run: Run) -> StepFn:
         """Wraps the step function: returns the function that the loop calls instead of `fn`, to take step `run.step + 1`."""

@@ -34,7 +34,7 @@ class Setting:
       off: what `--noFLAG` does, for a flag that is on by default.
       at_least, at_most: valid range of a number.
       choices: valid values.
-      read: converts a given value; called with (flag name with dashes, string of the command line or value from Python).
+      read: converts a given value; called with (flag name with dashes, string from the command line or value from Python).
       compared: False if the processes of a job may have different values.
       noted: True if `config.txt` records the value, so that a restart with another value reports the change.
       carried: True if modes without this setting ignore its flag, so that a training command also works with another mode.

@@ -87,7 +87,7 @@ def set_mesh(
 
 
 def shard_lm_v1(model_p: Any, training_optimized: bool) -> None:
-    """Sets how a model's variables are split over its mesh, by the `set_sharding_params_v1` of its `lm_tpl`'s class."""
+    """Sets in place how a model's variables are split over its mesh, by `set_sharding_params_v1` of its `lm_tpl`'s class."""
     model_p.lm_tpl = fdl.get_callable(model_p.lm_tpl).set_sharding_params_v1(
         model_p.lm_tpl,
         replica_axis=REPLICA_AXIS,

@@ -29,7 +29,7 @@ from spmd_trainer.train_states import TrainState
 if TYPE_CHECKING:
     from spmd_trainer.decoder.lora import LoraModel
 
-# Imported when first used, because `checkpointing` imports this module.
+# Imported when first used, so that importing this module does not import `checkpointing`.
 __getattr__, _, _ = lazy_loader.attach(
     "spmd_trainer", submod_attrs={"checkpointing": ["CheckpointLoadingRules", "LOAD_ALL"]}
 )

@@ -122,7 +122,7 @@ class Checkpointer:
     # --- Steps ---
 
     def all_steps(self) -> list[int]:
-        """Returns the undamaged checkpoint steps, oldest first, judged by the names and sizes of the files in storage."""
+        """Returns the undamaged steps, oldest first, judged by the names and sizes of their files as this process sees them."""
         return steps.whole(self._directory)
 
     def latest_step(self) -> int | None:

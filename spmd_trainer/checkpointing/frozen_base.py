@@ -34,7 +34,7 @@ def has_adapters(variables: TrainState) -> bool:
 
 
 def lacking_kind(paths: Iterable[str], saved: Iterable[str]) -> Callable[[str], bool] | None:
-    """Returns `is_adapter` or `is_base` if a checkpoint has no variable for which this function is True; otherwise None.
+    """Returns `is_adapter` if a checkpoint lacks adapters, `is_base` if it lacks a frozen base, None if it has both.
 
     Args:
       paths: the paths of the variables to load. If none of them is an adapter, the result is None.
@@ -49,7 +49,7 @@ def lacking_kind(paths: Iterable[str], saved: Iterable[str]) -> Callable[[str], 
 
 
 def lack_text(path: str) -> str:
-    """Returns what a checkpoint that lacks `path` holds: 'no adapters' if it is an adapter, else 'adapters alone'."""
+    """Returns what a checkpoint that lacks `path` holds: 'no adapters' if `path` is an adapter, else 'adapters alone'."""
     return "no adapters" if is_adapter(path) else "adapters alone"
 
 

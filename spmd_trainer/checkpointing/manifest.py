@@ -15,7 +15,7 @@ What is checked when:
 A checksum is a CRC32C (10 GB/s on one core with the processor's instruction for it). In a step of up to `WHOLE_STEP` bytes, every
 byte is checked. In a larger step, files over `WHOLE_FILE` bytes are sampled: `SAMPLES` blocks of `SAMPLE_BYTES` each, spread
 evenly, with the first and the last byte of the file among them. So the cost stays constant for the largest checkpoints, which
-process 0 reads back over a network. In sampled files, zeroed and swapped contents are still found; damage between two samples is
+process 0 reads back over a network. Among sampled files, zeroed and swapped ones are still found; damage between two samples is
 found only if the array cannot be decoded. At a restore, each process checks a share of the step's files.
 
 On an object store, names and sizes come from one listing of the step. Beside the manifest there is an object `sizes-DIGEST`,
@@ -69,7 +69,7 @@ _NOT_DIGESTED = _NOT_LISTED - {MANIFEST}
 _SIZES_PREFIX = "sizes-"
 
 
-# The problem with the remains of a killed save on an object store. It is no damage: the next save deletes the remains.
+# The problem with the remains of a killed save on an object store. It is not damage: the next save deletes the remains.
 UNFINISHED = "its save was not finished"
 
 
@@ -139,7 +139,7 @@ def has_digest_of(sizes: Mapping[str, int]) -> bool:
 
 
 def is_finished(sizes: Mapping[str, int]) -> bool:
-    """Returns True if the save of a checkpoint on an object store has written all objects, so that it can be committed."""
+    """Returns True if the save of a checkpoint on an object store has written all objects: it is, or can be, committed."""
     return COMMIT_FILE in sizes or has_digest_of(sizes)
 
 

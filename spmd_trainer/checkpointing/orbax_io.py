@@ -333,7 +333,7 @@ def _restore_request(
         return ocp.args.PyTreeRestore(
             item=_tree(dict.fromkeys(args, 0)), restore_args=_tree(args), partial_restore=True
         )
-    # Some elements of a list can be read only with the structure of the whole tree.
+    # Single elements of a list can be read only with the structure of the whole tree.
     whole = handler.metadata(tree_dir).tree
     return ocp.args.PyTreeRestore(
         item=jax.tree_util.tree_map_with_path(lambda at, _: 0 if _keys(at) in args else ocp.PLACEHOLDER, whole),

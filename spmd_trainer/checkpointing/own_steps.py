@@ -226,7 +226,7 @@ def _require(check: Callable[[], str | None]) -> None:
 
 
 def _share_problem(step_dir: epath.Path, files: manifest.Manifest) -> str | None:
-    """Returns the problem with this process' share of the files, or None. Together, the processes check all files."""
+    """Returns the problem with the contents of this process' share of the files, or None. Together, the processes check all."""
     return manifest.contents_problem(step_dir, files, jax.process_index(), jax.process_count())
 
 

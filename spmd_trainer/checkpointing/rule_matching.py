@@ -36,7 +36,7 @@ class CheckpointLoadingRules:
     Rules that load nothing are refused, and so is a rule that matches no variable of the model. The warm start's report warns
     of a rule whose variables are all matched by earlier rules.
 
-    For example, a decoder takes an LM's weights but not its biases:
+    For example, to load an LM's weights, but not its biases, into a decoder:
 
         CheckpointLoadingRules(load_rules=[('params/decoder/lm/(.*)', 'params/lm/{}')], ignore_rules=['.*/b$'])
 

@@ -119,7 +119,7 @@ class SaveTimes:
         self._lock = threading.Lock()
 
     def mark(self, end: Literal["copied", "on disk"]) -> None:
-        """Records that the arrays are copied to the host, or that every process has written its data of the step.
+        """Records that the arrays are copied to the host, or that every process has written its data for the step.
 
         The caller of the save reports 'copied'; the writing thread reports 'on disk'.
         """

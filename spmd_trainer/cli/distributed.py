@@ -59,7 +59,7 @@ def cluster_from_flags(flag_values: Any) -> Cluster | None:
     """Returns the cluster that the flags describe; None for a job of one process.
 
     Raises:
-      UserError: flags for several processes are missing, wrong or contradict each other.
+      UserError: flags for several processes are missing or wrong, or contradict each other.
     """
     given = {name: getattr(flag_values, name) for name in _EXPLICIT if getattr(flag_values, name) is not None}
     bind_address = flag_values.coordinator_bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")

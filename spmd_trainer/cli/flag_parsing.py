@@ -39,7 +39,7 @@ _WHERE_SETTINGS_ARE = (
     "; --help=MODE shows the flags, and --fdl.set=PATH=VALUE sets a field of the experiment (--dump shows all)"
 )
 
-# Flags that no longer exist, and the end of the error message, which says what replaces them.
+# {flag that no longer exists: end of its error message, which says what replaces the flag}.
 _REPLACED = {"export_use_ema": ": --eval_averages=ema takes its place"}
 
 

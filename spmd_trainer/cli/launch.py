@@ -31,7 +31,7 @@ _MIN_COMPILE_SECONDS = 0.1
 
 
 def run(flag_values: flags.FlagValues, arguments: list[str], run_log: log_lines.RunLog) -> None:
-    """Runs the command that the flags describe, and writes the full log to `run_log`.
+    """Runs the command that the flags describe. Opens the file of the full log, `run_log`, as soon as the job is built.
 
     Raises:
       UserError: an error occurred that the user can fix.

@@ -18,9 +18,9 @@ from spmd_trainer.errors import UserError
 from spmd_trainer.kernels.delta_rule import causal_convolution, gated_delta_rule
 from spmd_trainer.models.decoder_spec import DeltaSpec
 
-# Added to the squared length of a query or key, by whose root the vector is divided.
+# Added to the squared length of a query or key before the vector is divided by the root.
 _EPSILON = 1e-6
-# At initialization, a state decays by 0.06% to 16% per token: the bias gives 1%, and the rates 1/16 to 16 times as much.
+# At initialization, a token multiplies a state by exp(-0.01 * rate), for rates from 1/16 to 16: a decay by 0.06% to 15%.
 _LARGEST_LOG_RATE, _FIRST_DECAY_BIAS = math.log(16), math.log(math.expm1(0.01))
 
 

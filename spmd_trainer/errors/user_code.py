@@ -107,7 +107,7 @@ def library_line(error: BaseException) -> str | None:
 
 
 def hidden_package(error: ImportError) -> str | None:
-    """Returns the file in the working directory that shadows an installed package, so that an import failed; None if none."""
+    """Returns the file in the working directory that shadows an installed package, so that an import failed; else None."""
     top = (error.name or "").partition(".")[0]
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None)

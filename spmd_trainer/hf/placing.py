@@ -104,7 +104,7 @@ def read_onto_mesh(
 
     Args:
       wanted: the model's variables by path.
-      source: by the same paths, the variables with the tensors that hold them. Values are converted to the model's dtypes.
+      source: the variables with their tensors, by the same paths. Floating-point values are converted to the model's dtypes.
       tensors: the stored tensors by name.
       mesh: the mesh.
 

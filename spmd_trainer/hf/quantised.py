@@ -35,7 +35,7 @@ _SETTINGS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     },
     "mxfp4": {},
 }
-# Settings that don't matter with any method, as the tensors' names show which of them are quantized.
+# Settings that have no effect here with any method, because the tensors' names show which tensors are quantized.
 _WITHOUT_EFFECT = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
 FACTORS = "_scale_inv"
 _FACTOR_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")

@@ -25,7 +25,7 @@
 | `DatasetSpecsProvider` | `batches` | shapes and dtypes of a batch, for experiments |
 
 Importing this package imports neither JAX, praxis nor TensorFlow: each name is imported when it is first used
-(`__init__.pyi` lists the names). Only `TfRecordInput` needs TensorFlow, and imports it when it reads its first batch.
+(`__init__.pyi` lists the names). Only `TfRecordInput` and `ImageInput` need TensorFlow, and import it for their first batch.
 """
 
 import lazy_loader

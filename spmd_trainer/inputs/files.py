@@ -41,7 +41,7 @@ class TextFiles:
 
     @functools.cached_property
     def checksum(self) -> int:
-        """Checksum of the files' sizes in order. It changes if a file is added, removed or resized."""
+        """Checksum of the files' sizes in order. Files of equal size that change places go unnoticed."""
         return zlib.crc32(",".join(map(str, self.sizes)).encode())
 
     @property

@@ -1,8 +1,8 @@
 """Inputs over Grain datasets. Needs the package grain (pip extra `grain`).
 
 `GrainInput` takes a `grain.MapDataset`, which can read element n directly, so sharding among processes, evaluation and
-saved positions work as in every other input. `GrainStreamInput` takes a `grain.IterDataset`, which is read from the
-beginning, and saves the position as Grain describes it.
+saved positions work as in every other input. `GrainStreamInput` takes a `grain.IterDataset`, which is read in
+order, and saves the position as the state of Grain's iterator.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class GrainInput(indexed.IndexedInput):
         return indexed.ExampleOrder(self.num_examples, self.is_training)
 
     def input_specs(self) -> NestedMap:
-        """Returns the shapes and dtypes of one process's batch as jax.ShapeDtypeStruct. Reads the dataset's first element."""
+        """Returns the shapes and dtypes of one process's batch, unpadded, as jax.ShapeDtypeStruct. Reads the first element."""
         return _batch_specs(self._example_specs, self.batch_size)
 
     @functools.cached_property
@@ -181,7 +181,7 @@ class GrainStreamInput(indexed.CheckpointedInput):
             raise self.error(f"the first element of the dataset is not an example: {error}") from error
 
     def input_specs(self) -> NestedMap:
-        """Returns the shapes and dtypes of one process's batch as jax.ShapeDtypeStruct.
+        """Returns the shapes and dtypes of one process's batch, unpadded, as jax.ShapeDtypeStruct.
 
         Reads the first element with a separate iterator, so that the first batch still contains it.
         """

@@ -180,7 +180,7 @@ class IndexedInput(CheckpointedInput):
         return self.order.endless
 
     def input_specs(self) -> NestedMap:
-        """Returns the shapes and dtypes of one process's batch as jax.ShapeDtypeStruct. Reads no data."""
+        """Returns the shapes and dtypes of one process's batch, without padding rows, as ShapeDtypeStruct. Reads no data."""
         raise NotImplementedError
 
     def batch_at(self, position: int) -> NestedMap:

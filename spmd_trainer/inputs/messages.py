@@ -170,7 +170,7 @@ class Templated:
         return {"tools": found.tools, "documents": found.documents, **variables}
 
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Renders messages. `variables`: the result of `variables`. Raises UserError if the template fails."""
+        """Renders messages. `variables`: the result of the method `variables`. Raises UserError if the template fails."""
         template = self.template(has_tools=bool(variables["tools"]))
         text = template.render(readable_messages(messages, template, **variables), **variables)
         refuse_surrogates(text)

@@ -185,7 +185,7 @@ class PreferenceInput(MessagesInput):
 
     @property
     def num_pairs(self) -> int:
-        """Number of records in one epoch, including records that are left out. Counting reads compressed or remote files."""
+        """Number of records in one epoch, including those left out. Counting reads JSON lines that are compressed or remote."""
         return self._first_of(len(self._opened), 0)
 
     def _first_of(self, source: int, chunk: int) -> int:

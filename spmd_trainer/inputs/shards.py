@@ -100,7 +100,7 @@ class LRUCache(Generic[T]):
 
 
 class OpenFile:
-    """A local file that is open for reading, and is closed when this object is garbage-collected.
+    """A local file, open for reading and closed when this object is garbage-collected. Raises OSError if it can't be read.
 
     Attributes:
       number: the file descriptor.

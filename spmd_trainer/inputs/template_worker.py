@@ -55,8 +55,8 @@ class _Failed(Exception):
     """The rendering failed. The message is one of the kinds of failure, such as `LENGTH` or `MARKS`."""
 
 
-# State of the current rendering, which the jinja2 extension `Generation` updates: number of characters written so far, and
-# (start, content) of each `{% generation %}` block.
+# State of the current rendering: number of characters written so far, and (start, content) of each `{% generation %}` block. The
+# jinja2 extension `Generation` adds the blocks.
 _rendering = types.SimpleNamespace(length=0, blocks=[])
 
 

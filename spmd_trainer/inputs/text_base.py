@@ -112,7 +112,7 @@ class TokenizedFiles(TokenizedInput):
 
     @property
     def token_dtype(self) -> Any:
-        """Smallest unsigned integer dtype that holds every token."""
+        """Dtype of stored tokens: uint16 if it holds every token of the vocabulary, otherwise uint32."""
         return tokenizers.token_dtype(self.vocab_size)
 
     @property

@@ -1,4 +1,4 @@
-"""Makes the tokenizer of a text input from the input's fields `tokenizer`, `eos_id` and `start`."""
+"""Makes a text input's tokenizer from the fields `tokenizer` and `eos_id`, and finds the start token that `start` names."""
 
 from __future__ import annotations
 

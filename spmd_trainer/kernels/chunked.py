@@ -156,7 +156,7 @@ def token_blocks(index: jax.Array | np.ndarray, segment_ids: jax.Array | None, b
 
 
 def visible_pairs(length: int, block: int, pattern: Pattern) -> np.ndarray:
-    """Returns the (query block, key block) pairs in which some query may see some key, int32 [pairs, 2]."""
+    """Returns the (query block, key block) pairs with a query that may see a key, int32 [pairs, 2], for tokens in row order."""
     n = -(-length // block)
     queries, keys = np.divmod(np.arange(n * n, dtype=np.int32), np.int32(n))
     seen = np.ones(n * n, bool)

@@ -29,7 +29,7 @@ from spmd_trainer.sharding.host_devices import hold_until_known
 # Maximum number of logits in a block, on one device.
 BLOCK_LOGITS = 2**27
 
-# If there is more than one block, the number of tokens in a block is a multiple of this, which suits matrix units.
+# If there are several blocks of this many tokens or more, their size is a multiple of this, which suits matrix units.
 _TILE = 128
 
 # Logits of the padding.

@@ -267,5 +267,5 @@ def _blocks(rows: Rows, ring: Ring) -> tuple[jax.Array, tuple[jax.Array, jax.Arr
 
 
 def _gathered(segment_ids: jax.Array | None, ring: Ring) -> jax.Array | None:
-    # They are small, so one gather is better than n steps.
+    # Segment ids are small, so one gather is better than n steps.
     return None if segment_ids is None else lax.all_gather(segment_ids, ring.axes)

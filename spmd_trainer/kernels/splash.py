@@ -45,7 +45,7 @@ _PADDING = np.iinfo(np.int32).min
 
 
 def reasons_against(call: Call) -> list[str]:
-    """Returns why this kernel can't compute a call; see `Kernel.reasons_against`. Other devices than TPUs only interpret it."""
+    """Returns why this kernel can't compute a call. Devices other than TPUs interpret it, which is only fast enough for tests."""
     reasons = []
     if call.target.platform != "tpu":
         reasons.append(f"it is a kernel for TPUs, but the device is a {call.target.kind or call.target.platform}")

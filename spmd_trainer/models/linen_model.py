@@ -27,7 +27,7 @@ _MODE_ARGUMENTS = {
     "deterministic": False,
     "use_running_average": False,
 }
-# Flax' collection for fp8 scales. A step sets these variables to their gradients.
+# Flax's collection for fp8 scales. A step sets these variables to their gradients.
 _OVERWRITTEN = "_overwrite_with_gradient"
 
 

@@ -29,7 +29,7 @@ _Value = TypeVar("_Value")
 TIMEOUT_SECONDS = 1800.0
 _PREFIX = "spmd_trainer/multihost"
 _LONGEST_SHOWN = 200
-# A cancelled wait ends within this time. Every wait takes at least this long, so that it sees a value that is already set.
+# A cancelled wait ends within this time. It is also the least timeout of a wait, so that a value that is already set is seen.
 _POLL_SECONDS = 0.5
 # How much longer the other processes wait than process 0, whose answer says which processes are missing.
 _ANSWER_SECONDS = 10.0
@@ -152,7 +152,7 @@ def _processes(numbers: Sequence[int]) -> str:
 
 
 def _by_value(values: Sequence[object]) -> str:
-    """Returns text such as 'process 0 has 1; processes 1, 2 have 2'. The values are in the order of the process ids."""
+    """Returns text such as 'process 0 has 1; processes 1, 2 have 2'. Values are in the order of their lowest process ids."""
     processes: dict[str, list[int]] = {}
     for process, value in enumerate(values):
         processes.setdefault(json.dumps(value, sort_keys=True), []).append(process)

@@ -47,7 +47,7 @@ _LONGEST_TEXT = 2000
 
 
 class AbsentError(Exception):
-    """A process did not join the job in time, or died before all processes had joined. Starting the job again may help."""
+    """A process did not join the job in time, or failed or fell silent before all had joined. Starting the job again may help."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Every process sends heartbeats ("beats"): it increments a number in the key-value store of JAX's coordination service. Process 0
 watches the numbers of all processes; the others watch the number of process 0. A process that knows why the job must end writes
 the reason to the store as the job's *news*, which all processes read about every half second. A process whose collective fails
-sends a *call*, which all processes answer by a heartbeat at once, so that a process that is gone is found within seconds.
+sends a *call*, which all processes answer at once with a heartbeat, so that a process that is gone is found within seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spmd_trainer.multihost.join import one_line, opened, sealed
 STATUS_LOST_PROCESS = 3
 # Processes often fail together, with the same error: each gets this much time to print its own.
 _GRACE_SECONDS = 3.0
-# How long process 0 waits for the others to exit, because the service ends with process 0; also the timeout of last calls.
+# How long process 0 waits for the others to exit, because the service ends with process 0; also the timeout of `_tried`.
 _LAST_SECONDS = 5.0
 # After a call, a process that sends no heartbeat for this long counts as lost.
 _CALLED_SECONDS = 6.0

@@ -154,7 +154,7 @@ def serve(address: str, bind_address: str | None, count: int) -> Client:
 
 
 def _connect_for_another(client: _jax.DistributedRuntimeClient) -> None:
-    """Connects as a task whose process hasn't started yet. Ignores failures, e.g. on a busy machine: that process retries."""
+    """Connects as a task whose process hasn't started. Ignores failures, e.g. on a busy machine: that process connects itself."""
     with contextlib.suppress(RuntimeError, jax.errors.JaxRuntimeError):
         client.connect()
 
@@ -280,7 +280,7 @@ def _bracketed(host: str) -> str:
 
 
 def _default_bind_address(address: str) -> str:
-    """Returns the coordinator's address, or all addresses ('[::]:port') if its host name is a loopback address on this host.
+    """Returns the coordinator's address, or '[::]:port' (all addresses) if its host name resolves to a loopback address here.
 
     For example, Debian's /etc/hosts gives a host's own name the loopback address 127.0.1.1.
     """

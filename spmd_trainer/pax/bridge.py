@@ -15,7 +15,7 @@ What is restored, why praxis needs it, and how:
 - `jnp.reshape(newshape=)`: used only by `decoder_utils` (beam search, token samplers), whose `jnp` is wrapped to accept it.
 - `jnp.issubdtype(array, ...)`: used by `optimizers.apply_ema_weights`; deprecated, an error in a later JAX. The `jnp` of
   `optimizers` is wrapped to accept arrays.
-- `int(array of one element)`: in `py_utils.get_enumeration_id`; a TypeError from numpy 2.4 on. Its three ids become scalars.
+- `int(array of one element)`: in `py_utils.get_enumeration_id`; a TypeError from numpy 2.4 on. The three ids become scalars.
 - `py_utils.with_sharding_constraint`: used for every split of an activation. XLA computes wrong products for some orders of the
   mesh axes that split a batch, so they are put in an order for which it computes right ones: `sharding.constraints.computable`.
 

@@ -130,7 +130,7 @@ def _open(found: steps.PaxDirectory, step: int | None) -> Contents:
     wanted = found.step if step is None else step
     try:
         chosen, path = decided_by_process_0(lambda: [str(part) for part in steps.require(found.path, wanted)])
-    except CheckpointNotFoundError as error:  # raised on processes other than 0; it is no UserError
+    except CheckpointNotFoundError as error:  # on all processes; it is not a UserError
         raise PaxNotFoundError(str(error)) from error
     return agreed(lambda: open_step(int(chosen), epath.Path(path)))
 

@@ -33,7 +33,7 @@ _OCDBT_MANIFEST = "manifest.ocdbt"
 _MSGPACK_FILE = "checkpoint"
 # Orbax's record of how each array was sharded.
 _SHARDING_FILE = "_sharding"
-# Files that stand beside the directories of arrays.
+# Files beside the directories of arrays; they are not arrays.
 _FILES = (_MSGPACK_FILE, "commit_success.txt")
 _MAX_LISTED = 10
 _INDEX = re.compile(r"/(\d+)(?=/|$)")

@@ -1,4 +1,4 @@
-"""Reads a Pax checkpoint that is one msgpack file: the leaves of the state as a list, and its PyTreeDef as printed by JAX."""
+"""Reads a Pax checkpoint that is one msgpack file: the leaves of the state in order, and its PyTreeDef as printed by JAX."""
 
 from __future__ import annotations
 

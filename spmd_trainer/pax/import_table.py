@@ -1,6 +1,6 @@
 """Tables of importable modules that have no file of their own: modules of Pax, and former modules of this trainer.
 
-The tables say where each name of such a module is now. Using a name without a counterpart raises an error with a replacement.
+The tables say where each name of such a module is now. Using one without a counterpart raises an error that names a replacement.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the arrays of a Pax checkpoint onto a mesh. Drops the padding that Pax added, after a check that it is zero."""
+"""Reads the arrays of a Pax checkpoint onto a mesh. Drops the padding that Pax added, and checks that it is zero."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TRIM_BYTES = 64 << 20
 def read_onto_mesh(
     wanted: Mapping[str, VariableSpec], source: Mapping[str, PaxArray], mesh: Mesh, checkpoint: str
 ) -> dict[str, jax.Array]:
-    """Reads variables onto a mesh. Each process reads only the shards of its own devices, about one variable at a time.
+    """Reads variables onto a mesh. Each process reads only its own devices' shards, and at most one large variable at a time.
 
     Args:
       wanted: the model's variables by path.

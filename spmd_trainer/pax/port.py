@@ -1,4 +1,4 @@
-"""Reports, without importing it, which changes and packages an experiment file written for paxml needs to run on this trainer."""
+"""Reports which changes and packages an experiment file written for paxml needs on this trainer. Does not import the file."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _needs_extra(line: int, name: str, extra: str, package: str) -> Finding:
 
 
 def find(path: str) -> Any:
-    """Imports the object with a full dotted name, with `paxml` read as `spmd_trainer`. Returns None if it doesn't exist."""
+    """Imports and returns the object with a full dotted name, with `paxml` read as `spmd_trainer`; None if it doesn't exist."""
     found, rest = _follow(path)
     return None if rest else found
 

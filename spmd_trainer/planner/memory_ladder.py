@@ -63,7 +63,9 @@ class Try:
 
 
 def search(job: Job) -> None:
-    """Searches for changes that make the job's train step fit, and prints them with the flags to use. Also writes reports.
+    """Searches for changes that make the job's train step fit, and prints them with the flags to use.
+
+    Also writes `plan_search.json` and `plan.html` if the job has a directory for reports.
 
     Raises:
       UserError: nothing fits with the experiment's number of rows. The message names fewer rows with which the step fits, if any.
@@ -261,8 +263,8 @@ class MemoryLadder:
 
     def _rows(self, at: Outcome) -> Iterator[Try]:
         """Yields changes to fewer rows, if the experiment's batch size can be overridden. Halves the number until the program is
-        predicted to fit, then again and again. The number of minibatches is the experiment's own. The predicted bytes are those
-        of a program with as many rows in each minibatch, minus the bytes of the accumulated gradients.
+        predicted to fit, and again after each try. The number of minibatches is the experiment's own. The predicted bytes are
+        those of a program with as many rows in each minibatch, minus the bytes of the accumulated gradients.
         """
         try:
             plan_candidates.batch_field(self._job.config.experiment)

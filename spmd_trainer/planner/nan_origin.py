@@ -77,7 +77,7 @@ class Flags:
 
         Returns:
           Two lists in execution order: the origins, and all operations, arguments and constants through which the NaNs and
-          infinities passed, origins included. A NaN that was made of an infinity has two origins: where the infinity began, and
+          infinities passed, origins included. A NaN that came from an infinity has two origins: where the infinity began, and
           where it became a NaN.
         """
         begun, passed = list[Found](), list[Found]()

@@ -83,7 +83,7 @@ class Plan(ChipBytes):
       model_flops: FLOPs per chip and step, as 6 * parameters * tokens of the global batch; attention is not counted (Kaplan et
         al. 2020), nor are experts that a token doesn't choose. None for models whose batch has no tokens.
       compiler_flops: the compiler's estimate of FLOPs per chip, which counts loop bodies once; None if it gives none.
-      collectives: a record for each kind of collective and the mesh axes it crosses: 'kind', 'axes', 'count', 'bytes'.
+      collectives: records by kind and mesh axes: 'kind', 'axes', 'count' (executions per step) and 'bytes' (per step).
       estimate: estimated step time; None if the chip's bandwidths are unknown.
       attention: a line for each attention kernel chosen, with the reasons against other kernels.
       xla_flags: the XLA flags that the experiment asks for; see `training.xla_flags`.

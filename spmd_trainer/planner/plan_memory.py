@@ -268,7 +268,7 @@ def _most(ranges: Sequence[LiveRange], length: int) -> int:
 
 
 def _full_paths(paths: Sequence[Path]) -> dict[Path, Path]:
-    """Returns {path: complete path}: some paths lack the outer layers, which are taken from other paths."""
+    """Returns {path: complete path}. The compiler drops the outer layers of some names; other paths show these."""
     counts = collections.Counter(path[0] for path in paths if path)
     root = counts.most_common(1)[0][0] if counts else ""
     before: dict[str, Path] = {}

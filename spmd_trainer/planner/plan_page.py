@@ -65,7 +65,7 @@ def write_search_page(job: Job, outcomes: Sequence[Outcome], *, chip_memory: int
 
 
 def plan_page(about: Mapping[str, str], plan: Record) -> str:
-    """Returns the HTML page of one plan. `about`: facts in the page's head, {name: text}. `plan`: result of `plan_record`."""
+    """Returns the HTML page of one plan, a `plan_record`. `about`: {name: text} for its head; 'experiment' is the title."""
     facts = [_fits_fact(plan)]
     if plan["seconds"]:
         note = "from everything overlapping to nothing overlapping"

@@ -256,7 +256,7 @@ class Search:
         outcome.seconds = estimate.middle
 
     def _leave_out_larger(self, too_large: Outcome) -> None:
-        """Rules out candidates that differ from `too_large`, which doesn't fit, only in having as many or more rows a minibatch.
+        """Rules out candidates that differ from `too_large`, which doesn't fit, only in as many or more rows per minibatch.
 
         If `too_large` has several minibatches, candidates with a single minibatch are not ruled out, because they hold no
         accumulated gradients.

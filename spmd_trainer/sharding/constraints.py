@@ -46,9 +46,9 @@ def computable(
     is split over 'mdl'; w is split over 'mdl' and 'data', in either order; 'data' and 'mdl' have the same size. XLA compares only
     numbers of shards, so it confuses 'data' with 'mdl'. With 'data' first, as in ('data', 'replica'), the product is correct.
 
-    If possible, the axis that comes last in an entry differs in size from the mesh axes outside the entry. Otherwise the
-    order is the reverse of the mesh's, so that the mesh's outermost axis, which seldom splits weights, comes last. If `pairs`
-    shows that XLA could also confuse axes in this order, the next order without such a confusion is taken.
+    If possible, no proper suffix of an entry's axes has as many shards as a mesh axis outside the entry. Otherwise the order is
+    the reverse of the mesh's, so that the mesh's outermost axis, which seldom splits weights, comes last. If `pairs` shows that
+    XLA could also confuse axes in this order, the next order without such a confusion is taken.
 
     Args:
       spec: the spec.
@@ -121,7 +121,7 @@ def constrain_together(
 ) -> list[jax.Array]:
     """Constrains each array of a batch to its spec; small arrays with equally split rows share one collective.
 
-    A batch of tokens consists of a few arrays of some kilobytes each. A collective of this size takes only its latency, so
+    A batch of tokens consists of a few arrays of some kilobytes each. At this size, a collective's time is all latency, so
     six collectives take six times as long as one. Arrays are combined only if they have rank 1 or 2 and 4-byte elements, only
     if their specs split no dimension but the rows, and only if the constraint moves data (a batch arrives split over the
     whole mesh).

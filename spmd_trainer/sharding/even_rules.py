@@ -277,7 +277,7 @@ def concatenate(pins: Pins, eqn: Any, values: list[Value]) -> list[Value]:
 
 
 def along_one(param: str) -> Rule:
-    """Returns the padding rule for operations such as a sort, whose one dimension loses its padding and is not split.
+    """Returns the padding rule for operations along one dimension, such as sorts: it loses its padding and is not split.
 
     Args:
       param: the name of the equation's parameter that holds this dimension.

@@ -2,9 +2,9 @@
 
 An array can move from 8 shards to 4 different shards without a full gather: pairs of devices first merge their shards, so each
 merged shard is on two devices. Then one of the two copies of each merged shard moves. The idea was published in pathwaysutils
-(`pathwaysutils/experimental/reshard.py`); the public names in this module are the same. The intermediate sharding has the
-target's number of shards, whichever dimension the target splits. Devices that merge shards are neighbors along one mesh axis,
-so the merge is one gather among them. Other axes do not change.
+(`pathwaysutils/experimental/reshard.py`); `find_intermediate_sharding` and its errors are named as there. The intermediate
+sharding has the target's number of shards, whichever dimension the target splits. Devices that merge shards are neighbors along
+one mesh axis, so the merge is one gather among them. Other axes do not change.
 """
 
 from __future__ import annotations

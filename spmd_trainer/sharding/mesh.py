@@ -55,9 +55,9 @@ def create_hybrid_mesh(
 ) -> Mesh:
     """Makes a mesh over several slices or hosts: `create_hybrid_mesh([1, 4], [2, 1], ['data', 'mdl'])` is 2 x 4.
 
-    Axis i has size `dcn[i] * ici[i]`. Along this axis, every `ici[i]` consecutive devices share a slice, so only its outer
-    part crosses the slow network. The devices' `slice_index` tells slices apart. If it is the same for all devices, each
-    process counts as a slice. With a single process (host devices), the devices are divided into equal groups in order.
+    Axis i has size `dcn[i] * ici[i]`. Along this axis, every `ici[i]` consecutive devices share a slice, so only the
+    axis' outer part crosses the slow network. The devices' `slice_index` tells slices apart. If it is the same for all devices,
+    each process counts as a slice. With a single process (host devices), the devices are divided into equal groups in order.
 
     Args:
       ici: size of each axis within a slice. One size of `ici` or `dcn` may be -1 for all remaining devices.

@@ -3,7 +3,7 @@
 JAX arrays on a mesh must be split evenly. If a variable can't be split evenly, it is stored with zeros after its logical
 region. The training step slices the padding off, computes on the logical shape, and pads the result with zeros again. GSPMD
 also pads to the next multiple, but only inside a program (Xu et al. 2021, https://arxiv.org/abs/2105.04663). This module pads
-a program's inputs and outputs, which JAX requires to be even.
+a program's inputs and outputs, which JAX requires to be split evenly.
 
 Worked example on a mesh (x=2, y=4): shape (3, 5) with P('x', None) becomes (4, 5); with P(('x', 'y'), None), 8 shards of
 dimension 0, it becomes (8, 5); with P(None, 'y') it becomes (3, 8).

@@ -55,8 +55,8 @@ def plan_sharding(state: PyTree, strategy: Strategy, mesh: AnyMesh) -> PyTree:
       mesh: the mesh.
 
     Returns:
-      A tree like `state` of VariableSpecs. Their reasons read `rule 2 ('kernel', fsdp(axis='data'))`, `replicated: no
-      dimension of (7, 13) divides by data=4; rule 2 (...)`, `replicated: no rule matched`, ...
+      A tree like `state` of VariableSpecs. Their reasons read `rule 2 ('kernel', fsdp(axis='data'))`,
+      `replicated: no dimension of (7, 13) divides by data=4; rule 2 (...)`, `replicated: no rule matched`, ...
 
     Raises:
       ValueError: the strategy is not a list of (regex, tactic), a regex does not compile, or a tactic is unknown, names an

@@ -67,7 +67,7 @@ class MeshData(TypedDict):
 
 
 class VariableData(TypedDict):
-    """A variable's entry in a sharding report. `spec` has each dimension's mesh axes; a replicated variable has none."""
+    """A variable's entry in a sharding report. `spec` has each dimension's mesh axes; it is empty for a replicated variable."""
 
     path: str
     kind: str

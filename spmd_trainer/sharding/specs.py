@@ -1,7 +1,7 @@
 """Functions of a PartitionSpec, a shape and a mesh: they give the axes, shards and padding of each dimension, and check specs.
 
-JAX makes the same checks later, but its errors don't name the variable. Every function of `spmd_trainer.sharding` that accepts
-a spec calls `check_spec` first, so its error names the variable, the dimension and the axis.
+JAX makes the same checks later, but its errors don't name the variable. So functions that get a spec from the
+user call `check_spec` first, whose error names the variable, the dimension and the axis.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def input_partition_spec(
 ) -> PartitionSpec | None:
     """Returns the spec of the input at `path`: from `by_name` if a key matches, otherwise from its rank.
 
-    With `by_name={'images': ('data', None, None, 'mdl')}`, the input `images` [batch, height, width, channels] gets `P('data',
-    None, None, 'mdl')`, even if `map_4d` differs.
+    With `by_name={'images': ('data', None, None, 'mdl')}`, the input `images` [batch, height, width, channels] gets
+    `P('data', None, None, 'mdl')`, even if `map_4d` differs.
 
     Args:
       mapping_dict: a split mapping (see the module `split_mapping`); None for no mapping.

@@ -32,7 +32,7 @@ def with_policy(task: SingleTask, fn: Fn) -> Fn:
       fn: a function of pytrees of arrays, to be differentiated afterwards.
 
     Raises (when the returned function is traced):
-      UserError: `fn` has no rematerialised part, or none of its rematerialised parts has an activation with a listed name.
+      UserError: `fn` has no rematerialised part, or a listed name is the name of no activation in these parts.
     """
     saved, offloaded = list(task.train.saved_activations), list(task.train.offloaded_activations)
     if not saved and not offloaded:

@@ -118,7 +118,7 @@ def check_program(layout: Layout, lowered: jax.stages.Lowered, compiled: jax.sta
       lowered, compiled: the lowered and the compiled train step, (state, key, inputs) -> (new state, outputs).
 
     Raises:
-      UserError: the compiler left an array of the state, or the activations, on the devices; the message says which.
+      UserError: the compiler left an array of the state, or the activations, on the devices; the message names it and the device.
     """
     offloaded = list(layout.task.train.offloaded_activations)
     if not offloaded and not any(variable.memory_kind for variable in layout.records()):

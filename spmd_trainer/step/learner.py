@@ -170,7 +170,7 @@ class Learner(base_hyperparams.FiddleBaseParameterizable):  # type: ignore[misc]
         """Returns (zeros, states) if the step is to be skipped, else (updates, new_states). `valid`: bool scalar."""
         if not (self.enable_skip_step_on_gradient_anomalies and self.check_valid_step):
             return updates, new_states
-        # Where `valid` is the value, it is 0. XLA would share and keep a constant of zeros with the gradients' initial sums.
+        # Where `valid` is the value, it is 0. XLA would share a constant of zeros with the gradients' initial sums, and keep it.
         updates = jax.tree.map(lambda x: jnp.where(valid, x, valid.astype(x.dtype)), updates)
         return updates, jax.tree.map(lambda new, old: jnp.where(valid, new, old), new_states, states)
 

@@ -19,7 +19,7 @@ def moved_by_load(
 ) -> NestedJTensor:
     """Moves the variables marked with `masks.MOVED_BY_LOAD`, such as router biases, by the experts' load in the whole batch.
 
-    Each element belongs to an expert. It moves by the variable's rate: up if the expert's load is below the mean, else down.
+    Each element belongs to an expert. It moves by the variable's rate: up if the expert's load is below the mean, down if above.
 
     Args:
       layout: has the WeightHParams of all variables.

@@ -20,7 +20,7 @@ READ_PER_TOKEN = "_read_per_token:"
 # of a repeated layer. With minibatches, or under `jax.shard_map`, the mean over the parts of the batch.
 LOAD = "expert_load"
 # Prefix of the collection of variables that each training step moves by the load: up by the rate where an expert's load is
-# below the mean, else down. The rate follows the prefix.
+# below the mean, down where it is above. The rate follows the prefix.
 MOVED_BY_LOAD = "_moved_by_load:"
 # How a regex writes the index of a list: Pax's `x_layers\[0\]` or `x_layers.0.`, and this project's `x_layers/0`.
 _PAX_INDEX = re.compile(r"\\\[|\[\[\]|(?<!\\)\.\d+\.")

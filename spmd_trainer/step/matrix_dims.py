@@ -1,10 +1,10 @@
 """Finds the variables that hold matrices, and their row, column and stack dimensions, for matrix optimizers such as Muon.
 
 The matrix products of the traced model decide (`matrix_uses`). Dimensions that a product contracts are the rows of a variable,
-dimensions that it keeps are the columns. Stack dimensions index matrices: they are those of repeated layers, of experts
-(paired with a router's columns), and those that the program reads one index at a time (`product_results`). Embeddings, the
-output matrix, routers, and variables that no product reads (norms, biases) are not matrices. Routers and experts are also
-recognised by common names. The user's rules take precedence.
+dimensions that it keeps are the columns. All others are stack dimensions, which index matrices: those of repeated layers, batch
+dimensions of the product, those paired with a router's columns (experts), and those that the program reads one index at a time
+(`product_results`). Embeddings, the output matrix, routers, and variables that no product reads (norms, biases) are not
+matrices. Routers and experts are also recognised by common names. The user's rules take precedence.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ from spmd_trainer.step.product_results import MatrixDims, Uses
 from spmd_trainer.train_states import PyTree
 
 GROUPED = "grouped_dot"
-# The dimension numbers of `grouped_dot`, as of `dot_general`: (contracted dimensions, batch dimensions), of (rows, weights).
+# The dimension numbers of `grouped_dot`, as for `dot_general`: (contracted, batch) dimensions, each of (rows, weights).
 GROUPED_NUMBERS = (((3,), (1,)), ((1,), (0,)))
 # Functions with custom derivatives, and a `select_n` between a variable and itself, as in praxis' pipelines.
 EVERY = OWN_DERIVATIVES | {"select_n", "stop_gradient"}
-# Operations that only rearrange elements, so that an array of zeros and ones remains one.
+# Operations that only convert, rearrange or repeat elements, so that an array of zeros and ones remains one.
 _KEEPS_MASK = frozenset(
     {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "sharding_constraint"}
 )
@@ -136,7 +136,7 @@ def _plain(eqn: Any, values: list[_Value], found: _Found) -> list[_Value]:
 
 
 def _result(eqn: Any, values: list[_Value], found: _Found) -> product_results.Result:
-    """Returns the `Result` of a product with a variable: for each of its dimensions, the variable dimensions of equal index."""
+    """Returns the `Result` of a product with a variable: for each dimension, the variable dimensions with the same index."""
     known = [product_results.of_weight(v.path, v.dims) if v.path else v.result for v in values]
     columns = product_results.of_product(eqn, known, found.uses).columns
     return product_results.Result(columns, frozenset(value.path for value in values if value.path))

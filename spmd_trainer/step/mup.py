@@ -255,8 +255,8 @@ def _roles(
 def _of_embeddings(
     task: SingleTask, uses: Mapping[str, Uses], growth: Mapping[str, Sequence[float]]
 ) -> list[tuple[str, float]]:
-    """Returns (regex, power) pairs as `Mup.multipliers` has, for praxis' embeddings and for norms before tied output matrices.
-    Raises UserError if no norm is found before such a matrix."""
+    """Returns (regex, power) pairs like those of `Mup.multipliers`, for praxis' embeddings and norms before tied output matrices.
+    Raises UserError if no norm is found before a tied output matrix, and no multipliers are given."""
     lm_p, found = getattr(task.model, "lm_tpl", None), []
     for field, name in (("softmax_tpl", "softmax"), ("separate_embedding_tpl", "embedding_lookup")):
         # Such a layer multiplies the embeddings that it looks up by the root of the width.

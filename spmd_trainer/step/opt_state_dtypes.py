@@ -246,7 +246,7 @@ def encode(
     """
     if dtype == BFLOAT16:
         bits, drawn = lax.bitcast_convert_type(x, jnp.uint32), _random_bits(path, x.shape, step, row) >> 16
-        # The lower 16 bits are the probability of rounding up. NaN and infinities stay.
+        # The lower 16 bits give the probability of rounding up. NaN and infinities stay.
         upper = jnp.where(jnp.isfinite(x), bits + drawn, bits) & jnp.uint32(0xFFFF0000)
         return lax.bitcast_convert_type(upper, jnp.float32).astype(jnp.bfloat16)
     if dtype == EIGHT_BITS:

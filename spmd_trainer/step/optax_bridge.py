@@ -25,7 +25,7 @@ from spmd_trainer.sharding.variables import path_str
 
 @dataclasses.dataclass(frozen=True)
 class OptaxTransformation:
-    """A plain optax transformation as a praxis optimizer. It must itself include learning rate, clipping and weight decay.
+    """A plain optax transformation as a praxis optimizer. It includes the learning rate, and any clipping and weight decay.
 
     For praxis' clipping, weight decay or EMA around an optax transformation, use `praxis.optimizers.OptaxOptimizer`.
     """

@@ -194,7 +194,7 @@ class Partitioner(abc.ABC):
 
 
 def batch_notes(inputs: NestedShapeDtypeStruct, specs: NestedPartitionSpec, sizes: Mapping[str, int]) -> list[str]:
-    """Returns a sentence for each batch dimension that its mesh axes don't divide: what padding costs, which sizes need none.
+    """Returns a sentence for each batch dimension that its mesh axes don't divide: what padding costs, and which sizes need none.
 
     Args:
       inputs: ShapeDtypeStructs of the global batch.
@@ -213,7 +213,7 @@ def batch_notes(inputs: NestedShapeDtypeStruct, specs: NestedPartitionSpec, size
             what = f"the batch has {size} rows" if dim == 0 else f"dimension {dim} of input {path!r} has size {size}"
             only_padding = f", and {idle} of {shards} parts hold nothing but padding" if idle else ""
             below = f"{held - shards} or " if held > shards else ""
-            # All inputs have the same rows, which are therefore named once.
+            # All inputs have the same number of rows, which is therefore named once.
             found.setdefault(
                 (dim, size, axes) if dim == 0 else (dim, id(x), axes),
                 f"{what}, which {axes_text(axes, sizes)} does not divide: each step computes {held} "

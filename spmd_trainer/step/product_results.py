@@ -29,7 +29,7 @@ _NONE: frozenset[Column] = frozenset()
 _CHOICES = frozenset({"top_k", "approx_top_k", "sort", "argmax", "argmin"})
 _CUTS = frozenset({"slice", "dynamic_slice", "split"})
 _MOVES = _CUTS | {"transpose", "squeeze", "reshape", "unstack"}
-# The result of these operations counts as an exponential or a sigmoid if an operand is one.
+# The result of these operations counts as an exponential or a sigmoid if their first tracked operand is one.
 _KEEP_FUNCTION = dims_lib.SAME_DIMENSIONS | {"convert_element_type", "select_n", "stop_gradient", "div"}
 _BY_ELEMENT = ELEMENTWISE | _KEEP_FUNCTION | {"sort", "cumsum"}
 

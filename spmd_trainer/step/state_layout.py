@@ -280,7 +280,7 @@ def _check_rules(strategy: Strategy, variables: PyTree) -> None:
     """Warns about each rule of a sharding strategy that matches no variable.
 
     Raises:
-      ValueError: such a rule contains 'mdl_vars/', which only paths in the sharding report begin with.
+      ValueError: such a rule contains the report's prefix 'mdl_vars/', which the paths for rules don't have.
     """
     paths = [path for path, _ in masks.with_paths(variables)]
     for number, (regex, _) in enumerate(strategy, start=1):

@@ -20,7 +20,7 @@ from spmd_trainer.storage import backends, paths, reading
 from spmd_trainer.storage.object_store import ObjectStore
 
 _PART = re.compile(r"(?P<file>.+)\.part-(?P<number>\d{6})-[^/]+")
-# A part of this many bytes or more is not rewritten again.
+# A part of this many bytes or more gets no further bytes.
 _PART_BYTES = 256 * 1024
 # Seconds between two puts of one part: services limit how often an object may be replaced (GCS: once a second).
 _SECONDS_BETWEEN_PUTS = 5.0

@@ -73,7 +73,7 @@ def write_atomically(path: epath.Path, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: epath.Path) -> Iterator[epath.Path]:
-    """Context manager that yields a temporary path, and at the end renames it to `path`, or deletes it if the block raises."""
+    """Context manager: yields a temporary path beside `path`, then renames it to `path`; deletes it if the block raises."""
     # Threads may write the same file, and so may processes with equal ids in containers that share a disk.
     unfinished = path.parent / f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{UNFINISHED_SUFFIX}"
     try:

@@ -128,7 +128,7 @@ def shape(value: object, name: str) -> tuple[int, ...]:
     """Returns `value`, which must be the shape of an array, as a tuple. `name`: its field, for messages.
 
     Raises:
-      ValueError: `value` is no list of whole numbers, or has more than `MOST_DIMENSIONS` dimensions or too many elements.
+      ValueError: `value` is not a list of whole numbers, or has more than `MOST_DIMENSIONS` dimensions or too many elements.
     """
     if not isinstance(value, list) or len(value) > MOST_DIMENSIONS:
         raise ValueError(

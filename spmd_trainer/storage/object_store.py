@@ -219,7 +219,7 @@ class ObjectStore:
         self._try("writing", path, lambda: self._fs.put_file(local, _text(path)))
 
     def create(self, path: PathLike, data: bytes) -> bool:
-        """Creates an object atomically. Returns False if the object exists with another content than `data`.
+        """Creates an object atomically. Returns False if it already exists with content other than `data`.
 
         If the connection is cut, the put is repeated, and the repeated put fails if the first one had succeeded. Therefore the
         result is True if the existing object holds `data`.

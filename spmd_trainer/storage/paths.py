@@ -159,7 +159,7 @@ def _unknown_scheme(name: str, given: str, scheme: str, rest: str) -> str:
     host, _, key = rest.partition("/")
     if scheme.lower() in ("http", "https") and host == "storage.googleapis.com":
         return f"{name}={_shown(given)} is a web address; did you mean gs://{key}?"
-    # Schemes have only two letters, so few letters can agree.
+    # Most schemes have only two or three letters, so few letters can agree.
     near = nearest_names(scheme.lower(), [*_SCHEMES, *_OTHER_NAMES], count=1, cutoff=0.5)
     if near:
         hint = f"did you mean {_OTHER_NAMES.get(near[0], near[0])}://{_shown(rest)}?"

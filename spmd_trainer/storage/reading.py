@@ -65,7 +65,7 @@ def version(path: str) -> str:
 
 
 def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raises an error if a local path is no regular file or folder. Missing paths and paths in object stores pass.
+    """Raises an error if a local path is not a regular file or folder. Missing paths and paths in object stores pass.
 
     Raises:
       NotRegularError: the path is a named pipe, a socket or a device.

@@ -55,7 +55,7 @@ _PASSING_TEXT = re.compile(
     r"CURL error|connection (was )?(reset|aborted|closed)|server disconnected|timed out",
     re.IGNORECASE,
 )
-# Transient errors of HTTP libraries that are no OSErrors, by class name, because the libraries are optional.
+# Transient errors of HTTP libraries that need not be OSErrors, by class name, because the libraries are optional.
 _PASSING_CLASSES = {
     "ClientConnectionError",
     "ClientPayloadError",

@@ -84,7 +84,7 @@ def resampled(law: ScalingLaw, flops: Floats, losses: Floats, seed: int = 0) -> 
 
 
 def record(points: Sequence[tuple[int, float, float]]) -> dict[str, Any] | None:
-    """Returns the fitted scaling law for a sweep's page, as JSON values; None if fewer than 4 trials differ in FLOPs.
+    """Returns the fitted scaling law for a sweep's page, as JSON values; None for fewer than 4 different numbers of FLOPs.
 
     Args:
       points: (number of the trial, FLOPs, loss) of each trial. Trials whose FLOPs or loss are not positive, or whose loss is not

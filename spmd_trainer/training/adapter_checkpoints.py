@@ -60,7 +60,8 @@ def begin(
       came from and, in a run with adapters, the base and the settings of the adapters. `report` is None without rules.
 
     Raises:
-      As `loading_rules.resolve_rules`; CheckpointMismatchError if loaded adapters had other settings than `task.lora` has.
+      As `loading_rules.resolve_rules`.
+      CheckpointMismatchError: loaded adapters were trained with other settings than those of `task.lora`.
     """
     variables = metadata.variables
     leaves = dict(zip(records.by_path(variables), jax.tree.leaves(state), strict=True))
@@ -236,7 +237,7 @@ def _record(
     resolved: ResolvedRules | None,
     restored_from: str | None,
 ) -> BaseRecord:
-    """Returns the record of a frozen base whose arrays are on the devices. Logs a warning if no rule loads some of them."""
+    """Returns the record of a frozen base whose arrays are on the devices. Logs a warning about arrays that no rule loads."""
     parts = () if resolved is None else zip(rules, resolved.parts, strict=True)
     used = [(str(directory), source.name, paths) for directory, (source, paths) in parts if any(map(is_base, paths))]
     loaded = {path for _, _, saved_paths in used for path in saved_paths}

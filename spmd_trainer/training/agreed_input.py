@@ -30,7 +30,7 @@ def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: boo
       source: this process's share of the input, at its beginning.
       kind: 'training', 'evaluation' or 'decode'.
       count: the number of processes.
-      must_end_together: what to do if shares end after different batches. True: raise an error; False: end with the first.
+      must_end_together: what to do if shares end after different batches. True: raise an error; False: end with the shortest.
 
     Raises:
       UserError: the processes read different data.
@@ -57,7 +57,7 @@ def agree_on_input(source: Any, kind: str, *, count: int, must_end_together: boo
 
 
 class _Endless:
-    """Wraps an input that is declared endless. If it ends, raises, because other processes would wait for its next batch."""
+    """Wraps an input that is declared endless. If it ends, raises an error: other processes would wait for its next batch."""
 
     def __init__(self, source: IndexedInput, kind: str):
         self._source = source

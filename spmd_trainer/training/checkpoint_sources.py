@@ -1,4 +1,4 @@
-"""Opens checkpoints that other programs wrote, as `CheckpointSource`: Hugging Face's libraries, PEFT, Pax and plain Flax."""
+"""Opens checkpoints of other programs (Hugging Face's libraries, PEFT, Pax and plain Flax) as `CheckpointSource`s."""
 
 from __future__ import annotations
 

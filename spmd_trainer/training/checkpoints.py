@@ -136,7 +136,7 @@ def restore_from(
 
     Raises:
       UserError: the directory holds no checkpoint.
-      CheckpointError: see `checkpointing.restore`; or the checkpoint has adapters that another trainer wrote.
+      CheckpointError: see `checkpointing.restore`; or the state and a checkpoint of another trainer both have adapters.
     """
     directory = job.config.checkpoint_dir
     with Phase(f"restoring {'the newest step' if step is None else f'step {step}'} of {directory}") as phase:

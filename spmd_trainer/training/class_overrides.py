@@ -59,7 +59,8 @@ def make_experiment(
     methods. If the constructor copies an attribute into the instance, as a dataclass does, the copy is set too.
 
     An attribute that is a string, or annotated as a string or Any, takes text without quotes. If the annotation allows only
-    strings, 2024, true and None are taken as text too; but None stays None if the annotation allows it or the value was None.
+    strings, or strings and None, numbers, true and false are taken as text too. So is None, unless the annotation allows None
+    or the attribute was None.
 
     Args:
       exp: the experiment as the caller gave it: a name, class or instance. An instance is copied.

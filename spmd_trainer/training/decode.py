@@ -123,7 +123,7 @@ class DecodeDataset(FiniteDataset):
         if multihost.broadcast(metrics is not None):
             logging.info("%s at step %d was already decoded with these variables: %s", self.name, step, output.path)
             return metrics or {}
-        if self._may_be_too_long:  # checked before decoding, so that a too long prompt doesn't fail hours later
+        if self._may_be_too_long:  # checked before decoding, so that an overlong prompt doesn't fail hours later
             self._input.reset()
             for index, batch in enumerate(self._batches()):
                 decode_records.check_prompts(self._task, self.name, batch, index * self.num_rows)

@@ -76,7 +76,7 @@ def may_be_too_long(task: Any, dataset: str, shapes: Any) -> bool:
     """Returns True if a prompt in a batch of these shapes could be too long for the model to continue.
 
     Raises:
-      UserError: batches are wider than the longest sequence that the model decodes. The message names the fix.
+      UserError: batches are wider than the longest sequence that the model decodes. The message names both sizes and the fix.
     """
     limit = _longest_prompt(task)
     if limit is None or "ids" not in shapes:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from spmd_trainer.training.experiment_config import ResolvedExperiment
 
-# Metrics of an evaluation that describe its duration, not the model.
+# Metrics of an evaluation that describe its size and duration, not the model.
 TIMING = ("eval_batches", "eval_seconds")
 # praxis' models give the same loss under these names.
 _LOSS = ("avg_xent", "log_pplx", "total_loss")
@@ -163,7 +163,7 @@ def next_commands(config: RunConfig, *, evaluated: int | None = None) -> Iterato
 
     Args:
       config: the run's config.
-      evaluated: the step of the run's last evaluation, or None. If this is the newest checkpoint, evaluation needs no command.
+      evaluated: the step of the run's last evaluation, or None. If it is the newest checkpoint, no evaluation command is yielded.
     """
     experiment = config.experiment
     if not (saved := steps.present(config.job_log_dir / "checkpoints")):

@@ -31,7 +31,7 @@ _IDENTITY = "identity"
 
 
 class Evaluations:
-    """Evaluates every evaluation dataset of a job. The first `run` builds the inputs and evaluation steps, compiled once."""
+    """Evaluates every evaluation dataset of a job. The first `run` builds the inputs and evaluation steps, each compiled once."""
 
     def __init__(self, job: Job, writers: SummaryWriters):
         self._job = job

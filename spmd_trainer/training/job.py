@@ -237,7 +237,7 @@ class Job:
         """Returns the report of every variable's sharding, with a header about this job.
 
         Args:
-          attention: lines about attention kernels (`report_parts.of_forward_pass`), for the header.
+          attention: lines about attention and expert kernels (`report_parts.of_forward_pass`), for the header.
           inputs: the layouts of the job's inputs (`report_parts.of_inputs`).
         """
         about = {

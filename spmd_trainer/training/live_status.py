@@ -43,7 +43,7 @@ class TrainingStatus:
       seconds_per_step: mean over the last steps; None until measured.
       items_per_step: number of tokens (or examples) in a global batch.
       unit: what the items are, 'tokens' or 'examples'.
-      utilization: {name of a FLOPs count of `watch.progress.flops_per_item`: model FLOPs utilization, from 0 to 1}.
+      utilization: {name of a FLOPs count of `watch.progress.flops_per_item`: model FLOPs utilization, 0 to 1}; {} if unknown.
       memory: memory use of this process's fullest device; None if the backend doesn't report it.
       due: {'save', 'eval' or 'decode': the next step at which it is due}, without those that are disabled.
       steps_left: the remaining work, as a number of steps with the current batch size; None: num_steps - step.

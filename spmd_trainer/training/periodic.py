@@ -105,7 +105,7 @@ class Schedule:
         return found
 
     def due_at_end(self, step: int, *, evaluated: int | None, decoded: int | None) -> Due:
-        """Returns the evaluation and decode that are left when training is complete at `step`, whatever their intervals.
+        """Returns the evaluation and decode that are left when training is complete at `step`, even if no interval ends there.
 
         Args:
           evaluated: the step of the last evaluation, or None.

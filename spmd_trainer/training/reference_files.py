@@ -95,7 +95,7 @@ class ReferenceFiles:
         return len(outdated)
 
     def write(self, logps: np.ndarray, *, end: int) -> None:
-        """Writes log-probabilities, float32 [n, 2], of the n pairs whose indices precede `end`. Only process 0 writes."""
+        """Writes log-probabilities, float32 [n, 2], of the last n pairs before index `end`. Only process 0 writes."""
         if jax.process_index() or not len(logps):
             return
         record = {"model": self._model, "logps": logps.astype(np.float64).tolist()}

@@ -1,4 +1,4 @@
-"""Makes the parts of a job's sharding report that aren't about variables: attention kernels, and the sharding of batches."""
+"""Makes the parts of a job's sharding report that aren't about variables: chosen kernels, and the sharding of batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 def traced(trace: Callable[[], _T]) -> tuple[_T, list[str]]:
-    """Calls `trace`, which traces a program. Returns its result, and one line for each attention kernel chosen meanwhile."""
+    """Calls `trace`, which traces a program. Returns its result, and a line for each attention or expert kernel chosen."""
     kernels = rooms.find("kernels.kernels")
     if kernels is None:
         return trace(), []
@@ -40,10 +40,10 @@ def log_choices(lines: Iterable[str]) -> None:
 
 
 def of_forward_pass(job: Job) -> list[str]:
-    """Returns one line per chosen attention kernel, with the reasons, such as 'attention kernel: chunked; not cudnn: ...'.
+    """Returns one line per chosen attention or expert kernel, with reasons, e.g. 'attention kernel: chunked (not cudnn: ...)'.
 
     Traces the train step's forward pass on the job's mesh; or the evaluation step, for a partitioner that has its own forward
-    pass (`ShardMapPartitioner`). A model without attention layers gives no lines.
+    pass (`ShardMapPartitioner`). A model without attention and expert layers gives no lines.
 
     Raises:
       UserError: a layer asks for a kernel that can't be used.

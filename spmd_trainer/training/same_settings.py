@@ -63,7 +63,7 @@ def check_same_code() -> None:
     """Makes sure that imported code, and the environment variables that the user's code names, are the same on all processes.
 
     Called by every process: at the start, and again after a step is traced, because the user's functions may import modules.
-    Modules that a process has not imported are not compared. Touches no device.
+    A module is compared only between process 0 and processes that have imported it too. Touches no device.
 
     Raises:
       UserError: a module, or an environment variable that the user's code names, differs from process 0.

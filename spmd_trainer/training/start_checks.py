@@ -115,7 +115,7 @@ _OPTIMIZER_RANGES = {
 
 
 def check_settings(config: RunConfig) -> None:
-    """Checks that the experiment's numbers are valid and it has the datasets its mode needs. Touches no device or storage.
+    """Checks that the experiment has valid numbers, and the datasets that its mode needs. Touches no device or storage.
 
     Raises:
       UserError: a number is outside its valid range, or the mode, the flags and the experiment contradict each other.

@@ -174,7 +174,7 @@ class CompiledTrainStep:
     Attributes:
       fn: function of (state, key, batch) that returns (new state, packed scalars); None for a run that is finished already.
       packing: unpacks the scalars.
-      attention: one line per chosen attention kernel; see `report_parts.traced`.
+      attention: one line per chosen attention or expert kernel; see `report_parts.traced`.
       xla_flags: the experiment's XLA flags with which the step is compiled.
     """
 
@@ -232,7 +232,7 @@ def start(
         same_settings.check_same_code()
         report_parts.log_choices(step.attention)
         said = f"training from step {run.step} to {run.num_steps}"
-    if not jax.process_index():  # only now, because the compiled step names the attention kernels
+    if not jax.process_index():  # only now, because the compiled step names the kernels
         run_directory.write_report(job.sharding_report(step.attention), config.job_log_dir)
     run_directory.mark_begin_of_training(config.job_log_dir, config.experiment.overrides, config.given(), trains=trains)
     logging.info("%s%s", said, f", with {job.stage}" if job.stage else "")

@@ -60,7 +60,7 @@ class SummaryWriters:
         self._replaced: dict[str, int] = {}
 
     def listen(self, listener: Listener) -> None:
-        """Registers a function that each later `write` calls, and that must return at once. Unused if writing is disabled."""
+        """Registers a function that each later `write` calls in its caller's thread; must return at once. Unused if disabled."""
         self._listeners.append(listener)
 
     def replace_from(self, name: str, step: int) -> None:

@@ -74,7 +74,7 @@ class Table:
         self._turned = now
 
     def note(self, beat: Beat, now: float) -> None:
-        """Stores a beat of a process that arrived at the time `now`. A beat that is stored already changes nothing."""
+        """Stores a beat that arrived at the time `now`. A beat that is stored already changes nothing."""
         before = self._beats.get(beat.process)
         if before is None:
             return
@@ -194,7 +194,7 @@ class Board:
         return dataclasses.replace(latest[0], still=latest[0].still + now - latest[1])
 
     def last_beat(self, process: int) -> str:
-        """Returns `Table.last_beat` of a process. Other processes than 0 know only process 0 and themselves. Never waits."""
+        """Returns `Table.last_beat` of a process. Processes other than 0 know only process 0 and themselves. Never waits."""
         return self._table.last_beat(process, self._clock())
 
     def close(self) -> None:

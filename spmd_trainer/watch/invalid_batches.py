@@ -21,7 +21,7 @@ from spmd_trainer.training.invalid_steps import is_finite, is_valid
 
 # Maximum number of batches that are written to a run's directory.
 MAX_BATCHES = 5
-# Steps with finite loss and gradients (too large for the learner) write only while there are fewer batches: a NaN may follow.
+# Steps with finite loss and gradients (too large for the learner) write only up to this many batches: a NaN may follow.
 _MAX_FINITE = 3
 # Prefix of the array names in a file, because `np.savez` has arguments of its own, such as 'file'.
 _PREFIX = "batch/"

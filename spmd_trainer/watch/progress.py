@@ -138,7 +138,7 @@ class Progress:
 
 
 class ProgressLines(Callback):
-    """Logs that the first step is done, then a progress line with throughput and time left every few steps; see `Progress`."""
+    """Logs the first step, then a progress line with throughput and time left per `log_train_output_interval_steps`."""
 
     def __init__(self, upcoming: Callable[[int], Mapping[str, int]] = lambda step: {}) -> None:
         """Stores the argument.

@@ -121,7 +121,7 @@ class GenerationSettings:
 def from_folder(folder: str | os.PathLike[str], **changes: Any) -> GenerationSettings:
     """Reads the settings in a Hugging Face folder's generation_config.json; returns the defaults if there is no such file.
 
-    As in transformers, decoding is greedy if the file doesn't set do_sample; if it sets do_sample and not top_k, top_k is 50.
+    As in transformers, decoding is greedy unless the file sets do_sample to true; in that case, a missing top_k counts as 50.
     Logs a warning about unsupported options that would change the generated tokens.
 
     Args:

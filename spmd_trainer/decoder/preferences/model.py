@@ -114,7 +114,7 @@ class PreferenceLanguageModel(layers.LanguageModel):
         In training with adapters, the frozen base is the reference model: call this method with the base's variables.
 
         Args:
-          input_batch: preference pairs. A batch without pairs, or with `reference_logps`, is returned unchanged.
+          input_batch: preference pairs. Returned unchanged without pairs, with `reference_logps`, or if the loss needs none.
 
         Returns:
           A new batch with `reference_logps` float32 [B] in `chosen` and `rejected`. They have no gradient.

@@ -39,7 +39,7 @@ _NOT_READ = ("mtp.",)
 _KEYS_WITH_EXPERTS = {field: key for field, key in shared.KEYS.items() if field != "hidden_dims"}
 _EXPERTS_AND_WIDTH = ("num_experts", "moe_intermediate_size")
 
-# Letters of the variables of linear attention, without those of their input dimension.
+# Letters of the variables of linear attention, without the first one (the input dimension, or the width of a convolution).
 _LETTERS = {"query": "g a", "key": "g a", "value": "g j b", "gate": "g j b", "beta": "g j", "decay": "g j"}
 # All queries, then all keys, then all values.
 _JOINED = "(g a + g a + g j b)"

@@ -65,7 +65,7 @@ class ArrowDocuments(FileSource):
         """Opens every file to count its rows. `column`: see `Documents`.
 
         Raises:
-          UserError: pyarrow isn't installed, or a file can't be read, is damaged, or lacks the column; the message says which.
+          UserError: pyarrow isn't installed, or a file can't be read, is damaged, or lacks the column; the message names it.
         """
         super().__init__(paths)
         self._column = column

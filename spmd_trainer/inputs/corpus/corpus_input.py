@@ -86,7 +86,7 @@ class CorpusInput(text_base.TokenizedInput):
     _ahead: Any = dataclasses.field(default=None, init=False, repr=False)
     # Held by the one thread that reads the sources.
     _reading: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
-    # Cancels `_maker`. Called too when this input is garbage-collected.
+    # Cancels `_maker`. Also called when this input is garbage-collected.
     _cancel: Any = dataclasses.field(default=None, init=False, repr=False)
     _ended_at: Any = dataclasses.field(default=None, init=False, repr=False)
     _rows_read: int = dataclasses.field(default=0, init=False, repr=False)

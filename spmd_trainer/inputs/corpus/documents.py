@@ -61,7 +61,7 @@ class LeftOut(BadRecord):
 
 
 Record = Document | BadRecord
-# Name of the column or key that holds the text. A tuple of keys: the document is the record's entries with these keys, as JSON.
+# Name of the column or key that holds the text. A tuple of keys: the document is the record as JSON. Only these keys are used.
 Column = str | tuple[str, ...]
 # Default of `Documents.max_record_bytes`.
 MAX_RECORD_BYTES = 2**25

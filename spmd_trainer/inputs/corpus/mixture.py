@@ -43,7 +43,7 @@ class Mixture:
     Attributes:
       sources: {name: (Documents, weight)} with weights above 0; or {name: Documents} without weights: the weight of each source
         is then its size, in bytes if `weigh_by` is 'tokens', otherwise in documents. A weight may change: {0: 0.7, 10**9: 0.2}
-        makes it 0.2 once all sources together have given 10**9 tokens (see `change_by`). It may be 0 in between. In this total,
+        makes it 0.2 once all sources together have given 10**9 tokens (see `change_by`). It may be 0 for a time. In this total,
         a source that has ended counts as if it continued to give its share.
       weigh_by: 'tokens' or 'documents': the unit in which shares are measured.
       change_by: unit of the keys of a changing weight. 'totals': tokens or documents that the mixture has given, as `weigh_by`

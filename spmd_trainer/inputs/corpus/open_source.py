@@ -115,7 +115,7 @@ def _open_json_lines(found: FilesOrPaths, column: Column, max_record_bytes: int)
 def _prepared_folder(entries: Sequence[str]) -> str | None:
     """Returns the folder if `entries` is one folder of a prepared corpus (a token store), otherwise None.
 
-    Raises UserError if there are such a folder and other entries.
+    Raises UserError if `entries` has such a folder and other entries.
     """
     are_prepared = reading.for_each(entries, _is_prepared)
     found = [entry for entry, is_prepared in zip(entries, are_prepared, strict=True) if is_prepared]

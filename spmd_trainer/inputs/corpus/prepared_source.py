@@ -3,8 +3,8 @@
 A run begins by reading text, because the first window of a global shuffle needs documents from everywhere. Meanwhile each
 process of the job tokenises its share of the corpus, in worker processes, into a token store that all processes can read. Once
 the store is finished, each process reads further documents as tokens. The batches are the same either way, so training never
-waits, and the processes may switch at different times. If tokenising fails in one process, e.g. because the disk is full, all
-processes of the job keep reading text.
+waits, and the processes may switch at different times. If tokenising fails in one process, because a record is bad or the disk
+is full, all processes of the job keep reading text.
 """
 
 from __future__ import annotations

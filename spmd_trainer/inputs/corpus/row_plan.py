@@ -195,7 +195,7 @@ def make_rows(plan: RowPlan, rows: np.ndarray, documents: Sequence[FramedDocumen
         (documents[number], start, start + size + 1)
         for number, start, size in zip(own.documents.tolist(), own.starts.tolist(), own.sizes.tolist(), strict=True)
     ]
-    # The tokens of each piece, each with the token before it.
+    # The tokens of each piece, after the token that precedes the piece in its document.
     tokens = _values(pieces)
     ends = np.cumsum(own.sizes + 1)
     is_label, is_id = np.ones(len(tokens), bool), np.ones(len(tokens), bool)

@@ -92,7 +92,7 @@ def make_room(root: str, limit: int, needed: int = 0) -> None:
 
 
 def _stores(root: str) -> Iterator[tuple[float, str, int]]:
-    """Yields (time of last use in seconds since 1970, folder, size in bytes) for each store that may be removed."""
+    """Yields (time of last use in seconds since 1970, folder, size in bytes) for each store without files of other programs."""
     with os.scandir(root) as entries:
         folders = [one.path for one in entries if _STORE.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
     for folder in folders:

@@ -113,7 +113,7 @@ def _content(longest: int, archive: tarfile.TarFile, member: tarfile.TarInfo) ->
 
 
 class _Stream:
-    """A file that raises EOFError at its end. Otherwise tarfile would try forever to read the bytes that a header declares."""
+    """A file that raises EOFError at its end. There, tarfile would go on reading for all the bytes that a header declares."""
 
     def __init__(self, file: BinaryIO):
         self._file = file

@@ -49,7 +49,7 @@ class Batch(NamedTuple):
     Attributes:
       documents: number of documents.
       tokens: number of tokens of all documents.
-      offsets_at: byte offset of the entry 0 and the documents' ends, in tokens: little-endian int32 [documents + 1].
+      offsets_at: byte offset of the documents' ends, counted in tokens, after an entry 0: little-endian int32 [documents + 1].
       tokens_at: byte offset of the tokens.
       sizes_at: byte offset of the texts' sizes in bytes: little-endian int32 [documents].
       counted_at: byte offset of the bits that mark tokens that count in the loss, the lowest bit of a byte first; None: all

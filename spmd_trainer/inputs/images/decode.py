@@ -19,7 +19,7 @@ from spmd_trainer.inputs.tensorflow_bridge import import_tensorflow, plain
 
 CROP, STRETCH, EXACT = "crop", "stretch", "exact"
 RESIZES = (CROP, STRETCH, EXACT)
-# Number of random crops drawn before the central crop is taken, as in torchvision.
+# Number of random crops that are tried. If none fits into the image, the central crop is taken, as in torchvision.
 _TRIES = 10
 
 # Top, left, height and width of a crop of an image, in pixels.

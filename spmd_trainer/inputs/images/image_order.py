@@ -117,7 +117,7 @@ class ImageOrder:
         return self._shards.locate(image)
 
     def _places(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns, for each index from `first` on, its source (-1 after the end) and its index in that source's order."""
+        """Returns, for indices from `first` on, the source (-1: after the end) and the index in its order, both int64 [count]."""
         taken = self._taken_before(first)
         schedule = Schedule(self._shares, taken)
         sources, places = np.full(count, -1, np.int64), np.zeros(count, np.int64)

@@ -129,7 +129,7 @@ def loss_spikes(run: RunScalars, restarts: Sequence[int]) -> list[tuple[int, int
 
 
 def expert_load(run: RunScalars) -> list[Record]:
-    """Returns the experts' shares of the load at the last step with summaries, as a record ('layer', 'shares') per layer.
+    """Returns a record ('layer', 'shares') of each layer's expert load at the last step with summaries; [] without experts.
 
     Raises:
       ValueError: a value in the summaries is not a share between 0 and 1.

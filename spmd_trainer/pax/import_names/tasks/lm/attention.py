@@ -33,11 +33,12 @@ class FusedDotProductAttention(layers.DotProductAttention):
     """praxis' `DotProductAttention`, computed by a fused kernel. It returns None in place of attention probabilities.
 
     Variables are the same, and results are equal up to rounding: logits stay in float32, while praxis rounds them. Logits and
-    probabilities are not stored, except by the kernel 'reference', which is used for dropout of probabilities and for sequences
-    of up to 512 tokens. Settings that no kernel supports raise errors. praxis' summaries of the logits are missing.
+    probabilities are not stored, except by the kernel 'reference', which is used for dropout of probabilities, and for sequences
+    of up to 512 tokens unless splash (TPU) or cuDNN (GPU) can be used. Settings that no kernel supports raise errors. praxis'
+    summaries of the logits are missing.
 
     Attributes:
-      kernel: name of the kernel to use, one of `spmd_trainer.kernels.kernels.NAMES`; 'xla' is another name of 'reference'.
+      kernel: name of the kernel to use, one of `spmd_trainer.kernels.kernels.NAMES`; 'xla' is another name for 'reference'.
         None for the first kernel that can be used on the device.
       causal: True if a token attends to no later token. Set by `SegmentedTransformerLm`; only used with segment ids.
     """

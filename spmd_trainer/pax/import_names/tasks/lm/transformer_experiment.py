@@ -24,7 +24,7 @@ class TransformerExperiment(base_experiment.BaseExperiment):
       HIDDEN_DIMS: width of the feed-forward layers.
       DROPOUT_PROB: dropout probability of all dropouts in the layers.
       LEARNING_RATE, WEIGHT_DECAY: settings of the default optimizer.
-      DECAY_END: training step from which on the learning rate is a tenth of its maximum.
+      DECAY_END: training step from which the learning rate is a tenth of its maximum.
       ATTEN_LOGIT_CAP: a tanh limits attention logits to plus or minus this value; 0 for no limit.
       USE_FUSED_ATTENTION: compute attention and the loss with the kernels of `spmd_trainer.kernels`; see the module
         `attention` and `cheaper_layers.FusedFullSoftmax`.

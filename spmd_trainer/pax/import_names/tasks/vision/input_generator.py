@@ -60,7 +60,7 @@ class BaseImageNetInput:
         )
 
     def __init__(self, params: Any):
-        """Opens the record files. `params`: the result of `Params()`, filled in.
+        """Finds the records. `params`: the result of `Params()`, filled in.
 
         Raises:
           UserError: there are no files, or one of them can't be read.
@@ -99,7 +99,7 @@ class BaseImageNetInput:
             raise tf.errors.OutOfRangeError(None, None, "every image was read") from error
 
     def _preprocess(self, image: bytes, seed: tuple[int, int]) -> Any:
-        """Decodes one JPEG image into a tensor of shape `data_shape`. Subclasses may override this method."""
+        """Decodes, crops and resizes a JPEG image to a tensor of shape `data_shape`. Subclasses may override this method."""
         return resnet_preprocessing.preprocess_image(
             image, self._is_training(), image_size=self.params.data_shape[0], seed=seed
         )
